@@ -1,0 +1,143 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "sonicmoe/status.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe {
+
+/// One Mixture-of-Experts layer. Symbols: T tokens, d hidden, n intermediate, E experts, K top_k,
+/// R rows (routed token-expert pairs; T*K for the router modes, the list length for `given`).
+///
+///   logits = x Wr^T;  scores, ids = route(logits);  for each pair (t, e) with score s:
+///   h = x_t W1[e]^T + b1[e];  a = act(h);  o_t += s (a W2[e]^T + b2[e])
+struct LayerDesc {
+  std::int64_t tokens = 0;        ///< T >= 0
+  std::int64_t hidden = 0;        ///< d, a multiple of 8, at least 8
+  std::int64_t intermediate = 0;  ///< n, a multiple of 8, at least 8
+  std::int64_t experts = 0;       ///< E >= 1
+  std::int64_t top_k = 0;         ///< 1 <= K <= E; 0 when the routing is given
+  DType dtype = DType::bf16;      ///< of every tensor but scores, ids and counts
+  Activation activation = Activation::swiglu;
+  W1Layout w1_layout = W1Layout::interleaved;
+  RouterMode router = RouterMode::softmax_over_topk;
+  bool norm_topk_probs = false;  ///< topk_over_softmax: divide the K scores by their sum
+  bool bias = false;             ///< b1 and b2 exist (both or none)
+  bool inference = false;        ///< keep nothing for backward
+  std::int64_t list_length = 0;  ///< L, routing given only: static length of the lists
+  bool assume_sorted = false;    ///< routing given only: token ids ascend (not verified on CUDA)
+
+  /// Row capacity R: T*K, or list_length when the routing is given.
+  std::int64_t rows() const noexcept {
+    return router == RouterMode::given ? list_length : tokens * top_k;
+  }
+  /// Width of H: 2n with a gate, else n.
+  std::int64_t preact_width() const noexcept {
+    return is_glu(activation) ? 2 * intermediate : intermediate;
+  }
+};
+
+/// Bytes kept from forward to backward, term by term. For 2-byte storage x is 2Td, preact 4Rn (2Rn
+/// without a gate), routing at most 24R + 8(E+1) + 4(T+1), logits T*E*2 or 0. All 0 for inference.
+struct SavedBytes {
+  std::size_t x = 0;        ///< the input itself, kept by the caller
+  std::size_t preact = 0;   ///< H (R, 2n or n), always [gate n | up n]
+  std::size_t routing = 0;  ///< scores and index arrays, one opaque block
+  std::size_t logits = 0;   ///< only where a gradient needs the probabilities of all experts
+  std::size_t total() const noexcept { return x + preact + routing + logits; }
+};
+
+/// All pointers are to memory of the plan's device, tensors are contiguous, bases aligned to 16
+/// bytes. A pointer may be null where its tensor has no elements or the plan does not use it; one
+/// that the plan does not use is ignored. `dtype` below is LayerDesc::dtype.
+struct ForwardArgs {
+  const void* x = nullptr;         ///< (T, d) dtype
+  const void* router_w = nullptr;  ///< (E, d) dtype; unused when the routing is given
+  const void* w1 = nullptr;        ///< (E, 2n or n, d) dtype; the gate (E, n, d) if `separate`
+  const void* w1_up = nullptr;     ///< (E, n, d) dtype; `separate` only
+  const void* b1 = nullptr;        ///< (E, 2n or n) dtype, laid out like w1; with bias
+  const void* b1_up = nullptr;     ///< (E, n) dtype; with bias and `separate`
+  const void* w2 = nullptr;        ///< (E, d, n) dtype
+  const void* b2 = nullptr;        ///< (E, d) dtype; with bias
+
+  // Routing given: lists of length L. An expert id >= E is a sentinel: not counted, contributes
+  // nothing. A negative expert id or a token id outside [0, T) is an error. Duplicates add.
+  const std::int32_t* list_tokens = nullptr;   ///< (L)
+  const std::int32_t* list_experts = nullptr;  ///< (L)
+  const float* list_scores = nullptr;          ///< (L)
+
+  // Outputs.
+  void* o = nullptr;                   ///< (T, d) dtype
+  void* logits = nullptr;              ///< (T, E) dtype; unused when the routing is given
+  std::int32_t* counts = nullptr;      ///< (E) rows of each expert
+  float* scores = nullptr;             ///< (T, K), optional; router modes only
+  std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; router modes only
+
+  // Kept for backward (unused for inference).
+  void* preact = nullptr;   ///< SavedBytes::preact bytes
+  void* routing = nullptr;  ///< SavedBytes::routing bytes
+};
+
+struct BackwardArgs {
+  // As given to, or written by, forward.
+  const void* x = nullptr;
+  const void* router_w = nullptr;
+  const void* w1 = nullptr;
+  const void* w1_up = nullptr;
+  const void* w2 = nullptr;
+  const void* b2 = nullptr;
+  const void* logits = nullptr;  ///< where SavedBytes::logits > 0
+  const void* preact = nullptr;
+  const void* routing = nullptr;
+
+  // Gradients coming in.
+  const void* dout = nullptr;     ///< dO (T, d) dtype
+  const void* dlogits = nullptr;  ///< (T, E) dtype, optional: of losses outside, added to ours
+
+  // Gradients going out, all overwritten, each shaped like its tensor.
+  void* dx = nullptr;         ///< (T, d) dtype
+  void* drouter_w = nullptr;  ///< (E, d) dtype; router modes only
+  void* dw1 = nullptr;
+  void* dw1_up = nullptr;
+  void* db1 = nullptr;
+  void* db1_up = nullptr;
+  void* dw2 = nullptr;
+  void* db2 = nullptr;
+  float* dscores = nullptr;  ///< (L); routing given only; 0 for sentinels
+};
+
+/// Everything slow happens in make_plan: validation, kernel choice, workspace layout. A plan is
+/// immutable, cheap to copy, and may be used from several threads at once (each with its own
+/// workspace). Calls do not allocate.
+class SONICMOE_API LayerPlan {
+ public:
+  const LayerDesc& desc() const noexcept;
+  /// Workspace of forward and of backward; they need not share one.
+  std::size_t forward_workspace_bytes() const noexcept;
+  std::size_t backward_workspace_bytes() const noexcept;
+  /// The larger of the two.
+  std::size_t workspace_bytes() const noexcept;
+  SavedBytes saved_bytes() const noexcept;
+  /// Which kernels run and why the others do not, the workspace region by region, what is saved.
+  std::string explain() const;
+
+  /// CUDA: asynchronous on the stream, capturable. CPU: done when it returns.
+  Status forward(const ForwardArgs& args, Workspace workspace, Stream stream = {}) const noexcept;
+  /// Refused for inference plans.
+  Status backward(const BackwardArgs& args, Workspace workspace, Stream stream = {}) const noexcept;
+
+  struct Impl;
+  explicit LayerPlan(std::shared_ptr<const Impl> impl) noexcept : impl_(std::move(impl)) {}
+
+ private:
+  std::shared_ptr<const Impl> impl_;
+};
+
+SONICMOE_API Result<LayerPlan> make_plan(const LayerDesc& desc, Device device = {},
+                                         const Options& options = {});
+
+}  // namespace sonicmoe

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "sonicmoe/export.h"
+
+namespace sonicmoe {
+
+/// Storage type of x, weights, H, A, Y, gradients and logits. Accumulation is always fp32; scores
+/// and their gradients are always fp32. The CPU runs f32 and bf16; CUDA runs bf16 and f16.
+enum class DType : std::int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+/// h = [g, u] for the gated ones: swiglu silu(g)u, geglu gelu(g)u, reglu relu(g)u; relu_sq is
+/// relu(h)^2. gelu and geglu use erf, the _tanh ones the tanh form. relu'(0) = 0.
+enum class Activation : std::int32_t {
+  swiglu = 0,
+  geglu = 1,
+  geglu_tanh = 2,
+  reglu = 3,
+  relu = 4,
+  relu_sq = 5,
+  gelu = 6,
+  gelu_tanh = 7,
+  silu = 8,
+};
+
+/// How the 2n rows of W1[e] (and b1[e], dW1[e], db1[e]) of a gated activation hold gate and up.
+/// Activations without a gate have n rows, and every layout but `separate` means the same.
+enum class W1Layout : std::int32_t {
+  interleaved = 0,   ///< rows g0, u0, g1, u1, ...
+  concatenated = 1,  ///< rows g0 .. g(n-1), u0 .. u(n-1)
+  separate = 2,      ///< two tensors (E, n, d): w1 holds the gate, w1_up the up rows
+};
+
+/// Where scores come from. Ties go to the lower expert id, entries are ordered by descending value.
+enum class RouterMode : std::int32_t {
+  softmax_over_topk = 0,  ///< the K largest logits, softmax over them
+  topk_over_softmax = 1,  ///< softmax over all E, the K largest; see LayerDesc::norm_topk_probs
+  given = 2,              ///< the caller gives lists of token id, expert id and score
+};
+
+enum class DeviceType : std::int32_t { cpu = 0, cuda = 1 };
+
+struct Device {
+  DeviceType type = DeviceType::cpu;
+  int index = 0;  ///< CUDA ordinal; 0 for the CPU
+};
+
+/// An opaque handle: a cudaStream_t for CUDA, ignored on the CPU.
+struct Stream {
+  void* handle = nullptr;
+};
+
+/// Memory lent by the caller for one call. `data` is aligned to 256 bytes; the contents before and
+/// after the call mean nothing. May be null when `bytes` is 0.
+struct Workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+struct Options {
+  /// CPU threads of a call; 0 = all that the process may use. Results do not depend on it.
+  int threads = 0;
+  /// CUDA only: synchronise and refuse bad device data instead of skipping it. CPU calls always do.
+  bool checked = false;
+  /// Runs this entry of the kernel list (see explain()) or refuses; empty = the first that fits.
+  std::string kernel;
+};
+
+SONICMOE_API const char* name(DType value) noexcept;       ///< "bf16"; "?" if unknown
+SONICMOE_API const char* name(Activation value) noexcept;  ///< "swiglu"; "?" if unknown
+SONICMOE_API const char* name(W1Layout value) noexcept;    ///< "interleaved"; "?" if unknown
+SONICMOE_API const char* name(RouterMode value) noexcept;  ///< "given"; "?" if unknown
+SONICMOE_API const char* name(DeviceType value) noexcept;  ///< "cpu"; "?" if unknown
+
+SONICMOE_API bool is_glu(Activation value) noexcept;                ///< has a gate: W1 has 2n rows
+SONICMOE_API std::size_t size_of(DType value) noexcept;             ///< bytes; 0 if unknown
+SONICMOE_API bool parse(const std::string& text, DType* out);       ///< false if unknown
+SONICMOE_API bool parse(const std::string& text, Activation* out);  ///< false if unknown
+
+}  // namespace sonicmoe
