@@ -1,0 +1,132 @@
+"""The MoE module."""
+
+import torch
+from torch import nn
+
+from . import functional, reference
+from .enums import ActivationType, KernelBackendMoE, is_glu
+
+_BACKENDS = {KernelBackendMoE.sonicmoe: functional, KernelBackendMoE.torch: reference}
+
+
+class Experts(nn.Module):
+    """The weights of one projection of all experts: weight (E, out, in), bias (E, out) or None."""
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, add_bias: bool, std: float
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if add_bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, mean=0.0, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.bias is not None}"
+        )
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer: each token picks `num_experts_per_tok` of `num_experts` experts.
+
+    Parameters: `router.weight` (E, d); `c_fc.weight` (E, 2n, d) for gated activations, else
+    (E, n, d); `c_proj.weight` (E, d, n); with `add_bias` also `c_fc.bias` (E, 2n or n) and
+    `c_proj.bias` (E, d). The 2n rows of `c_fc` alternate gate and up, or hold all gate rows, then
+    all up rows if `concat_layout`. Expert weights start normal with deviation `std`, biases at
+    zero.
+
+    Scores are the softmax over the K largest logits; with `softmax_over_topk=False` the K largest
+    of the softmax over all logits, divided by their sum if `norm_topk_probs`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation_function: ActivationType,
+        add_bias: bool,
+        std: float,
+        *,
+        softmax_over_topk: bool = True,
+        norm_topk_probs: bool = False,
+        concat_layout: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.top_k = num_experts_per_tok
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation_function = activation_function
+        self.softmax_over_topk = softmax_over_topk
+        self.norm_topk_probs = norm_topk_probs
+        self.concat_layout = concat_layout
+
+        width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
+        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.c_fc = Experts(num_experts, hidden_size, width, add_bias, std)
+        self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        kernel_backend_moe: KernelBackendMoE = KernelBackendMoE.sonicmoe,
+        is_inference_mode: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x (..., d) -> the output (..., d) and the switch load-balancing loss, an fp32 scalar.
+
+        In inference mode nothing is kept for backward and the loss is None. `eval()` alone still
+        differentiates.
+        """
+        backend = _BACKENDS.get(kernel_backend_moe)
+        if backend is None:
+            raise _unavailable(kernel_backend_moe)
+        out, logits, counts = backend.moe_TC_softmax_topk_layer(
+            x.reshape(-1, x.shape[-1]),
+            self.router.weight,
+            self.c_fc.weight.permute(1, 2, 0),
+            self.c_fc.bias,
+            self.c_proj.weight.permute(1, 2, 0),
+            self.c_proj.bias,
+            self.top_k,
+            activation_type=self.activation_function,
+            is_inference_mode_enabled=is_inference_mode,
+            is_softmax_over_topk=self.softmax_over_topk,
+            norm_topk_probs=self.norm_topk_probs,
+            concat_layout=self.concat_layout,
+        )
+        aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
+        return out.view(x.shape), aux_loss
+
+    def extra_repr(self) -> str:
+        return (
+            f"top_k={self.top_k}, activation_function={self.activation_function}, "
+            f"softmax_over_topk={self.softmax_over_topk}, "
+            f"norm_topk_probs={self.norm_topk_probs}, concat_layout={self.concat_layout}"
+        )
+
+
+def _unavailable(backend: object) -> Exception:
+    if backend is KernelBackendMoE.scattermoe:
+        return ImportError(
+            "kernel_backend_moe is KernelBackendMoE.scattermoe, which is not part of sonicmoe: "
+            "install accelerated-model-architectures "
+            "(https://github.com/open-lm-engine/accelerated-model-architectures) and use its "
+            "scattered_experts, or choose KernelBackendMoE.sonicmoe or KernelBackendMoE.torch"
+        )
+    return TypeError(
+        f"kernel_backend_moe is {backend!r}, allowed are KernelBackendMoE.sonicmoe and "
+        "KernelBackendMoE.torch"
+    )

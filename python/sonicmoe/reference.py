@@ -1,0 +1,167 @@
+"""The layer in plain PyTorch operations, differentiated by autograd.
+
+This is what `KernelBackendMoE.torch` runs, and what the kernels are tested against. It shares no
+formula with them, runs on any device and in any floating type (fp64 too), and rounds to the
+storage type at the same points: H, A, Y and the output once each, scores never.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ._autocast import autocast
+from .enums import ActivationType, is_glu
+
+_POINTWISE = {
+    ActivationType.SWIGLU: F.silu,
+    ActivationType.GEGLU: F.gelu,
+    ActivationType.GEGLU_TANH: lambda g: F.gelu(g, approximate="tanh"),
+    ActivationType.REGLU: F.relu,
+    ActivationType.RELU: F.relu,
+    ActivationType.RELU_SQ: lambda h: F.relu(h).square(),
+    ActivationType.GELU: F.gelu,
+    ActivationType.GELU_TANH: lambda h: F.gelu(h, approximate="tanh"),
+    ActivationType.SILU: F.silu,
+}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to accumulate in: fp32, or fp64 for fp64 inputs."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _activate(h: torch.Tensor, activation: ActivationType, concat_layout: bool) -> torch.Tensor:
+    wide = h.to(_wide(h.dtype))
+    function = _POINTWISE[activation]
+    if not is_glu(activation):
+        return function(wide).to(h.dtype)
+    if concat_layout:
+        gate, up = wide.chunk(2, dim=-1)
+    else:
+        gate, up = wide[..., 0::2], wide[..., 1::2]
+    return (function(gate) * up).to(h.dtype)
+
+
+def route(
+    logits: torch.Tensor, k: int, softmax_over_topk: bool = True, norm_topk_probs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores (T, K), at least fp32, and expert ids (T, K) of each token, largest first.
+
+    A stable sort, because ties go to the lower expert id, which `torch.topk` does not promise.
+    """
+    logits = logits.to(_wide(logits.dtype))
+    values = logits if softmax_over_topk else logits.softmax(dim=-1)
+    values, ids = values.sort(dim=-1, descending=True, stable=True)
+    scores, ids = values[:, :k], ids[:, :k]
+    if softmax_over_topk:
+        scores = scores.softmax(dim=-1)
+    elif norm_topk_probs:
+        scores = scores / scores.sum(dim=-1, keepdim=True)
+    return scores, ids
+
+
+def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, concat_layout):
+    """o (T, d) and counts (E): o[tokens[i]] += scores[i] * expert[experts[i]](x[tokens[i]])."""
+    num_experts = w1.shape[0]
+    # Ids past the last expert are sentinels: one more bin, which is dropped.
+    experts = experts.clamp(max=num_experts)
+    counts = experts.bincount(minlength=num_experts + 1)[:num_experts]
+    per_expert = counts.tolist()
+    order = experts.argsort(stable=True)[: sum(per_expert)]
+    tokens, scores = tokens[order].long(), scores[order]
+
+    no_bias = [None] * num_experts
+    rows = []
+    for x_e, w1_e, b1_e, w2_e, b2_e in zip(
+        x[tokens].split(per_expert),
+        w1.unbind(),
+        no_bias if b1 is None else b1.unbind(),
+        w2.unbind(),
+        no_bias if b2 is None else b2.unbind(),
+        strict=True,
+    ):
+        a = _activate(F.linear(x_e, w1_e, b1_e), activation, concat_layout)
+        rows.append(F.linear(a, w2_e, b2_e))
+    y = torch.cat(rows)
+
+    wide = _wide(x.dtype)
+    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    out = out.index_add(0, tokens, y.to(wide) * scores.to(wide).unsqueeze(-1))
+    return out.to(x.dtype), counts.int()
+
+
+def moe_TC_softmax_topk_layer(
+    x: torch.Tensor,
+    router_w: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    K: int,
+    stream_id: int = 0,
+    activation_type: ActivationType = ActivationType.SWIGLU,
+    is_inference_mode_enabled: bool = False,
+    is_softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+    concat_layout: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`sonicmoe.functional.moe_TC_softmax_topk_layer`."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
+        x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
+        logits = F.linear(x, router_w)
+        scores, ids = route(logits, K, is_softmax_over_topk, norm_topk_probs)
+        tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(K)
+        out, counts = _experts(
+            x,
+            tokens,
+            ids.flatten(),
+            scores.flatten(),
+            w1.permute(2, 0, 1),
+            b1,
+            w2.permute(2, 0, 1),
+            b2,
+            activation_type,
+            concat_layout,
+        )
+    return out, logits, counts
+
+
+def moe_general_routing_inputs(
+    x: torch.Tensor,
+    router_scores: torch.Tensor,
+    token_indices: torch.Tensor,
+    expert_indices: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    E: int | None = None,
+    stream_id: int = 0,
+    activation_type: ActivationType = ActivationType.SWIGLU,
+    is_inference_mode_enabled: bool = False,
+    concat_layout: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`sonicmoe.functional.moe_general_routing_inputs`."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
+        x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
+        return _experts(
+            x,
+            token_indices,
+            expert_indices,
+            router_scores,
+            w1.permute(2, 0, 1),
+            b1,
+            w2.permute(2, 0, 1),
+            b2,
+            activation_type,
+            concat_layout,
+        )
+
+
+def switch_loss(router_logits: torch.Tensor, expert_frequency: torch.Tensor) -> torch.Tensor:
+    """As :func:`sonicmoe.functional.switch_loss`."""
+    probs = router_logits.to(_wide(router_logits.dtype)).softmax(dim=-1).sum(dim=0)
+    frequency = expert_frequency.to(probs.dtype)
+    # The sums are T and T*K, or zero without tokens; then so is the loss.
+    probs = probs / probs.sum().clamp(min=torch.finfo(probs.dtype).tiny)
+    frequency = frequency / frequency.sum().clamp(min=1)
+    return router_logits.shape[-1] * (probs * frequency).sum()
