@@ -1,0 +1,65 @@
+# Everything a developer runs. `make help` lists it; each target installs and builds what it needs.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# Lets build trees of the same layout (build*/, build-mutants/tree/build) share compiled objects.
+export CCACHE_BASEDIR := $(CURDIR)
+
+# Looked up when a recipe runs: `make setup` may just have installed it.
+CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+CONFIGURE = cmake -G Ninja --log-level=NOTICE $(CCACHE) -S .
+JOBS := $(shell nproc)
+CXX_FILES = $(shell find benchmarks cli examples include python src tests verify \
+              -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: help setup build demo test sanitize mutants bench format lint headers install-check clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
+
+setup:  ## install what is missing: Debian packages, Python packages into .venv
+	@tools/setup.sh
+
+build: setup  ## library, command-line tool, PyTorch extension and tests into build/
+	$(CONFIGURE) -B build -DSONICMOE_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	ninja -C build
+
+demo: build  ## train a small MoE language model; options: make demo ARGS='--text PATH'
+	python demo/train.py $(ARGS)
+
+test: build  ## every test that needs no GPU
+	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS)
+	python -m pytest -q python/tests demo/tests tools/tests
+
+sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(CONFIGURE) -B build-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DSONICMOE_SANITIZE=address,undefined
+	ninja -C build-asan
+	ctest --test-dir build-asan --output-on-failure --no-tests=error -j $(JOBS)
+
+mutants: setup  ## break the sources in six ways; each must turn a test red
+	python tools/mutants.py
+
+bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound
+	python benchmarks/bench_layer.py $(ARGS)
+
+format: setup  ## clang-format every C++ file in place
+	clang-format -i $(CXX_FILES)
+
+lint: setup headers  ## formatting, include directions, links in the documents, headers alone
+	clang-format --dry-run -Werror $(CXX_FILES)
+	python tools/check_layers.py
+	python tools/check_docs.py
+
+headers:  # every public header compiles by itself
+	tools/check_headers.sh
+
+install-check: setup  ## install as a static and as a shared library, build a consumer of each
+	tools/check_install.sh
+
+clean:  ## remove the build folders (not .venv)
+	rm -rf build build-*
+
+.DEFAULT:
+	@echo >&2 "make: there is no target '$@'. These are:"; $(MAKE) -s help >&2; exit 2

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Installs the library, static and shared, and builds and runs tests/consumer with what was
+# installed. Leaves the prefixes in build-install/{static,shared}/prefix.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+configure=(cmake -G Ninja --log-level=NOTICE -DCMAKE_BUILD_TYPE=Release)
+command -v ccache >/dev/null && configure+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+
+for kind in static shared; do
+  folder=$PWD/build-install/$kind
+  prefix=$folder/prefix
+  rm -rf "$prefix" "$folder/consumer"
+  "${configure[@]}" -S . -B "$folder/library" -DCMAKE_INSTALL_PREFIX="$prefix" \
+    -DSONICMOE_TESTS=OFF -DSONICMOE_CLI=OFF \
+    -DBUILD_SHARED_LIBS="$([[ $kind == shared ]] && echo ON || echo OFF)"
+  cmake --build "$folder/library"
+  cmake --install "$folder/library" >/dev/null
+  "${configure[@]}" -S tests/consumer -B "$folder/consumer" -DCMAKE_PREFIX_PATH="$prefix"
+  cmake --build "$folder/consumer"
+  "$folder/consumer/consumer"
+  echo "install: the $kind library works in a project of its own"
+done
+
+# A shared library shows its own API and nothing else: OpenBLAS in particular stays private.
+strays=$(nm -D --defined-only -C build-install/shared/prefix/lib*/libsonicmoe.so |
+  cut -d' ' -f3- | grep -v -e 'sonicmoe::' -e '^std::' || true)
+if [[ -n $strays ]]; then
+  echo >&2 "install: libsonicmoe.so exports what is not ours:"
+  head -20 >&2 <<<"$strays"
+  exit 1
+fi

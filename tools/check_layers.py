@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Checks that includes point one way only (docs/architecture.md):
+
+    include <- src/core <- src/math <- src/cpu, src/cuda <- python, cli, examples, benchmarks, verify
+
+Each layer lists what it may include of this tree, and which headers from outside.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
+# Where the compiler looks, besides the including file's own directory.
+SEARCH = ("include", "src", ".")
+
+STANDARD = r"[a-z0-9_]+"  # <vector>, <cstdint>: no suffix, no directory
+HOST = r"(?!cuda|cute/|cutlass/|torch/|ATen/|c10/).*"
+ANY = r".*"
+
+# layer: (layers it may include besides itself, pattern of headers from outside the tree)
+RULES = {
+    "include": ((), STANDARD),
+    "src/core": (("include",), HOST),
+    "src/math": (("include", "src/core"), HOST),
+    "src/cpu": (("include", "src/core", "src/math"), HOST),
+    "src/cuda": (("include", "src/core", "src/math"), r"(?!torch/|ATen/|c10/).*"),
+    "verify": (("include",), HOST),
+    "cli": (("include", "verify"), HOST),
+    "python": (("include",), ANY),
+    "demo": (("include",), ANY),
+    "examples": (("include",), ANY),
+    "benchmarks": (("include",), ANY),
+    "tests": (("include", "src", "verify", "cli"), ANY),
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
+
+
+def within(path, layer):
+    return path.parts[: len(Path(layer).parts)] == Path(layer).parts
+
+
+def resolve(root, source, name, quoted):
+    """The included file relative to root, or None when it comes from outside the tree."""
+    places = [root / place for place in SEARCH]
+    if quoted:
+        places.insert(0, source.parent)
+    for place in places:
+        path = (place / name).resolve()
+        if path.is_file() and path.is_relative_to(root):
+            return path.relative_to(root)
+    return None
+
+
+def check(root):
+    root = Path(root).resolve()
+    sources, problems = 0, []
+    for layer, (allowed, outside) in RULES.items():
+        for source in sorted((root / layer).rglob("*")):
+            if source.suffix not in SUFFIXES:
+                continue
+            sources += 1
+            text = source.read_text()
+            for match in INCLUDE.finditer(text):
+                quoted, name = match[1] == '"', match[2]
+                where = f"{source.relative_to(root)}:{text.count(chr(10), 0, match.start(2)) + 1}"
+                target = resolve(root, source, name, quoted)
+                if target is not None:
+                    if not any(within(target, each) for each in (layer, *allowed)):
+                        problems.append(
+                            f"{where}: {layer} includes {target}; it may include {list(allowed)}"
+                        )
+                elif name.startswith("sonicmoe/"):
+                    problems.append(f"{where}: no public header {name}")
+                elif not re.fullmatch(outside, name):
+                    problems.append(f"{where}: {layer} must not include {name}")
+    unknown = {
+        path.name for path in (root / "src").iterdir() if path.is_dir()
+    } - {Path(layer).name for layer in RULES if layer.startswith("src/")}
+    problems += [f"src/{name}: no rule for this layer in {Path(__file__).name}" for name in unknown]
+    return sources, problems
+
+
+if __name__ == "__main__":
+    sources, problems = check(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent)
+    print("\n".join(problems) if problems else f"layers: {sources} files, every include allowed")
+    sys.exit(bool(problems))
