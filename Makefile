@@ -13,7 +13,7 @@ JOBS := $(shell nproc)
 CXX_FILES = $(shell find benchmarks cli examples include python src tests verify \
               -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help setup build demo test sanitize mutants bench format lint headers install-check clean
+.PHONY: help setup build demo test sanitize mutants bench format lint headers install-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -52,11 +52,15 @@ lint: setup headers  ## formatting, include directions, links in the documents, 
 	python tools/check_layers.py
 	python tools/check_docs.py
 
-headers:  # every public header compiles by itself
+headers:  ## compile every public header by itself
 	tools/check_headers.sh
 
 install-check: setup  ## install as a static and as a shared library, build a consumer of each
 	tools/check_install.sh
+
+snippets: build  ## run the marked code blocks of README.md against an installed copy
+	cmake --install build --prefix build/prefix >/dev/null
+	python tools/run_snippets.py build/prefix
 
 clean:  ## remove the build folders (not .venv)
 	rm -rf build build-*

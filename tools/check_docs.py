@@ -35,19 +35,17 @@ def without_code(text, inline):
     return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", blank, text) if inline else text
 
 
-def anchors(path, cache={}):
+def anchors(path):
     """The #names of a Markdown file's headings, by GitHub's rule."""
-    if path not in cache:
-        names, seen = set(), {}
-        text = without_code(path.read_text(), inline=False)
-        for title in re.findall(r"^ {0,3}#{1,6}\s+(.*?)\s*#*\s*$", text, re.MULTILINE):
-            title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").lower()
-            slug = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
-            count = seen[slug] = seen.get(slug, -1) + 1
-            names.add(f"{slug}-{count}" if count else slug)
-        names.update(re.findall(r"<a\s+(?:id|name)=\"([^\"]+)\"", text))
-        cache[path] = names
-    return cache[path]
+    names, seen = set(), {}
+    text = without_code(path.read_text(), inline=False)
+    for title in re.findall(r"^ {0,3}#{1,6}\s+(.*?)\s*#*\s*$", text, re.MULTILINE):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").lower()
+        slug = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
+        count = seen[slug] = seen.get(slug, -1) + 1
+        names.add(f"{slug}-{count}" if count else slug)
+    names.update(re.findall(r"<a\s+(?:id|name)=\"([^\"]+)\"", text))
+    return names
 
 
 def dead(root, base, target):

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Breaks the sources in one way at a time and shows that each turns a test red.
+
+Works on a copy of the tree in build-mutants. Exit code 1 if a mutant survives, or if its pattern
+is not found exactly once: then the code has moved on, and the pattern has to follow.
+
+Usage: tools/mutants.py [WORD...]    only the mutants whose name contains a WORD
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ROOT / "build-mutants" / "tree"
+BUILD = TREE / "build"
+COPIED = ("CMakeLists.txt", "cmake", "include", "src", "verify", "tests")
+
+
+@dataclass
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = []
+
+
+def copy_tree():
+    """Copies what differs, so that an earlier build is continued."""
+    for name in COPIED:
+        sources = [ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*")
+        wanted = {path.relative_to(ROOT) for path in sources if path.is_file()}
+        for path in wanted:
+            copy, data = TREE / path, (ROOT / path).read_bytes()
+            if not copy.is_file() or copy.read_bytes() != data:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(data)
+        for copy in (TREE / name).rglob("*") if (TREE / name).is_dir() else ():
+            if copy.is_file() and copy.relative_to(TREE) not in wanted:
+                copy.unlink()
+
+
+def build():
+    environment = {**os.environ, "CCACHE_BASEDIR": str(TREE)}
+    commands = [["ninja", "-C", BUILD]]
+    if not (BUILD / "build.ninja").is_file():
+        launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
+        commands.insert(0, ["cmake", "-G", "Ninja", "-S", TREE, "-B", BUILD, "-DSONICMOE_CLI=OFF",
+                            *launcher])
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            sys.exit(f"{done.stdout}{done.stderr}mutants: this does not build")
+
+
+def failing_tests():
+    """Names of the tests that fail; stops early, so not all of them."""
+    done = subprocess.run(
+        ["ctest", "--test-dir", BUILD, "--output-on-failure", "--stop-on-failure",
+         "--no-tests=error", "--timeout", "300", "-j", str(os.cpu_count())],
+        capture_output=True, text=True, env={**os.environ, "GTEST_FAIL_FAST": "1"})
+    names = re.findall(r"^\[  FAILED  \] ([\w./]+)(?:,| \()", done.stdout, re.MULTILINE)
+    names += re.findall(r"^\s+\d+ - (\S+) \((?!Not Run)\w+\)", done.stdout, re.MULTILINE)
+    if done.returncode and not names:
+        sys.exit(f"{done.stdout}{done.stderr}mutants: ctest failed without a failing test")
+    return list(dict.fromkeys(names))
+
+
+def main(words):
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        sys.exit(f"mutants: none of {[m.name for m in MUTANTS]} contains {words}")
+    for mutant in chosen:
+        count = (ROOT / mutant.file).read_text().count(mutant.old)
+        if count != 1:
+            sys.exit(f"mutants: {mutant.name}: pattern found {count} times in {mutant.file}, "
+                     f"expected once:\n{mutant.old}")
+    copy_tree()
+    build()
+    if red := failing_tests():
+        sys.exit(f"mutants: the unchanged tree already fails {red}")
+
+    survivors = 0
+    for mutant in chosen:
+        began = time.monotonic()
+        file = TREE / mutant.file
+        text = file.read_text()
+        file.write_text(text.replace(mutant.old, mutant.new))
+        try:
+            build()
+            red = failing_tests()
+        finally:
+            file.write_text(text)
+        survivors += not red
+        verdict = f"red: {', '.join(red[:3])}" if red else "SURVIVED: no test notices"
+        print(f"{mutant.name:40} {verdict}  ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"mutants: {len(chosen) - survivors} of {len(chosen)} turn a test red")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

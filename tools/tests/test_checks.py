@@ -1,0 +1,93 @@
+"""The checks of tools/ find what they are for. Each case is a small tree with one thing wrong."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import check_docs  # noqa: E402
+import check_layers  # noqa: E402
+import run_snippets  # noqa: E402
+
+
+def plant(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+GOOD_SOURCES = {
+    "include/sonicmoe/a.h": '#include <vector>\n#include "sonicmoe/b.h"\n',
+    "include/sonicmoe/b.h": "",
+    "src/core/c.h": '#include "sonicmoe/a.h"\n',
+    "src/cpu/d.cpp": '#include <omp.h>\n#include "core/c.h"\n',
+    "cli/e.cpp": '#include "sonicmoe/a.h"\n',
+    "tests/f.cpp": '#include "core/c.h"\n',
+}
+
+
+@pytest.mark.parametrize(
+    "file, line, expected",
+    [
+        ("include/sonicmoe/a.h", "#include <cuda_runtime.h>", "must not include cuda_runtime.h"),
+        ("include/sonicmoe/a.h", '#include "core/c.h"', "include includes src/core/c.h"),
+        ("include/sonicmoe/a.h", "#include <torch/torch.h>", "must not include torch/torch.h"),
+        ("src/core/c.h", '#include "../cpu/g.h"', "src/core includes src/cpu/g.h"),
+        ("src/cpu/d.cpp", "#include <cutlass/cutlass.h>", "must not include cutlass/cutlass.h"),
+        ("cli/e.cpp", '  #  include "core/c.h"', "cli includes src/core/c.h"),
+        ("cli/e.cpp", "#include <sonicmoe/gone.h>", "no public header sonicmoe/gone.h"),
+        ("src/new/h.cpp", "", "src/new: no rule"),
+    ],
+)
+def test_layers(tmp_path, file, line, expected):
+    plant(tmp_path, {**GOOD_SOURCES, "src/cpu/g.h": ""})
+    assert check_layers.check(tmp_path)[1] == []
+    plant(tmp_path, {file: GOOD_SOURCES.get(file, "") + line + "\n"})
+    (problem,) = check_layers.check(tmp_path)[1]
+    assert expected in problem
+
+
+GOOD_DOCUMENTS = {
+    "README.md": "# One `two`: three\n[a](docs/a.md#part-1) [b](#one-two-three) [c](https://x.y)\n"
+    "```\n[not](a-link.md)\n```\n`src/x.h`\n",
+    "docs/a.md": "## Part\n## Part\n[up](../README.md) `[not](a-link.md)`\n",
+    "src/x.h": "// See docs/a.md#part.\n",
+}
+
+
+@pytest.mark.parametrize(
+    "file, line, expected",
+    [
+        ("README.md", "[a](docs/gone.md)", "README.md:7: docs/gone.md: no such file"),
+        ("README.md", "[a](docs/a.md#part-2)", "docs/a.md#part-2: no such heading"),
+        ("README.md", "[a]: docs/gone.md", "docs/gone.md: no such file"),
+        ("README.md", '<img src="docs/gone.png">', "docs/gone.png: no such file"),
+        ("README.md", "`src/gone.cpp`", "src/gone.cpp: no such file"),
+        ("docs/a.md", "[a](../../outside)", "leaves the repository"),
+        ("src/x.h", "// docs/gone.md", "docs/gone.md: no such file"),
+    ],
+)
+def test_docs(tmp_path, file, line, expected):
+    plant(tmp_path, GOOD_DOCUMENTS)
+    assert check_docs.check(tmp_path)[1] == []
+    plant(tmp_path, {file: GOOD_DOCUMENTS[file] + line + "\n"})
+    (problem,) = check_docs.check(tmp_path)[1]
+    assert expected in problem
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("<!-- run -->\n```sh\nexit 3\n```\n", "exit status 3"),
+        ("<!-- run -->\n```python\nassert False\n```\n", "exit status 1"),
+        ("<!-- run -->\n```java\n```\n", "cannot run 'java'"),
+        ("<!-- run -->\nno block\n", "1 marks, 0 runnable blocks"),
+        ("```sh\nnot marked\n```\n", "0 marks"),
+    ],
+)
+def test_snippets(tmp_path, text, expected):
+    plant(tmp_path, {"bad.md": text, "good.md": "<!-- run -->\n\n```sh\ntrue\n```\n"})
+    run_snippets.main(tmp_path, tmp_path / "good.md")
+    with pytest.raises(SystemExit, match=expected):
+        run_snippets.main(tmp_path, tmp_path / "bad.md")
