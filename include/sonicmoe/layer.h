@@ -39,6 +39,7 @@ struct LayerDesc {
   std::int64_t preact_width() const noexcept {
     return is_glu(activation) ? 2 * intermediate : intermediate;
   }
+  bool operator==(const LayerDesc&) const = default;  ///< for caches of plans
 };
 
 /// Bytes kept from forward to backward, term by term. For 2-byte storage x is 2Td, preact 4Rn (2Rn

@@ -35,6 +35,7 @@ struct RouterGemmDesc {
   std::int64_t hidden = 0;
   std::int64_t experts = 0;
   DType dtype = DType::bf16;
+  bool operator==(const RouterGemmDesc&) const = default;
 };
 
 /// Scores and expert ids of each token's K experts from its logits. A NaN or a row whose maximum
@@ -52,6 +53,7 @@ struct TopKDesc {
   DType dtype = DType::bf16;                        ///< of the logits
   RouterMode mode = RouterMode::softmax_over_topk;  ///< not `given`
   bool norm_topk_probs = false;
+  bool operator==(const TopKDesc&) const = default;
 };
 
 /// Sorts slots into grouped rows. Deterministic and stable.
@@ -76,6 +78,7 @@ struct MetadataDesc {
   std::int64_t list_length = 0;  ///< S when top_k == 0
   bool assume_sorted = false;    ///< lists only: token ids ascend
   std::int64_t slots() const noexcept { return top_k > 0 ? tokens * top_k : list_length; }
+  bool operator==(const MetadataDesc&) const = default;
 };
 
 /// The six grouped GEMMs with their epilogues (R = row capacity, W = 2n with a gate, else n).
@@ -125,6 +128,7 @@ struct GroupedGemmDesc {
   W1Layout w1_layout = W1Layout::interleaved;
   bool bias = false;       ///< up_proj, down_proj
   bool inference = false;  ///< up_proj: do not store preact
+  bool operator==(const GroupedGemmDesc&) const = default;
 };
 
 /// db1 = column sums of dH and db2 = column sums of s*dO per expert; row_dscores += <dO, b2>.
@@ -150,6 +154,7 @@ struct BiasGradDesc {
   DType dtype = DType::bf16;
   Activation activation = Activation::swiglu;
   W1Layout w1_layout = W1Layout::interleaved;
+  bool operator==(const BiasGradDesc&) const = default;
 };
 
 /// out[t] = sum over the token's slots, in slot order, of score * rows[slot_rows[slot]] +
@@ -170,6 +175,7 @@ struct AggregateDesc {
   std::int64_t hidden = 0;
   std::int64_t top_k = 0;  ///< K, or 0 for lists
   DType dtype = DType::bf16;
+  bool operator==(const AggregateDesc&) const = default;
 };
 
 /// Gradient of the scores: dscores in slot order, or pushed through the router mode to dlogits,
@@ -195,6 +201,7 @@ struct ScoreGradDesc {
   DType dtype = DType::bf16;
   RouterMode mode = RouterMode::softmax_over_topk;
   bool norm_topk_probs = false;
+  bool operator==(const ScoreGradDesc&) const = default;
 };
 
 /// Switch load-balancing loss E * sum_e (P_e / sum P)(f_e / sum f), P_e = sum over tokens of the
@@ -212,6 +219,7 @@ struct AuxLossDesc {
   std::int64_t experts = 0;
   DType dtype = DType::bf16;
   bool backward = false;
+  bool operator==(const AuxLossDesc&) const = default;
 };
 
 /// A plan for one operation. Immutable, cheap to copy, usable from several threads at once.

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from . import functional, reference
+from . import _check, _layer, _ops, reference
 from .enums import ActivationType, KernelBackendMoE, is_glu
 
-_BACKENDS = {KernelBackendMoE.sonicmoe: functional, KernelBackendMoE.torch: reference}
+_BACKENDS = {KernelBackendMoE.sonicmoe: _layer, KernelBackendMoE.torch: reference}
 
 
 class Experts(nn.Module):
@@ -65,6 +65,19 @@ class MoE(nn.Module):
         concat_layout: bool = False,
     ) -> None:
         super().__init__()
+        _check.integer("num_experts", num_experts)
+        _check.integer("num_experts_per_tok", num_experts_per_tok)
+        _check.integer("hidden_size", hidden_size)
+        _check.integer("intermediate_size", intermediate_size)
+        _check.activation("activation_function", activation_function)
+        if _ops.AVAILABLE:
+            torch.ops.sonicmoe.check_layer(
+                hidden_size,
+                intermediate_size,
+                num_experts,
+                num_experts_per_tok,
+                activation_function.value,
+            )
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
@@ -93,19 +106,19 @@ class MoE(nn.Module):
         backend = _BACKENDS.get(kernel_backend_moe)
         if backend is None:
             raise _unavailable(kernel_backend_moe)
-        out, logits, counts = backend.moe_TC_softmax_topk_layer(
+        out, logits, counts = backend.topk_layer(
             x.reshape(-1, x.shape[-1]),
             self.router.weight,
-            self.c_fc.weight.permute(1, 2, 0),
+            self.c_fc.weight,
             self.c_fc.bias,
-            self.c_proj.weight.permute(1, 2, 0),
+            self.c_proj.weight,
             self.c_proj.bias,
             self.top_k,
-            activation_type=self.activation_function,
-            is_inference_mode_enabled=is_inference_mode,
-            is_softmax_over_topk=self.softmax_over_topk,
-            norm_topk_probs=self.norm_topk_probs,
-            concat_layout=self.concat_layout,
+            self.activation_function,
+            is_inference_mode,
+            self.softmax_over_topk,
+            self.norm_topk_probs,
+            self.concat_layout,
         )
         aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
         return out.view(x.shape), aux_loss
@@ -121,12 +134,12 @@ class MoE(nn.Module):
 def _unavailable(backend: object) -> Exception:
     if backend is KernelBackendMoE.scattermoe:
         return ImportError(
-            "kernel_backend_moe is KernelBackendMoE.scattermoe, which is not part of sonicmoe: "
+            "kernel_backend_moe: KernelBackendMoE.scattermoe is not part of sonicmoe: "
             "install accelerated-model-architectures "
             "(https://github.com/open-lm-engine/accelerated-model-architectures) and use its "
             "scattered_experts, or choose KernelBackendMoE.sonicmoe or KernelBackendMoE.torch"
         )
     return TypeError(
-        f"kernel_backend_moe is {backend!r}, allowed are KernelBackendMoE.sonicmoe and "
+        f"kernel_backend_moe: got {backend!r}, allowed: KernelBackendMoE.sonicmoe, "
         "KernelBackendMoE.torch"
     )

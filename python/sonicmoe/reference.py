@@ -89,79 +89,67 @@ def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, concat_layo
     return out.to(x.dtype), counts.int()
 
 
-def moe_TC_softmax_topk_layer(
+def topk_layer(
     x: torch.Tensor,
     router_w: torch.Tensor,
     w1: torch.Tensor,
     b1: torch.Tensor | None,
     w2: torch.Tensor,
     b2: torch.Tensor | None,
-    K: int,
-    stream_id: int = 0,
-    activation_type: ActivationType = ActivationType.SWIGLU,
-    is_inference_mode_enabled: bool = False,
-    is_softmax_over_topk: bool = True,
+    top_k: int,
+    activation: ActivationType = ActivationType.SWIGLU,
+    is_inference_mode: bool = False,
+    softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
     concat_layout: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`sonicmoe.functional.moe_TC_softmax_topk_layer`."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
+    """o (T, d), logits (T, E) and counts (E) int32; w1 (E, 2n or n, d), w2 (E, d, n)."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
         x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
         logits = F.linear(x, router_w)
-        scores, ids = route(logits, K, is_softmax_over_topk, norm_topk_probs)
-        tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(K)
-        out, counts = _experts(
+        scores, ids = route(logits, top_k, softmax_over_topk, norm_topk_probs)
+        tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(top_k)
+        o, counts = _experts(
             x,
             tokens,
             ids.flatten(),
             scores.flatten(),
-            w1.permute(2, 0, 1),
+            w1,
             b1,
-            w2.permute(2, 0, 1),
+            w2,
             b2,
-            activation_type,
+            activation,
             concat_layout,
         )
-    return out, logits, counts
+    return o, logits, counts
 
 
-def moe_general_routing_inputs(
+def routed_layer(
     x: torch.Tensor,
-    router_scores: torch.Tensor,
-    token_indices: torch.Tensor,
-    expert_indices: torch.Tensor,
+    scores: torch.Tensor,
+    token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
     w1: torch.Tensor,
     b1: torch.Tensor | None,
     w2: torch.Tensor,
     b2: torch.Tensor | None,
-    E: int | None = None,
-    stream_id: int = 0,
-    activation_type: ActivationType = ActivationType.SWIGLU,
-    is_inference_mode_enabled: bool = False,
+    activation: ActivationType = ActivationType.SWIGLU,
+    is_inference_mode: bool = False,
     concat_layout: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`sonicmoe.functional.moe_general_routing_inputs`."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode_enabled):
+    """o (T, d) and counts (E) int32 of lists of length L."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
         x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
         return _experts(
-            x,
-            token_indices,
-            expert_indices,
-            router_scores,
-            w1.permute(2, 0, 1),
-            b1,
-            w2.permute(2, 0, 1),
-            b2,
-            activation_type,
-            concat_layout,
+            x, token_ids, expert_ids, scores, w1, b1, w2, b2, activation, concat_layout
         )
 
 
-def switch_loss(router_logits: torch.Tensor, expert_frequency: torch.Tensor) -> torch.Tensor:
-    """As :func:`sonicmoe.functional.switch_loss`."""
-    probs = router_logits.to(_wide(router_logits.dtype)).softmax(dim=-1).sum(dim=0)
-    frequency = expert_frequency.to(probs.dtype)
+def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """E * sum_e (P_e / sum P)(f_e / sum f), P the summed softmax of logits (T, E), f the counts."""
+    probs = logits.to(_wide(logits.dtype)).softmax(dim=-1).sum(dim=0)
+    frequency = counts.to(probs.dtype)
     # The sums are T and T*K, or zero without tokens; then so is the loss.
     probs = probs / probs.sum().clamp(min=torch.finfo(probs.dtype).tiny)
     frequency = frequency / frequency.sum().clamp(min=1)
-    return router_logits.shape[-1] * (probs * frequency).sum()
+    return logits.shape[-1] * (probs * frequency).sum()

@@ -1,0 +1,113 @@
+#include "common.h"
+
+#include <stdexcept>
+
+namespace sonicmoe::python {
+namespace {
+
+constexpr std::size_t kAlignment = 256;  // of Workspace::data
+
+std::string text(const std::int64_t* values, std::size_t count) {
+  std::string result = "(";
+  for (std::size_t i = 0; i < count; ++i) {
+    result += (i > 0 ? ", " : "") + std::to_string(values[i]);
+  }
+  return result + (count == 1 ? ",)" : ")");
+}
+
+const char* text(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Double:
+      return "float64";
+    default:
+      return "another dtype";
+  }
+}
+
+// std::invalid_argument becomes ValueError in Python, std::runtime_error RuntimeError.
+[[noreturn]] void refuse(const char* argument, const std::string& got, const std::string& allowed) {
+  throw std::invalid_argument(std::string(argument) + ": got " + got + ", allowed: " + allowed);
+}
+
+}  // namespace
+
+void check(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::ok:
+      return;
+    case StatusCode::invalid_argument:
+    case StatusCode::unsupported:
+    case StatusCode::invalid_data:
+      throw std::invalid_argument(status.message());
+    default:
+      throw std::runtime_error(status.message());
+  }
+}
+
+void check_tensor(const char* argument, const Tensor& tensor, ScalarType dtype, Shape shape,
+                  const char* meaning) {
+  const auto sizes = tensor.sizes();
+  if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) {
+    refuse(argument, "shape " + text(sizes.data(), sizes.size()),
+           std::string(meaning) + " = " + text(shape.begin(), shape.size()));
+  }
+  if (tensor.scalar_type() != dtype) refuse(argument, text(tensor.scalar_type()), text(dtype));
+  if (!tensor.is_contiguous()) {
+    const auto strides = tensor.strides();
+    refuse(argument, "strides " + text(strides.data(), strides.size()),
+           std::string("a contiguous ") + meaning);
+  }
+}
+
+void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims,
+                const char* meaning) {
+  if (tensor.dim() == dims) return;
+  const auto sizes = tensor.sizes();
+  refuse(argument, "shape " + text(sizes.data(), sizes.size()), meaning);
+}
+
+DType dtype_of(const char* argument, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return DType::f32;
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    case ScalarType::Half:
+      return DType::f16;
+    default:
+      refuse(argument, text(tensor.scalar_type()), "float32, bfloat16, float16");
+  }
+}
+
+Activation parse_activation(const std::string& text) {
+  Activation activation;
+  if (parse(text, &activation)) return activation;
+  std::string allowed;
+  for (int i = 0; name(static_cast<Activation>(i))[0] != '?'; ++i) {
+    allowed += (i > 0 ? ", " : "") + std::string(name(static_cast<Activation>(i)));
+  }
+  refuse("activation", text, allowed);
+}
+
+Tensor empty(const Tensor& like, Shape shape, ScalarType dtype) {
+  return torch::stable::empty({shape.begin(), shape.size()}, dtype, std::nullopt, like.device());
+}
+
+Scratch::Scratch(const Tensor& like, std::size_t bytes)
+    : memory_(empty(like, {static_cast<std::int64_t>(bytes + kAlignment)}, ScalarType::Byte)),
+      bytes_(bytes) {
+  const auto address = reinterpret_cast<std::uintptr_t>(memory_.mutable_data_ptr());
+  data_ = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+}
+
+}  // namespace sonicmoe::python

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <sonicmoe/sonicmoe.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+/// What the operators share: checks that turn into Python exceptions, allocation, plans.
+namespace sonicmoe::python {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::initializer_list<std::int64_t>;
+
+/// Turns a failure into an exception: ValueError for input that is not allowed, else RuntimeError.
+void check(const Status& status);
+
+/// Throws ValueError unless the tensor is contiguous and has this shape and dtype. `meaning` is
+/// the shape in words, "(E, 2n, d)".
+void check_tensor(const char* argument, const Tensor& tensor, ScalarType dtype, Shape shape,
+                  const char* meaning);
+
+/// Throws ValueError unless the tensor has this many dimensions.
+void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, const char* meaning);
+
+/// The library's name of a tensor's dtype; throws ValueError if it has none.
+DType dtype_of(const char* argument, const Tensor& tensor);
+
+Activation parse_activation(const std::string& text);
+
+/// An uninitialised tensor on the device of `like`.
+Tensor empty(const Tensor& like, Shape shape, ScalarType dtype);
+
+/// Where to read a tensor; null if there is none.
+template <class T>
+const T* input(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+template <class T>
+const T* input(const OptionalTensor& tensor) {
+  return tensor ? input<T>(*tensor) : nullptr;
+}
+/// Where to write a tensor.
+template <class T>
+T* output(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+/// Memory of torch's allocator for one call, aligned as the library wants it.
+class Scratch {
+ public:
+  Scratch(const Tensor& like, std::size_t bytes);
+  operator Workspace() const { return {data_, bytes_}; }  // NOLINT: implicit by design
+
+ private:
+  Tensor memory_;
+  void* data_;
+  std::size_t bytes_;
+};
+
+/// Plans of recent calls, so that a training loop makes each of them once. Plans are immutable:
+/// the lock covers the look-up only.
+template <class Desc, class Plan = OpPlan<Desc>>
+class PlanCache {
+ public:
+  Plan get(const Desc& desc) {
+    const int threads = static_cast<int>(torch::stable::get_num_threads());
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+        if (entry->threads != threads || entry->plan.desc() != desc) continue;
+        std::rotate(entries_.begin(), entry, entry + 1);
+        return entries_.front().plan;
+      }
+    }
+    Options options;
+    options.threads = threads;
+    Result<Plan> plan = make_plan(desc, Device{}, options);
+    check(plan.status());
+    const std::lock_guard lock(mutex_);
+    if (entries_.size() == kCapacity) entries_.pop_back();
+    entries_.insert(entries_.begin(), Entry{threads, plan.value()});
+    return std::move(plan).value();
+  }
+
+ private:
+  static constexpr std::size_t kCapacity = 32;  // a model has a few distinct layers
+  struct Entry {
+    int threads;
+    Plan plan;
+  };
+  std::mutex mutex_;
+  std::vector<Entry> entries_;  // most recent first
+};
+
+}  // namespace sonicmoe::python

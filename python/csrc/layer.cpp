@@ -1,0 +1,274 @@
+#include "operators.h"
+
+namespace sonicmoe::python {
+namespace {
+
+PlanCache<LayerDesc, LayerPlan>& plans() {
+  static PlanCache<LayerDesc, LayerPlan> cache;
+  return cache;
+}
+
+/// The descriptor's sizes, read off the tensors. The weights say what d is, so that x is blamed
+/// when its width differs.
+LayerDesc describe(const Tensor& x, const Tensor& w2, bool bias, const std::string& activation,
+                   bool concat_layout) {
+  check_dims("x", x, 2, "(T, d)");
+  check_dims("w2", w2, 3, "(E, d, n)");
+  LayerDesc desc;
+  desc.tokens = x.size(0);
+  desc.hidden = w2.size(1);
+  desc.intermediate = w2.size(2);
+  desc.experts = w2.size(0);
+  desc.dtype = dtype_of("x", x);
+  desc.activation = parse_activation(activation);
+  desc.w1_layout = concat_layout ? W1Layout::concatenated : W1Layout::interleaved;
+  desc.bias = bias;
+  return desc;
+}
+
+void choose_by_logits(LayerDesc* desc, std::int64_t top_k, bool softmax_over_topk,
+                      bool norm_topk_probs) {
+  desc->top_k = top_k;
+  desc->router = softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax;
+  desc->norm_topk_probs = norm_topk_probs;
+}
+
+void choose_by_lists(LayerDesc* desc, std::int64_t length) {
+  desc->router = RouterMode::given;
+  desc->list_length = length;
+}
+
+/// The checks that every layer operator makes on what it reads; the plan has checked the sizes.
+class Inputs {
+ public:
+  explicit Inputs(const LayerDesc& desc, ScalarType dtype) : desc_(desc), dtype_(dtype) {}
+
+  void tokens(const char* argument, const Tensor& tensor) const {
+    check_tensor(argument, tensor, dtype_, {desc_.tokens, desc_.hidden}, "(T, d)");
+  }
+  void logits(const char* argument, const OptionalTensor& tensor) const {
+    if (tensor) check_tensor(argument, *tensor, dtype_, {desc_.tokens, desc_.experts}, "(T, E)");
+  }
+  void router_w(const Tensor& tensor) const {
+    check_tensor("router_w", tensor, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
+  }
+  void weights(const Tensor& w1, const Tensor& w2) const {
+    const char* const shape = is_glu(desc_.activation) ? "(E, 2n, d)" : "(E, n, d)";
+    check_tensor("w1", w1, dtype_, {desc_.experts, desc_.preact_width(), desc_.hidden}, shape);
+    check_tensor("w2", w2, dtype_, {desc_.experts, desc_.hidden, desc_.intermediate}, "(E, d, n)");
+  }
+  void b1(const OptionalTensor& tensor) const {
+    const char* const shape = is_glu(desc_.activation) ? "(E, 2n)" : "(E, n)";
+    if (tensor) {
+      check_tensor("b1", *tensor, dtype_, {desc_.experts, desc_.preact_width()}, shape);
+    }
+  }
+  void b2(const OptionalTensor& tensor) const {
+    if (tensor) check_tensor("b2", *tensor, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
+  }
+  void saved(const LayerPlan& plan, const Tensor& preact, const Tensor& routing) const {
+    check_tensor("preact", preact, dtype_, {desc_.rows(), desc_.preact_width()}, "(R, 2n or n)");
+    check_tensor("routing", routing, ScalarType::Int, {routing_ints(plan)}, "(routing)");
+  }
+
+  /// The routing block is an array of int32, so that torch sees a plain tensor.
+  static std::int64_t routing_ints(const LayerPlan& plan) {
+    return static_cast<std::int64_t>(plan.saved_bytes().routing / sizeof(std::int32_t));
+  }
+
+ private:
+  const LayerDesc& desc_;
+  ScalarType dtype_;
+};
+
+void check_biases(const OptionalTensor& b1, const OptionalTensor& b2) {
+  if (b1.has_value() != b2.has_value()) {
+    check(Status::error(StatusCode::invalid_argument,
+                        "%s: got None, allowed: b1 and b2, or neither", b1 ? "b2" : "b1"));
+  }
+}
+
+Tensor empty_preact(const Tensor& x, const LayerDesc& desc) {
+  return empty(x, {desc.inference ? 0 : desc.rows(), desc.preact_width()}, x.scalar_type());
+}
+
+Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
+  return empty(x, {Inputs::routing_ints(plan)}, ScalarType::Int);
+}
+
+/// dw1, db1, dw2, db2 and their places in the arguments.
+struct WeightGradients {
+  WeightGradients(const Tensor& x, const LayerDesc& d)
+      : dw1(empty(x, {d.experts, d.preact_width(), d.hidden}, x.scalar_type())),
+        db1(empty(x, {d.bias ? d.experts : 0, d.preact_width()}, x.scalar_type())),
+        dw2(empty(x, {d.experts, d.hidden, d.intermediate}, x.scalar_type())),
+        db2(empty(x, {d.bias ? d.experts : 0, d.hidden}, x.scalar_type())) {}
+
+  void add_to(BackwardArgs* args) const {
+    args->dw1 = output<void>(dw1);
+    args->db1 = output<void>(db1);
+    args->dw2 = output<void>(dw2);
+    args->db2 = output<void>(db2);
+  }
+
+  Tensor dw1, db1, dw2, db2;
+};
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
+    Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
+    std::int64_t top_k, std::string activation, bool softmax_over_topk, bool norm_topk_probs,
+    bool concat_layout, bool inference) {
+  check_biases(b1, b2);
+  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout);
+  choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
+  desc.inference = inference;
+  const LayerPlan plan = plans().get(desc);
+  const Inputs inputs(desc, x.scalar_type());
+  inputs.tokens("x", x);
+  inputs.router_w(router_w);
+  inputs.weights(w1, w2);
+  inputs.b1(b1);
+  inputs.b2(b2);
+
+  const Tensor o = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
+  const Tensor logits = empty(x, {desc.tokens, desc.experts}, x.scalar_type());
+  const Tensor counts = empty(x, {desc.experts}, ScalarType::Int);
+  const Tensor preact = empty_preact(x, desc);
+  const Tensor routing = empty_routing(x, plan);
+  check(plan.forward({.x = input<void>(x),
+                      .router_w = input<void>(router_w),
+                      .w1 = input<void>(w1),
+                      .b1 = input<void>(b1),
+                      .w2 = input<void>(w2),
+                      .b2 = input<void>(b2),
+                      .o = output<void>(o),
+                      .logits = output<void>(logits),
+                      .counts = output<std::int32_t>(counts),
+                      .preact = output<void>(preact),
+                      .routing = output<void>(routing)},
+                     Scratch(x, plan.forward_workspace_bytes())));
+  return {o, logits, counts, preact, routing};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
+    Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
+    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
+    std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout) {
+  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout);
+  choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
+  const LayerPlan plan = plans().get(desc);
+  const Inputs inputs(desc, x.scalar_type());
+  inputs.tokens("dout", dout);
+  inputs.logits("dlogits", dlogits);
+  inputs.tokens("x", x);
+  inputs.router_w(router_w);
+  inputs.weights(w1, w2);
+  inputs.b2(b2);
+  inputs.logits("logits", logits);
+  inputs.saved(plan, preact, routing);
+
+  const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
+  const Tensor drouter_w = empty(x, {desc.experts, desc.hidden}, x.scalar_type());
+  const WeightGradients gradients(x, desc);
+  BackwardArgs args{.x = input<void>(x),
+                    .router_w = input<void>(router_w),
+                    .w1 = input<void>(w1),
+                    .w2 = input<void>(w2),
+                    .b2 = input<void>(b2),
+                    .logits = input<void>(logits),
+                    .preact = input<void>(preact),
+                    .routing = input<void>(routing),
+                    .dout = input<void>(dout),
+                    .dlogits = input<void>(dlogits),
+                    .dx = output<void>(dx),
+                    .drouter_w = output<void>(drouter_w)};
+  gradients.add_to(&args);
+  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes())));
+  return {dx, drouter_w, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor scores, Tensor token_ids,
+                                                          Tensor expert_ids, Tensor w1,
+                                                          OptionalTensor b1, Tensor w2,
+                                                          OptionalTensor b2, std::string activation,
+                                                          bool concat_layout, bool inference) {
+  check_biases(b1, b2);
+  check_dims("scores", scores, 1, "(L)");
+  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout);
+  choose_by_lists(&desc, scores.size(0));
+  desc.inference = inference;
+  const LayerPlan plan = plans().get(desc);
+  const Inputs inputs(desc, x.scalar_type());
+  inputs.tokens("x", x);
+  check_tensor("scores", scores, ScalarType::Float, {desc.list_length}, "(L)");
+  check_tensor("token_ids", token_ids, ScalarType::Int, {desc.list_length}, "(L)");
+  check_tensor("expert_ids", expert_ids, ScalarType::Int, {desc.list_length}, "(L)");
+  inputs.weights(w1, w2);
+  inputs.b1(b1);
+  inputs.b2(b2);
+
+  const Tensor o = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
+  const Tensor counts = empty(x, {desc.experts}, ScalarType::Int);
+  const Tensor preact = empty_preact(x, desc);
+  const Tensor routing = empty_routing(x, plan);
+  check(plan.forward({.x = input<void>(x),
+                      .w1 = input<void>(w1),
+                      .b1 = input<void>(b1),
+                      .w2 = input<void>(w2),
+                      .b2 = input<void>(b2),
+                      .list_tokens = input<std::int32_t>(token_ids),
+                      .list_experts = input<std::int32_t>(expert_ids),
+                      .list_scores = input<float>(scores),
+                      .o = output<void>(o),
+                      .counts = output<std::int32_t>(counts),
+                      .preact = output<void>(preact),
+                      .routing = output<void>(routing)},
+                     Scratch(x, plan.forward_workspace_bytes())));
+  return {o, counts, preact, routing};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
+    Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
+    std::string activation, bool concat_layout) {
+  check_dims("preact", preact, 2, "(L, 2n or n)");
+  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout);
+  choose_by_lists(&desc, preact.size(0));
+  const LayerPlan plan = plans().get(desc);
+  const Inputs inputs(desc, x.scalar_type());
+  inputs.tokens("dout", dout);
+  inputs.tokens("x", x);
+  inputs.weights(w1, w2);
+  inputs.b2(b2);
+  inputs.saved(plan, preact, routing);
+
+  const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
+  const Tensor dscores = empty(x, {desc.list_length}, ScalarType::Float);
+  const WeightGradients gradients(x, desc);
+  BackwardArgs args{.x = input<void>(x),
+                    .w1 = input<void>(w1),
+                    .w2 = input<void>(w2),
+                    .b2 = input<void>(b2),
+                    .preact = input<void>(preact),
+                    .routing = input<void>(routing),
+                    .dout = input<void>(dout),
+                    .dx = output<void>(dx),
+                    .dscores = output<float>(dscores)};
+  gradients.add_to(&args);
+  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes())));
+  return {dx, dscores, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
+}
+
+void check_layer(std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
+                 std::int64_t top_k, std::string activation) {
+  LayerDesc desc;
+  desc.hidden = hidden;
+  desc.intermediate = intermediate;
+  desc.experts = experts;
+  desc.top_k = top_k;
+  desc.activation = parse_activation(activation);
+  check(make_plan(desc).status());
+}
+
+}  // namespace sonicmoe::python

@@ -1,0 +1,50 @@
+#include "operators.h"
+
+// The schemas. Shapes without data and derivatives are registered in Python (sonicmoe/_ops.py):
+// the stable ABI has no C++ interface for them, and they are not on a path that matters.
+STABLE_TORCH_LIBRARY(sonicmoe, library) {
+  library.def(
+      "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
+      "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
+      "bool concat_layout, bool inference) -> "
+      "(Tensor o, Tensor logits, Tensor counts, Tensor preact, Tensor routing)");
+  library.def(
+      "layer_backward(Tensor dout, Tensor? dlogits, Tensor x, Tensor router_w, Tensor w1, "
+      "Tensor w2, Tensor? b2, Tensor? logits, Tensor preact, Tensor routing, "
+      "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
+      "bool concat_layout) -> "
+      "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
+  library.def(
+      "routed_forward(Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, "
+      "Tensor? b1, Tensor w2, Tensor? b2, str activation, bool concat_layout, bool inference) -> "
+      "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
+  library.def(
+      "routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, Tensor? b2, Tensor preact, "
+      "Tensor routing, str activation, bool concat_layout) -> "
+      "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
+  library.def(
+      "check_layer(int hidden, int intermediate, int experts, int top_k, str activation) -> ()");
+  library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
+  library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");
+  library.def(
+      "top_k(Tensor logits, int k, bool softmax_over_topk, bool norm_topk_probs) -> "
+      "(Tensor scores, Tensor ids)");
+  library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) {
+  using namespace sonicmoe;  // NOLINT: the macro is a function body
+  library.impl("layer_forward", TORCH_BOX(&python::layer_forward));
+  library.impl("layer_backward", TORCH_BOX(&python::layer_backward));
+  library.impl("routed_forward", TORCH_BOX(&python::routed_forward));
+  library.impl("routed_backward", TORCH_BOX(&python::routed_backward));
+  library.impl("aux_loss", TORCH_BOX(&python::aux_loss));
+  library.impl("aux_loss_backward", TORCH_BOX(&python::aux_loss_backward));
+  library.impl("top_k", TORCH_BOX(&python::top_k));
+  library.impl("count_cumsum", TORCH_BOX(&python::count_cumsum));
+}
+
+// No tensor among its arguments that could choose a device.
+STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CompositeExplicitAutograd, library) {
+  library.impl("check_layer", TORCH_BOX(&sonicmoe::python::check_layer));
+}

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+
+#include "common.h"
+
+/// The operators, as registered in library.cpp. d hidden, n intermediate, W = 2n with a gate else
+/// n, R = T*K rows (L for lists). All tensors are contiguous and, unless said otherwise, of x's
+/// dtype.
+namespace sonicmoe::python {
+
+/// o (T, d), logits (T, E), counts (E) int32, and for backward preact (R, W) and the opaque
+/// routing block (int32). The last two are empty if `inference`.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
+    Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
+    std::int64_t top_k, std::string activation, bool softmax_over_topk, bool norm_topk_probs,
+    bool concat_layout, bool inference);
+
+/// dx, drouter_w, dw1, db1, dw2, db2; the bias gradients are empty without biases.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
+    Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
+    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
+    std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout);
+
+/// Routing given as lists: scores (L) float32, token_ids and expert_ids (L) int32.
+/// o (T, d), counts (E) int32, preact (L, W), routing.
+std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor scores, Tensor token_ids,
+                                                          Tensor expert_ids, Tensor w1,
+                                                          OptionalTensor b1, Tensor w2,
+                                                          OptionalTensor b2, std::string activation,
+                                                          bool concat_layout, bool inference);
+
+/// dx, dscores (L) float32, dw1, db1, dw2, db2.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
+    Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
+    std::string activation, bool concat_layout);
+
+/// Refuses sizes and names that no layer can have.
+void check_layer(std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
+                 std::int64_t top_k, std::string activation);
+
+/// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
+Tensor aux_loss(Tensor logits, Tensor counts);
+/// dlogits (T, E) from the loss's gradient () float32.
+Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts);
+
+/// Scores (T, K) float32 and expert ids (T, K) int32 of logits (T, E).
+std::tuple<Tensor, Tensor> top_k(Tensor logits, std::int64_t k, bool softmax_over_topk,
+                                 bool norm_topk_probs);
+
+/// How often each id in [0, E) occurs in ids (S) int32, and the inclusive sums: (E) int32 both.
+std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts);
+
+}  // namespace sonicmoe::python

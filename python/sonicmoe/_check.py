@@ -1,0 +1,72 @@
+"""Checks that come before the library's own: types, devices and views, which C++ cannot see.
+
+Shapes, sizes and contents are checked by the operators, whose text reaches Python as a ValueError.
+All messages read `argument: got value, allowed: values`.
+"""
+
+import torch
+
+from .enums import ActivationType
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tensors(x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """x and the others are tensors of one floating type on one device."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: got {type(x).__name__}, allowed: a tensor")
+    dtype, device = x.dtype, x.device
+    if dtype not in _DTYPES:
+        raise TypeError(f"x: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
+    if device.type not in ("cpu", "meta"):
+        raise ValueError(f"x: got a tensor on {device}, allowed: cpu")
+    for name, tensor in others.items():
+        if tensor is None and name in ("b1", "b2"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name}: got {tensor.dtype}, allowed: {dtype}, the dtype of x")
+        if tensor.device != device:
+            raise ValueError(
+                f"{name}: got a tensor on {tensor.device}, allowed: {device}, where x is"
+            )
+
+
+def ids(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got {tensor.dtype}, allowed: torch.int32, torch.int64")
+
+
+def scores(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: got {tensor.dtype}, allowed: any floating dtype")
+
+
+def integer(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: got {value!r}, allowed: an int")
+
+
+def activation(name: str, value: ActivationType) -> None:
+    if not isinstance(value, ActivationType):
+        raise TypeError(f"{name}: got {value!r}, allowed: {', '.join(map(str, ActivationType))}")
+
+
+def expert_weights(name: str, weights: torch.Tensor, shape: str) -> torch.Tensor:
+    """The contiguous (E, out, in) tensor whose permuted view (out, in, E) the caller gave."""
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"{name}: got {type(weights).__name__}, allowed: a tensor")
+    if weights.dim() == 3:
+        stored = weights.permute(2, 0, 1)
+        if stored.is_contiguous():
+            return stored
+    raise ValueError(
+        f"{name}: got shape {tuple(weights.shape)} with strides {weights.stride()}, allowed: "
+        f"{shape} with stride order (2, 0, 1), which is the view .permute(1, 2, 0) of a "
+        "contiguous tensor with the experts first"
+    )

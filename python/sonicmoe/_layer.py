@@ -1,0 +1,105 @@
+"""The layer on weights as they are stored, (E, out, in). `reference.py` has the same functions."""
+
+import torch
+
+from . import _check, _ops
+from ._autocast import autocast
+from .enums import ActivationType
+
+
+def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bool:
+    """Whether no backward can follow, so that nothing need be kept for it."""
+    if is_inference_mode or not torch.is_grad_enabled():
+        return True
+    return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def topk_layer(
+    x: torch.Tensor,
+    router_w: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    top_k: int,
+    activation: ActivationType,
+    is_inference_mode: bool,
+    softmax_over_topk: bool,
+    norm_topk_probs: bool,
+    concat_layout: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """o (T, d), logits (T, E) and counts (E) int32."""
+    _ops.require()
+    _check.integer("K", top_k)
+    _check.activation("activation_type", activation)
+    x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
+    _check.tensors(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
+    inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2)
+    with torch.set_grad_enabled(not inference):
+        o, logits, counts, _, _ = torch.ops.sonicmoe.layer_forward(
+            x.contiguous(),
+            router_w,
+            w1,
+            b1,
+            w2,
+            b2,
+            top_k,
+            activation.value,
+            softmax_over_topk,
+            norm_topk_probs,
+            concat_layout,
+            inference,
+        )
+    return o, logits, counts
+
+
+def routed_layer(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    activation: ActivationType,
+    is_inference_mode: bool,
+    concat_layout: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (T, d) and counts (E) int32 of lists of length L."""
+    _ops.require()
+    _check.activation("activation_type", activation)
+    _check.ids("token_indices", token_ids)
+    _check.ids("expert_indices", expert_ids)
+    _check.scores("router_scores", scores)
+    x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
+    _check.tensors(x, w1=w1, b1=b1, w2=w2, b2=b2)
+    inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2)
+    with torch.set_grad_enabled(not inference):
+        o, counts, _, _ = torch.ops.sonicmoe.routed_forward(
+            x.contiguous(),
+            scores.float().contiguous(),
+            int32(token_ids, x.shape[0]),
+            int32(expert_ids, w1.shape[0]),
+            w1,
+            b1,
+            w2,
+            b2,
+            activation.value,
+            concat_layout,
+            inference,
+        )
+    return o, counts
+
+
+def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The load-balancing loss () fp32 of logits (T, E) and counts (E) int32."""
+    _ops.require()
+    return torch.ops.sonicmoe.aux_loss(logits.contiguous(), counts)
+
+
+def int32(ids: torch.Tensor, end: int) -> torch.Tensor:
+    """Ids as int32. Those outside [0, end) stay outside it, whatever their size."""
+    if ids.dtype == torch.int64:
+        ids = ids.clamp(-1, end).int()
+    return ids.contiguous()

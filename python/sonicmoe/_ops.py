@@ -1,0 +1,202 @@
+"""Loads the extension and gives its operators shapes for tracing and derivatives.
+
+The operators themselves, `torch.ops.sonicmoe.*`, are described in `csrc/operators.h`.
+"""
+
+from pathlib import Path
+
+import torch
+
+_LIBRARY = Path(__file__).parent / "lib" / "libsonicmoe_torch.so"
+
+#: False in a source tree that is not built, where only the `torch` backend works.
+AVAILABLE = _LIBRARY.exists()
+
+
+def require() -> None:
+    if not AVAILABLE:
+        raise RuntimeError(
+            f"sonicmoe's extension is missing ({_LIBRARY}): run `make build` in a source tree, "
+            "or `pip install .`; KernelBackendMoE.torch works without it"
+        )
+
+
+def _register() -> None:
+    library = torch.library
+    library.register_fake("sonicmoe::layer_forward", _layer_forward_fake)
+    library.register_fake("sonicmoe::layer_backward", _layer_backward_fake)
+    library.register_fake("sonicmoe::routed_forward", _routed_forward_fake)
+    library.register_fake("sonicmoe::routed_backward", _routed_backward_fake)
+    library.register_fake("sonicmoe::aux_loss", _aux_loss_fake)
+    library.register_fake("sonicmoe::aux_loss_backward", _aux_loss_backward_fake)
+    library.register_fake("sonicmoe::top_k", _top_k_fake)
+    library.register_fake("sonicmoe::count_cumsum", _count_cumsum_fake)
+
+    library.register_autograd(
+        "sonicmoe::layer_forward", _layer_backward, setup_context=_save_for_layer_backward
+    )
+    library.register_autograd(
+        "sonicmoe::routed_forward", _routed_backward, setup_context=_save_for_routed_backward
+    )
+    library.register_autograd(
+        "sonicmoe::aux_loss", _aux_loss_backward, setup_context=_save_for_aux_loss_backward
+    )
+    library.register_autograd("sonicmoe::top_k", _no_derivative)
+    for name in ("layer_backward", "routed_backward", "aux_loss_backward"):
+        library.register_autograd(f"sonicmoe::{name}", _no_second_derivative)
+
+
+# Shapes, dtypes and devices of what the operators return. The routing block is 20 bytes a row and
+# 4(E+1), or 16 bytes a row and 4(E+1) + 4(T+1) for lists; the operators check that it is so.
+
+
+def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _layer_forward_fake(
+    x, router_w, w1, b1, w2, b2, top_k, activation, softmax_over_topk, norm_topk_probs,
+    concat_layout, inference,
+):  # fmt: skip
+    tokens, experts = x.shape[0], router_w.shape[0]
+    rows = 0 if inference else tokens * top_k
+    return (
+        _empty(x, *x.shape),
+        _empty(x, tokens, experts),
+        _empty(x, experts, dtype=torch.int32),
+        _empty(x, rows, w1.shape[1]),
+        _empty(x, 0 if inference else 5 * rows + experts + 1, dtype=torch.int32),
+    )
+
+
+def _routed_forward_fake(
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2, activation, concat_layout, inference
+):
+    tokens, experts = x.shape[0], w1.shape[0]
+    rows = 0 if inference else scores.shape[0]
+    return (
+        _empty(x, *x.shape),
+        _empty(x, experts, dtype=torch.int32),
+        _empty(x, rows, w1.shape[1]),
+        _empty(x, 0 if inference else 4 * rows + experts + tokens + 2, dtype=torch.int32),
+    )
+
+
+def _weight_gradients_fake(w1, w2, has_bias):
+    experts = w1.shape[0]
+    return (
+        _empty(w1, *w1.shape),
+        _empty(w1, experts if has_bias else 0, w1.shape[1]),
+        _empty(w2, *w2.shape),
+        _empty(w2, experts if has_bias else 0, w2.shape[1]),
+    )
+
+
+def _layer_backward_fake(
+    dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, top_k, activation,
+    softmax_over_topk, norm_topk_probs, concat_layout,
+):  # fmt: skip
+    gradients = _weight_gradients_fake(w1, w2, b2 is not None)
+    return _empty(x, *x.shape), _empty(router_w, *router_w.shape), *gradients
+
+
+def _routed_backward_fake(dout, x, w1, w2, b2, preact, routing, activation, concat_layout):
+    gradients = _weight_gradients_fake(w1, w2, b2 is not None)
+    return _empty(x, *x.shape), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
+
+
+def _aux_loss_fake(logits, counts):
+    return _empty(logits, dtype=torch.float32)
+
+
+def _aux_loss_backward_fake(dloss, logits, counts):
+    return _empty(logits, *logits.shape)
+
+
+def _top_k_fake(logits, k, softmax_over_topk, norm_topk_probs):
+    tokens = logits.shape[0]
+    return (
+        _empty(logits, tokens, k, dtype=torch.float32),
+        _empty(logits, tokens, k, dtype=torch.int32),
+    )
+
+
+def _count_cumsum_fake(ids, experts):
+    return _empty(ids, experts), _empty(ids, experts)
+
+
+# Derivatives. Only x, H and the routing block are kept besides the parameters, and the logits where
+# a gradient needs the probabilities of all experts.
+
+
+def _save_for_layer_backward(ctx, inputs, output):
+    x, router_w, w1, b1, w2, b2, *options, inference = inputs
+    o, logits, counts, preact, routing = output
+    top_k, activation, softmax_over_topk, norm_topk_probs, concat_layout = options
+    keeps_logits = not softmax_over_topk and not norm_topk_probs
+    ctx.save_for_backward(
+        x, router_w, w1, w2, b2, logits if keeps_logits else None, preact, routing
+    )
+    ctx.options = options
+    ctx.mark_non_differentiable(counts, preact, routing)
+    ctx.set_materialize_grads(False)
+
+
+def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
+    x, router_w, w1, w2, b2, logits, preact, routing = ctx.saved_tensors
+    dx, drouter_w, dw1, db1, dw2, db2 = torch.ops.sonicmoe.layer_backward(
+        torch.zeros_like(x) if dout is None else dout.contiguous(),
+        None if dlogits is None else dlogits.contiguous(),
+        x,
+        router_w,
+        w1,
+        w2,
+        b2,
+        logits,
+        preact,
+        routing,
+        *ctx.options,
+    )
+    if b2 is None:
+        db1 = db2 = None
+    return dx, drouter_w, dw1, db1, dw2, db2, None, None, None, None, None, None
+
+
+def _save_for_routed_backward(ctx, inputs, output):
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2, activation, concat_layout, inference = inputs
+    o, counts, preact, routing = output
+    ctx.save_for_backward(x, w1, w2, b2, preact, routing)
+    ctx.options = activation, concat_layout
+    ctx.mark_non_differentiable(counts, preact, routing)
+    ctx.set_materialize_grads(False)
+
+
+def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
+    x, w1, w2, b2, preact, routing = ctx.saved_tensors
+    dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
+        dout.contiguous(), x, w1, w2, b2, preact, routing, *ctx.options
+    )
+    if b2 is None:
+        db1 = db2 = None
+    return dx, dscores, None, None, dw1, db1, dw2, db2, None, None, None
+
+
+def _save_for_aux_loss_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _aux_loss_backward(ctx, dloss):
+    return torch.ops.sonicmoe.aux_loss_backward(dloss.contiguous(), *ctx.saved_tensors), None
+
+
+def _no_derivative(ctx, *grads):
+    raise RuntimeError("sonicmoe::top_k has no derivative: differentiate through the layer")
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("sonicmoe differentiates once: its gradients have no derivative")
+
+
+if AVAILABLE:
+    torch.ops.load_library(_LIBRARY)
+    _register()
