@@ -5,7 +5,7 @@
 # a program that links us may use any BLAS, another OpenBLAS included, without a clash of symbols
 # and without us changing its thread settings; and an installed static library needs no OpenBLAS.
 function(private_openblas object prefix)
-  find_library(SONICMOE_OPENBLAS NAMES libopenblas.a REQUIRED PATH_SUFFIXES openblas-pthread)
+  find_library(SONICMOE_OPENBLAS NAMES libopenblas.a REQUIRED PATH_SUFFIXES openblas-serial)
   set(hide "")
   set(take "")
   set(rename "")

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # python3-dev: torch.compile builds its C++ kernels against Python.h.
-packages=(make g++ ccache libopenblas-dev libgtest-dev libcli11-dev nlohmann-json3-dev
+packages=(make g++ ccache libopenblas-serial-dev libgtest-dev libcli11-dev nlohmann-json3-dev
           python3-venv python3-dev "$@")
 
 if command -v dpkg-query >/dev/null; then

@@ -1,0 +1,40 @@
+#pragma once
+
+#include "core/kernel.h"
+
+/// What each backend offers to the kernel list. The objects are defined in src/cpu (and src/cuda),
+/// each beside its kernel; core names them and includes nothing from there.
+namespace sonicmoe {
+
+namespace cpu {
+// Plain: OpenBLAS sgemm on fp32 tiles (bf16 storage is widened). Any x86-64-v3 or aarch64.
+extern const Kernel<RouterGemmDesc> kRouterGemm;
+extern const Kernel<GroupedGemmDesc> kUpProj;
+extern const Kernel<GroupedGemmDesc> kDownProj;
+extern const Kernel<GroupedGemmDesc> kDownProjDgrad;
+extern const Kernel<GroupedGemmDesc> kUpProjDgrad;
+extern const Kernel<GroupedGemmDesc> kDownProjWgrad;
+extern const Kernel<GroupedGemmDesc> kUpProjWgrad;
+// The same operations on the processor's own bf16 dot products.
+extern const Kernel<RouterGemmDesc> kRouterGemmBf16;
+extern const Kernel<GroupedGemmDesc> kUpProjBf16;
+extern const Kernel<GroupedGemmDesc> kDownProjBf16;
+extern const Kernel<GroupedGemmDesc> kDownProjDgradBf16;
+extern const Kernel<GroupedGemmDesc> kUpProjDgradBf16;
+extern const Kernel<GroupedGemmDesc> kDownProjWgradBf16;
+extern const Kernel<GroupedGemmDesc> kUpProjWgradBf16;
+extern const Kernel<TopKDesc> kTopK;
+extern const Kernel<MetadataDesc> kMetadata;
+extern const Kernel<BiasGradDesc> kBiasGrad;
+extern const Kernel<AggregateDesc> kAggregate;
+extern const Kernel<ScoreGradDesc> kScoreGrad;
+extern const Kernel<AuxLossDesc> kAuxLoss;
+
+int usable_threads();          ///< cores this process may run on
+std::string processor_name();  ///< "AMD EPYC ..."
+std::string processor_details();
+std::string missing_feature();  ///< what the plain kernels need and the processor lacks, or empty
+void copy(void* to, const void* from, std::size_t bytes);
+}  // namespace cpu
+
+}  // namespace sonicmoe

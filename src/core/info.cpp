@@ -1,0 +1,47 @@
+#include "sonicmoe/info.h"
+
+#include "core/backends.h"
+#include "core/kernel.h"
+
+namespace sonicmoe {
+namespace {
+
+template <class Desc>
+void append(std::vector<KernelInfo>* out) {
+  for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
+    out->push_back({kernel->op, kernel->name, kernel->device, true, ""});
+  }
+}
+
+}  // namespace
+
+const char* version() noexcept { return SONICMOE_VERSION; }
+
+std::vector<DeviceInfo> devices() {
+  DeviceInfo cpu;
+  cpu.name = cpu::processor_name();
+  cpu.details = cpu::processor_details();
+  cpu.reason = device_reason(cpu.device);
+  cpu.usable = cpu.reason.empty();
+  DeviceInfo cuda;
+  cuda.device.type = DeviceType::cuda;
+  cuda.name = "CUDA";
+  cuda.reason = device_reason(cuda.device);
+  cuda.usable = cuda.reason.empty();
+  return {cpu, cuda};
+}
+
+std::vector<KernelInfo> kernels() {
+  std::vector<KernelInfo> all;
+  append<RouterGemmDesc>(&all);
+  append<TopKDesc>(&all);
+  append<MetadataDesc>(&all);
+  append<GroupedGemmDesc>(&all);
+  append<BiasGradDesc>(&all);
+  append<AggregateDesc>(&all);
+  append<ScoreGradDesc>(&all);
+  append<AuxLossDesc>(&all);
+  return all;
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "sonicmoe/ops.h"
+#include "sonicmoe/status.h"
+#include "sonicmoe/types.h"
+
+namespace sonicmoe {
+
+/// Where and how a call runs; fixed when the plan is made, but for the stream.
+struct Exec {
+  Device device;
+  int threads = 1;
+  bool checked = true;
+  Stream stream;
+};
+
+/// One entry of the kernel list. Plain data, one object per compiled kernel, defined beside it.
+template <class Desc>
+struct Kernel {
+  const char* op;    ///< "up_proj": entries of other ops are not candidates
+  const char* name;  ///< "cpu.up_proj": backend and operation
+  DeviceType device;
+  /// Empty if the kernel runs `desc` on this machine, else the reason why not.
+  std::string (*reject)(const Desc& desc);
+  std::size_t (*workspace)(const Desc& desc, const Exec& exec);
+  /// `workspace` has at least the bytes promised. Arguments are validated.
+  Status (*run)(const Desc& desc, const typename Desc::Args& args, void* workspace,
+                const Exec& exec) noexcept;
+};
+
+/// All kernels of a kind of operation, best first. Defined in kernel_list.cpp; nothing else
+/// decides.
+template <class Desc>
+std::span<const Kernel<Desc>* const> kernel_list();
+
+/// The operation a descriptor asks for: "up_proj", "top_k", ...
+const char* op_name(const RouterGemmDesc& desc);
+const char* op_name(const TopKDesc& desc);
+const char* op_name(const MetadataDesc& desc);
+const char* op_name(const GroupedGemmDesc& desc);
+const char* op_name(const BiasGradDesc& desc);
+const char* op_name(const AggregateDesc& desc);
+const char* op_name(const ScoreGradDesc& desc);
+const char* op_name(const AuxLossDesc& desc);
+
+/// Why no kernel of this build runs on `device`, or empty.
+std::string device_reason(Device device);
+
+/// True if `wanted` (Options::kernel) is empty, the entry's name, or its backend: "cpu" matches
+/// "cpu.up_proj".
+bool kernel_matches(const std::string& wanted, const char* name);
+
+template <class Desc>
+struct Choice {
+  const Kernel<Desc>* kernel = nullptr;  ///< null if nothing fits
+  std::string walk;                      ///< one line per entry looked at
+};
+
+/// Walks the kernel list: the first entry of this op and device that matches and does not reject.
+template <class Desc>
+Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted);
+
+}  // namespace sonicmoe

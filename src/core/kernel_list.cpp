@@ -1,0 +1,63 @@
+// The one list that decides which kernel runs: best first, the first that does not reject wins.
+#include "core/backends.h"
+#include "core/kernel.h"
+
+namespace sonicmoe {
+
+template <>
+std::span<const Kernel<RouterGemmDesc>* const> kernel_list() {
+  static constexpr const Kernel<RouterGemmDesc>* kList[] = {&cpu::kRouterGemmBf16,
+                                                            &cpu::kRouterGemm};
+  return kList;
+}
+
+template <>
+std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
+  static constexpr const Kernel<GroupedGemmDesc>* kList[] = {
+      &cpu::kUpProjBf16,        &cpu::kUpProj,         //
+      &cpu::kDownProjBf16,      &cpu::kDownProj,       //
+      &cpu::kDownProjDgradBf16, &cpu::kDownProjDgrad,  //
+      &cpu::kUpProjDgradBf16,   &cpu::kUpProjDgrad,    //
+      &cpu::kDownProjWgradBf16, &cpu::kDownProjWgrad,  //
+      &cpu::kUpProjWgradBf16,   &cpu::kUpProjWgrad,
+  };
+  return kList;
+}
+
+template <>
+std::span<const Kernel<TopKDesc>* const> kernel_list() {
+  static constexpr const Kernel<TopKDesc>* kList[] = {&cpu::kTopK};
+  return kList;
+}
+
+template <>
+std::span<const Kernel<MetadataDesc>* const> kernel_list() {
+  static constexpr const Kernel<MetadataDesc>* kList[] = {&cpu::kMetadata};
+  return kList;
+}
+
+template <>
+std::span<const Kernel<BiasGradDesc>* const> kernel_list() {
+  static constexpr const Kernel<BiasGradDesc>* kList[] = {&cpu::kBiasGrad};
+  return kList;
+}
+
+template <>
+std::span<const Kernel<AggregateDesc>* const> kernel_list() {
+  static constexpr const Kernel<AggregateDesc>* kList[] = {&cpu::kAggregate};
+  return kList;
+}
+
+template <>
+std::span<const Kernel<ScoreGradDesc>* const> kernel_list() {
+  static constexpr const Kernel<ScoreGradDesc>* kList[] = {&cpu::kScoreGrad};
+  return kList;
+}
+
+template <>
+std::span<const Kernel<AuxLossDesc>* const> kernel_list() {
+  static constexpr const Kernel<AuxLossDesc>* kList[] = {&cpu::kAuxLoss};
+  return kList;
+}
+
+}  // namespace sonicmoe

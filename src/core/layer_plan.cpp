@@ -1,0 +1,417 @@
+// A layer is a fixed sequence of operations over one workspace; no backend has code of its own
+// here.
+#include <algorithm>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "core/backends.h"
+#include "core/ledger.h"
+#include "core/op_plan.h"
+#include "core/routing_block.h"
+#include "core/validate.h"
+#include "sonicmoe/layer.h"
+
+namespace sonicmoe {
+namespace {
+
+struct ForwardRegions {
+  std::size_t routing;  // inference only: otherwise the caller keeps it
+  std::size_t row_slots;
+  std::size_t act;
+  std::size_t expert_out;
+  std::size_t scratch;
+};
+
+struct BackwardRegions {
+  std::size_t dpreact;
+  std::size_t row_dscores;
+  std::size_t dlogits;
+  std::size_t router_dx;
+  std::size_t scaled_act;
+  std::size_t dx_rows;  // over scaled_act: dW2 has used that by then
+  std::size_t scratch;
+};
+
+}  // namespace
+
+struct LayerPlan::Impl {
+  LayerDesc desc;
+  Exec exec;
+  SavedBytes saved;
+  Ledger forward_ledger;
+  Ledger backward_ledger;
+  ForwardRegions fwd;
+  BackwardRegions bwd;
+  std::string walk;
+
+  std::optional<OpPlan<RouterGemmDesc>> router_gemm;
+  std::optional<OpPlan<TopKDesc>> top_k;
+  std::optional<OpPlan<MetadataDesc>> metadata;
+  std::optional<OpPlan<GroupedGemmDesc>> up_proj;
+  std::optional<OpPlan<GroupedGemmDesc>> down_proj;
+  std::optional<OpPlan<AggregateDesc>> aggregate;  // forward and backward
+
+  std::optional<OpPlan<GroupedGemmDesc>> down_proj_dgrad;
+  std::optional<OpPlan<BiasGradDesc>> bias_grad;
+  std::optional<OpPlan<ScoreGradDesc>> score_grad;
+  std::optional<OpPlan<GroupedGemmDesc>> down_proj_wgrad;
+  std::optional<OpPlan<GroupedGemmDesc>> up_proj_wgrad;
+  std::optional<OpPlan<GroupedGemmDesc>> up_proj_dgrad;
+  std::optional<OpPlan<RouterGemmDesc>> router_dgrad;
+  std::optional<OpPlan<RouterGemmDesc>> router_wgrad;
+
+  bool lists() const { return desc.router == RouterMode::given; }
+};
+
+namespace {
+
+/// Makes the plans of one layer; the first refusal stops it.
+class Builder {
+ public:
+  Builder(LayerPlan::Impl* impl, Device device, const Options& options)
+      : impl_(*impl), device_(device), options_(options) {}
+
+  template <class Desc>
+  Builder& add(std::optional<OpPlan<Desc>>* slot, const Desc& op, std::size_t* scratch) {
+    if (!status_.ok()) return *this;
+    // A backend or kernel named by the options binds the operations that have such an entry.
+    Options options = options_;
+    for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
+      if (std::string(kernel->op) != op_name(op) || kernel->device != device_.type) continue;
+      if (kernel_matches(options_.kernel, kernel->name)) {
+        found_ = true;
+        options.kernel = kernel->name;
+        break;
+      }
+      options.kernel.clear();
+    }
+    Result<OpPlan<Desc>> plan = make_plan(op, device_, options);
+    if (!plan.ok()) {
+      status_ = plan.status();
+      return *this;
+    }
+    *scratch = std::max(*scratch, plan->workspace_bytes());
+    impl_.walk += plan->explain();
+    *slot = std::move(plan).value();
+    return *this;
+  }
+
+  Status finish() const {
+    if (status_.ok() && !found_) {
+      return Status::error(StatusCode::unsupported,
+                           "kernel: got %s, allowed: a name or backend of sonicmoe::kernels()",
+                           options_.kernel.c_str());
+    }
+    return status_;
+  }
+
+ private:
+  LayerPlan::Impl& impl_;
+  Device device_;
+  const Options& options_;
+  Status status_;
+  bool found_ = false;
+};
+
+GroupedGemmDesc grouped(const LayerDesc& d, GemmOp op) {
+  return {.op = op,
+          .tokens = d.tokens,
+          .rows = d.rows(),
+          .hidden = d.hidden,
+          .intermediate = d.intermediate,
+          .experts = d.experts,
+          .dtype = d.dtype,
+          .activation = d.activation,
+          .w1_layout = d.w1_layout,
+          .bias = d.bias,
+          .inference = d.inference};
+}
+
+Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
+  const LayerDesc& d = impl->desc;
+  std::size_t scratch = 0;
+  const RouterGemmDesc router{GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype};
+  const TopKDesc top_k{d.tokens, d.experts, d.top_k, d.dtype, d.router, d.norm_topk_probs};
+  const MetadataDesc metadata{d.tokens, d.experts, d.top_k, d.list_length, d.assume_sorted};
+  const AggregateDesc aggregate{d.tokens, d.rows(), d.hidden, d.top_k, d.dtype};
+  if (!impl->lists()) {
+    build->add(&impl->router_gemm, router, &scratch).add(&impl->top_k, top_k, &scratch);
+  }
+  build->add(&impl->metadata, metadata, &scratch);
+  build->add(&impl->up_proj, grouped(d, GemmOp::up_proj), &scratch);
+  build->add(&impl->down_proj, grouped(d, GemmOp::down_proj), &scratch);
+  build->add(&impl->aggregate, aggregate, &scratch);
+
+  const std::size_t rows = static_cast<std::size_t>(d.rows());
+  const std::size_t size = size_of(d.dtype);
+  Ledger& ledger = impl->forward_ledger;
+  impl->fwd.routing = ledger.book("routing", d.inference ? RoutingBlock::bytes(d) : 0);
+  impl->fwd.row_slots = ledger.book("row_slots", 4 * rows);
+  impl->fwd.act = ledger.book("act", rows * static_cast<std::size_t>(d.intermediate) * size);
+  impl->fwd.expert_out =
+      ledger.book("expert_out", rows * static_cast<std::size_t>(d.hidden) * size);
+  impl->fwd.scratch = ledger.book("scratch", scratch);
+  return build->finish();
+}
+
+Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
+  const LayerDesc& d = impl->desc;
+  std::size_t scratch = impl->aggregate->workspace_bytes();
+  const RouterGemmDesc dgrad{GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype};
+  const RouterGemmDesc wgrad{GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype};
+  const BiasGradDesc bias{d.tokens,  d.rows(), d.hidden,     d.intermediate,
+                          d.experts, d.dtype,  d.activation, d.w1_layout};
+  const ScoreGradDesc score{d.tokens, d.experts, d.top_k,          d.rows(),
+                            d.dtype,  d.router,  d.norm_topk_probs};
+  build->add(&impl->down_proj_dgrad, grouped(d, GemmOp::down_proj_dgrad), &scratch);
+  if (d.bias) build->add(&impl->bias_grad, bias, &scratch);
+  build->add(&impl->score_grad, score, &scratch);
+  build->add(&impl->down_proj_wgrad, grouped(d, GemmOp::down_proj_wgrad), &scratch);
+  build->add(&impl->up_proj_wgrad, grouped(d, GemmOp::up_proj_wgrad), &scratch);
+  build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
+  if (!impl->lists()) {
+    build->add(&impl->router_dgrad, dgrad, &scratch).add(&impl->router_wgrad, wgrad, &scratch);
+  }
+
+  const std::size_t rows = static_cast<std::size_t>(d.rows());
+  const std::size_t tokens = impl->lists() ? 0 : static_cast<std::size_t>(d.tokens);
+  const std::size_t hidden = static_cast<std::size_t>(d.hidden);
+  const std::size_t size = size_of(d.dtype);
+  const std::size_t width = static_cast<std::size_t>(d.preact_width());
+  Ledger& ledger = impl->backward_ledger;
+  impl->bwd.dpreact = ledger.book("dpreact", rows * width * size);
+  impl->bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
+  impl->bwd.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(d.experts) * size);
+  impl->bwd.router_dx = ledger.book("router_dx", tokens * hidden * size);
+  impl->bwd.scratch = ledger.book("scratch", scratch);
+  const std::size_t shared = ledger.end();
+  impl->bwd.scaled_act =
+      ledger.book("scaled_act", rows * static_cast<std::size_t>(d.intermediate) * size);
+  ledger.restart_at(shared);
+  impl->bwd.dx_rows = ledger.book("dx_rows", rows * hidden * size);
+  return build->finish();
+}
+
+/// Runs operations in order and stops at the first that fails.
+class Sequence {
+ public:
+  Sequence(Workspace workspace, std::size_t scratch, Stream stream)
+      : base_(static_cast<char*>(workspace.data)),
+        scratch_{base_ == nullptr ? nullptr : base_ + scratch, workspace.bytes - scratch},
+        stream_(stream) {}
+
+  /// A region of the workspace, as any pointer. Null when there is no workspace, which is so only
+  /// when all regions are empty.
+  struct Region {
+    char* data;
+    template <class T>
+    operator T*() const {  // NOLINT: implicit by design
+      return reinterpret_cast<T*>(data);
+    }
+  };
+  Region region(std::size_t offset) const { return {base_ == nullptr ? nullptr : base_ + offset}; }
+
+  template <class Desc>
+  Sequence& run(const std::optional<OpPlan<Desc>>& plan, const typename Desc::Args& args) {
+    if (status_.ok()) status_ = plan->run(args, scratch_, stream_);
+    return *this;
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  char* base_;
+  Workspace scratch_;
+  Stream stream_;
+  Status status_;
+};
+
+}  // namespace
+
+Result<LayerPlan> make_plan(const LayerDesc& desc, Device device, const Options& options) try {
+  Result<Exec> exec = make_exec(device, options);
+  if (!exec.ok()) return exec.status();
+  if (Status status = validate(desc); !status.ok()) return status;
+  auto impl = std::make_shared<LayerPlan::Impl>();
+  impl->desc = desc;
+  impl->exec = exec.value();
+  Builder build(impl.get(), device, options);
+  if (Status status = plan_forward(impl.get(), &build); !status.ok()) return status;
+  if (!desc.inference) {
+    if (Status status = plan_backward(impl.get(), &build); !status.ok()) return status;
+    const std::size_t size = size_of(desc.dtype);
+    const std::size_t tokens = static_cast<std::size_t>(desc.tokens);
+    impl->saved.x = tokens * static_cast<std::size_t>(desc.hidden) * size;
+    impl->saved.preact = static_cast<std::size_t>(desc.rows() * desc.preact_width()) * size;
+    impl->saved.routing = RoutingBlock::bytes(desc);
+    if (needs_logits(desc.router, desc.norm_topk_probs)) {
+      impl->saved.logits = tokens * static_cast<std::size_t>(desc.experts) * size;
+    }
+  }
+  return LayerPlan(std::move(impl));
+} catch (const std::bad_alloc&) {
+  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+}
+
+const LayerDesc& LayerPlan::desc() const noexcept { return impl_->desc; }
+
+std::size_t LayerPlan::forward_workspace_bytes() const noexcept {
+  return impl_->forward_ledger.size();
+}
+
+std::size_t LayerPlan::backward_workspace_bytes() const noexcept {
+  return impl_->backward_ledger.size();
+}
+
+std::size_t LayerPlan::workspace_bytes() const noexcept {
+  return std::max(forward_workspace_bytes(), backward_workspace_bytes());
+}
+
+SavedBytes LayerPlan::saved_bytes() const noexcept { return impl_->saved; }
+
+std::string LayerPlan::explain() const {
+  const SavedBytes& saved = impl_->saved;
+  std::string text = std::string("layer on ") + name(impl_->exec.device.type) + ", " +
+                     std::to_string(impl_->exec.threads) + " threads\n" + impl_->walk;
+  text += "forward workspace, " + std::to_string(forward_workspace_bytes()) + " bytes\n" +
+          impl_->forward_ledger.explain();
+  text += "backward workspace, " + std::to_string(backward_workspace_bytes()) + " bytes\n" +
+          impl_->backward_ledger.explain();
+  text += "saved for backward, " + std::to_string(saved.total()) + " bytes\n  x " +
+          std::to_string(saved.x) + ", preact " + std::to_string(saved.preact) + ", routing " +
+          std::to_string(saved.routing) + ", logits " + std::to_string(saved.logits) + "\n";
+  return text;
+}
+
+Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
+                          Stream stream) const noexcept {
+  const Impl& p = *impl_;
+  const LayerDesc& d = p.desc;
+  if (Status status = validate(d, args); !status.ok()) return status;
+  if (Status status = validate(workspace, forward_workspace_bytes()); !status.ok()) return status;
+
+  Sequence seq(workspace, p.fwd.scratch, stream);
+  const RoutingBlock routing =
+      RoutingBlock::at(d, d.inference ? seq.region(p.fwd.routing) : args.routing);
+  const bool lists = p.lists();
+  const float* slot_scores = lists ? args.list_scores : routing.slot_scores;
+  const std::int32_t* slot_experts = lists ? args.list_experts : routing.slot_experts;
+
+  if (!lists) {
+    seq.run(p.router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
+    seq.run(p.top_k,
+            {.logits = args.logits, .scores = routing.slot_scores, .ids = routing.slot_experts});
+  }
+  seq.run(p.metadata, {.slot_experts = slot_experts,
+                       .slot_tokens = args.list_tokens,
+                       .slot_scores = slot_scores,
+                       .counts = args.counts,
+                       .offsets = routing.offsets,
+                       .row_tokens = routing.row_tokens,
+                       .row_slots = seq.region(p.fwd.row_slots),
+                       .slot_rows = routing.slot_rows,
+                       .row_scores = routing.row_scores,
+                       .token_offsets = routing.token_offsets,
+                       .token_slots = routing.token_slots});
+  seq.run(p.up_proj, {.offsets = routing.offsets,
+                      .row_tokens = routing.row_tokens,
+                      .x = args.x,
+                      .w1 = args.w1,
+                      .w1_up = args.w1_up,
+                      .b1 = args.b1,
+                      .b1_up = args.b1_up,
+                      .preact = args.preact,
+                      .act = seq.region(p.fwd.act)});
+  seq.run(p.down_proj, {.offsets = routing.offsets,
+                        .w2 = args.w2,
+                        .b2 = args.b2,
+                        .act = seq.region(p.fwd.act),
+                        .expert_out = seq.region(p.fwd.expert_out)});
+  seq.run(p.aggregate, {.rows = seq.region(p.fwd.expert_out),
+                        .slot_rows = routing.slot_rows,
+                        .token_offsets = routing.token_offsets,
+                        .token_slots = routing.token_slots,
+                        .slot_scores = slot_scores,
+                        .out = args.o});
+  if (seq.status().ok() && !lists) {
+    const std::size_t bytes = 4 * static_cast<std::size_t>(d.rows());
+    if (args.scores != nullptr) cpu::copy(args.scores, routing.slot_scores, bytes);
+    if (args.expert_ids != nullptr) cpu::copy(args.expert_ids, routing.slot_experts, bytes);
+  }
+  return seq.status();
+}
+
+Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
+                           Stream stream) const noexcept {
+  const Impl& p = *impl_;
+  const LayerDesc& d = p.desc;
+  if (Status status = validate(d, args); !status.ok()) return status;
+  if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
+
+  Sequence seq(workspace, p.bwd.scratch, stream);
+  const bool lists = p.lists();
+  // Backward only reads the block; the operations' arguments are the same as forward's.
+  const RoutingBlock routing = RoutingBlock::at(d, const_cast<void*>(args.routing));
+  void* const preact = const_cast<void*>(args.preact);
+  void* const dlogits = seq.region(p.bwd.dlogits);
+  void* const router_dx = seq.region(p.bwd.router_dx);
+
+  seq.run(p.down_proj_dgrad, {.offsets = routing.offsets,
+                              .row_tokens = routing.row_tokens,
+                              .row_scores = routing.row_scores,
+                              .dout = args.dout,
+                              .w2 = args.w2,
+                              .preact = preact,
+                              .dpreact = seq.region(p.bwd.dpreact),
+                              .scaled_act = seq.region(p.bwd.scaled_act),
+                              .row_dscores = seq.region(p.bwd.row_dscores)});
+  if (d.bias) {
+    seq.run(p.bias_grad, {.offsets = routing.offsets,
+                          .row_tokens = routing.row_tokens,
+                          .row_scores = routing.row_scores,
+                          .dpreact = seq.region(p.bwd.dpreact),
+                          .dout = args.dout,
+                          .b2 = args.b2,
+                          .row_dscores = seq.region(p.bwd.row_dscores),
+                          .db1 = args.db1,
+                          .db1_up = args.db1_up,
+                          .db2 = args.db2});
+  }
+  seq.run(p.score_grad, {.row_dscores = seq.region(p.bwd.row_dscores),
+                         .slot_rows = routing.slot_rows,
+                         .slot_scores = routing.slot_scores,
+                         .slot_experts = routing.slot_experts,
+                         .logits = args.logits,
+                         .dlogits_in = args.dlogits,
+                         .dlogits = dlogits,
+                         .dscores = args.dscores});
+  seq.run(p.down_proj_wgrad, {.offsets = routing.offsets,
+                              .row_tokens = routing.row_tokens,
+                              .dout = args.dout,
+                              .scaled_act = seq.region(p.bwd.scaled_act),
+                              .dw2 = args.dw2});
+  seq.run(p.up_proj_wgrad, {.offsets = routing.offsets,
+                            .row_tokens = routing.row_tokens,
+                            .x = args.x,
+                            .dpreact = seq.region(p.bwd.dpreact),
+                            .dw1 = args.dw1,
+                            .dw1_up = args.dw1_up});
+  seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
+                            .w1 = args.w1,
+                            .w1_up = args.w1_up,
+                            .dpreact = seq.region(p.bwd.dpreact),
+                            .dx_rows = seq.region(p.bwd.dx_rows)});
+  if (!lists) {
+    seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = router_dx});
+    seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
+  }
+  seq.run(p.aggregate, {.rows = seq.region(p.bwd.dx_rows),
+                        .slot_rows = routing.slot_rows,
+                        .token_offsets = routing.token_offsets,
+                        .token_slots = routing.token_slots,
+                        .addend = lists ? nullptr : router_dx,
+                        .out = args.dx});
+  return seq.status();
+}
+
+}  // namespace sonicmoe

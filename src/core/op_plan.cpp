@@ -1,0 +1,165 @@
+#include "core/op_plan.h"
+
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "core/backends.h"
+#include "core/validate.h"
+
+namespace sonicmoe {
+
+const char* op_name(const RouterGemmDesc&) { return "router_gemm"; }
+const char* op_name(const TopKDesc&) { return "top_k"; }
+const char* op_name(const MetadataDesc&) { return "metadata"; }
+const char* op_name(const BiasGradDesc&) { return "bias_grad"; }
+const char* op_name(const AggregateDesc&) { return "aggregate"; }
+const char* op_name(const ScoreGradDesc&) { return "score_grad"; }
+const char* op_name(const AuxLossDesc&) { return "aux_loss"; }
+const char* op_name(const GroupedGemmDesc& desc) {
+  switch (desc.op) {
+    case GemmOp::up_proj:
+      return "up_proj";
+    case GemmOp::down_proj:
+      return "down_proj";
+    case GemmOp::down_proj_dgrad:
+      return "down_proj_dgrad";
+    case GemmOp::up_proj_dgrad:
+      return "up_proj_dgrad";
+    case GemmOp::down_proj_wgrad:
+      return "down_proj_wgrad";
+    case GemmOp::up_proj_wgrad:
+      return "up_proj_wgrad";
+  }
+  return "?";
+}
+
+std::string device_reason(Device device) {
+  if (device.type == DeviceType::cuda) {
+    return "device: got cuda, allowed: cpu (this build has no CUDA kernels)";
+  }
+  if (const std::string missing = cpu::missing_feature(); !missing.empty()) {
+    return "device: got cpu, allowed: processors with " + missing;
+  }
+  return {};
+}
+
+bool kernel_matches(const std::string& wanted, const char* name) {
+  const std::size_t length = wanted.size();
+  return length == 0 || wanted == name ||
+         (std::strncmp(name, wanted.c_str(), length) == 0 && name[length] == '.');
+}
+
+template <class Desc>
+Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted) {
+  Choice<Desc> choice;
+  for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
+    if (std::strcmp(kernel->op, op_name(desc)) != 0 || kernel->device != device.type) continue;
+    std::string reason;
+    if (!kernel_matches(wanted, kernel->name)) {
+      reason = "kernel: got " + wanted + ", allowed: " + kernel->name;
+    } else {
+      reason = kernel->reject(desc);
+    }
+    const bool taken = reason.empty() && choice.kernel == nullptr;
+    if (taken) choice.kernel = kernel;
+    choice.walk += std::string("  ") + kernel->name + ": " +
+                   (taken            ? "runs"
+                    : reason.empty() ? "would run, a better one does"
+                                     : reason) +
+                   "\n";
+  }
+  return choice;
+}
+
+Result<Exec> make_exec(Device device, const Options& options) {
+  if (Status status = validate(device); !status.ok()) return status;
+  if (Status status = validate(options); !status.ok()) return status;
+  if (const std::string reason = device_reason(device); !reason.empty()) {
+    return Status::error(StatusCode::unsupported, "%s", reason.c_str());
+  }
+  Exec exec;
+  exec.device = device;
+  exec.threads = options.threads > 0 ? options.threads : cpu::usable_threads();
+  exec.checked = options.checked || device.type == DeviceType::cpu;
+  return exec;
+}
+
+namespace {
+
+/// Nothing fits: the reason of the last entry, which is the most general one.
+template <class Desc>
+Status nothing_fits(const Desc& desc, Device device, const std::string& wanted) {
+  const Kernel<Desc>* last = nullptr;
+  std::string names;
+  for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
+    if (std::strcmp(kernel->op, op_name(desc)) != 0 || kernel->device != device.type) continue;
+    names += (names.empty() ? "" : ", ") + std::string(kernel->name);
+    if (kernel_matches(wanted, kernel->name)) last = kernel;
+  }
+  if (last == nullptr) {
+    return Status::error(StatusCode::unsupported, "kernel: got %s, allowed: %s", wanted.c_str(),
+                         names.c_str());
+  }
+  return Status::error(StatusCode::unsupported, "%s", last->reject(desc).c_str());
+}
+
+template <class Desc>
+Result<OpPlan<Desc>> make_op_plan(const Desc& desc, Device device, const Options& options) try {
+  Result<Exec> exec = make_exec(device, options);
+  if (!exec.ok()) return exec.status();
+  if (Status status = validate(desc); !status.ok()) return status;
+  Choice<Desc> choice = choose_kernel(desc, device, options.kernel);
+  if (choice.kernel == nullptr) return nothing_fits(desc, device, options.kernel);
+  const std::size_t bytes = choice.kernel->workspace(desc, exec.value());
+  using Impl = typename OpPlan<Desc>::Impl;
+  return OpPlan<Desc>(std::make_shared<const Impl>(
+      Impl{desc, choice.kernel, exec.value(), bytes, std::move(choice.walk)}));
+} catch (const std::bad_alloc&) {
+  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+}
+
+}  // namespace
+
+template <class Desc>
+const Desc& OpPlan<Desc>::desc() const noexcept {
+  return impl_->desc;
+}
+
+template <class Desc>
+std::size_t OpPlan<Desc>::workspace_bytes() const noexcept {
+  return impl_->workspace_bytes;
+}
+
+template <class Desc>
+std::string OpPlan<Desc>::explain() const {
+  return std::string(op_name(impl_->desc)) + ", workspace " +
+         std::to_string(impl_->workspace_bytes) + " bytes\n" + impl_->walk;
+}
+
+template <class Desc>
+Status OpPlan<Desc>::run(const Args& args, Workspace workspace, Stream stream) const noexcept {
+  if (Status status = validate(impl_->desc, args); !status.ok()) return status;
+  if (Status status = validate(workspace, impl_->workspace_bytes); !status.ok()) return status;
+  Exec exec = impl_->exec;
+  exec.stream = stream;
+  return impl_->kernel->run(impl_->desc, args, workspace.data, exec);
+}
+
+#define SONICMOE_OP_PLAN(Desc)                                                              \
+  template class OpPlan<Desc>;                                                              \
+  template Choice<Desc> choose_kernel(const Desc&, Device, const std::string&);             \
+  Result<OpPlan<Desc>> make_plan(const Desc& desc, Device device, const Options& options) { \
+    return make_op_plan(desc, device, options);                                             \
+  }
+SONICMOE_OP_PLAN(RouterGemmDesc)
+SONICMOE_OP_PLAN(TopKDesc)
+SONICMOE_OP_PLAN(MetadataDesc)
+SONICMOE_OP_PLAN(GroupedGemmDesc)
+SONICMOE_OP_PLAN(BiasGradDesc)
+SONICMOE_OP_PLAN(AggregateDesc)
+SONICMOE_OP_PLAN(ScoreGradDesc)
+SONICMOE_OP_PLAN(AuxLossDesc)
+#undef SONICMOE_OP_PLAN
+
+}  // namespace sonicmoe

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <string>
+
+#include "core/kernel.h"
+#include "sonicmoe/ops.h"
+
+namespace sonicmoe {
+
+template <class Desc>
+struct OpPlan<Desc>::Impl {
+  Desc desc;
+  const Kernel<Desc>* kernel;
+  Exec exec;
+  std::size_t workspace_bytes;
+  std::string walk;
+};
+
+/// Device, options and thread count, checked and made definite.
+Result<Exec> make_exec(Device device, const Options& options);
+
+}  // namespace sonicmoe

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstddef>
+
+#include "sonicmoe/layer.h"
+#include "sonicmoe/ops.h"
+#include "sonicmoe/status.h"
+#include "sonicmoe/types.h"
+
+/// Everything that can be refused without looking at data. Each text has the form
+/// "<argument>: got <value>, allowed: <what is>".
+namespace sonicmoe {
+
+Status validate(const LayerDesc& desc);
+Status validate(const RouterGemmDesc& desc);
+Status validate(const TopKDesc& desc);
+Status validate(const MetadataDesc& desc);
+Status validate(const GroupedGemmDesc& desc);
+Status validate(const BiasGradDesc& desc);
+Status validate(const AggregateDesc& desc);
+Status validate(const ScoreGradDesc& desc);
+Status validate(const AuxLossDesc& desc);
+
+Status validate(const LayerDesc& desc, const ForwardArgs& args);
+Status validate(const LayerDesc& desc, const BackwardArgs& args);
+Status validate(const RouterGemmDesc& desc, const RouterGemmArgs& args);
+Status validate(const TopKDesc& desc, const TopKArgs& args);
+Status validate(const MetadataDesc& desc, const MetadataArgs& args);
+Status validate(const GroupedGemmDesc& desc, const GroupedGemmArgs& args);
+Status validate(const BiasGradDesc& desc, const BiasGradArgs& args);
+Status validate(const AggregateDesc& desc, const AggregateArgs& args);
+Status validate(const ScoreGradDesc& desc, const ScoreGradArgs& args);
+Status validate(const AuxLossDesc& desc, const AuxLossArgs& args);
+
+Status validate(Device device);
+Status validate(const Options& options);
+Status validate(Workspace workspace, std::size_t needed);
+
+/// Whether backward needs the logits: the gradient reaches experts that were not chosen.
+bool needs_logits(RouterMode mode, bool norm_topk_probs);
+
+}  // namespace sonicmoe

@@ -1,0 +1,68 @@
+// out[t] = sum over t's slots, in slot order, of score * rows[row of slot], + addend[t]; fp32, one
+// rounding. A sum of gathered rows, so it runs at the speed of memory.
+#include "core/backends.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+constexpr std::int64_t kColumns = 1024;  // of fp32 sums on the stack
+
+template <class T>
+void add_row(const T* __restrict row, float score, bool weighted, std::int64_t n,
+             float* __restrict sum) {
+  if (weighted) {
+    for (std::int64_t j = 0; j < n; ++j) sum[j] = math::fma(score, to_float(row[j]), sum[j]);
+  } else {
+    for (std::int64_t j = 0; j < n; ++j) sum[j] += to_float(row[j]);
+  }
+}
+
+template <class T>
+void aggregate_token(const AggregateDesc& d, const AggregateArgs& a, std::int64_t t) {
+  const bool lists = d.top_k == 0;
+  const std::int64_t begin = lists ? a.token_offsets[t] : t * d.top_k;
+  const std::int64_t end = lists ? a.token_offsets[t + 1] : begin + d.top_k;
+  for (std::int64_t j0 = 0; j0 < d.hidden; j0 += kColumns) {
+    const std::int64_t n = std::min(kColumns, d.hidden - j0);
+    float sum[kColumns];
+    std::fill_n(sum, n, 0.0f);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t slot = lists ? a.token_slots[i] : i;
+      const std::int64_t row = a.slot_rows[slot];
+      if (row < 0) continue;
+      const bool weighted = a.slot_scores != nullptr;
+      add_row(static_cast<const T*>(a.rows) + row * d.hidden + j0,
+              weighted ? a.slot_scores[slot] : 1.0f, weighted, n, sum);
+    }
+    if (a.addend != nullptr) {
+      add_row(static_cast<const T*>(a.addend) + t * d.hidden + j0, 1.0f, false, n, sum);
+    }
+    T* out = static_cast<T*>(a.out) + t * d.hidden + j0;
+    for (std::int64_t j = 0; j < n; ++j) out[j] = from_float<T>(sum[j]);
+  }
+}
+
+Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& exec) noexcept {
+  visit_dtype(d.dtype, [&](auto type) {
+    parallel_ranges(exec.threads, d.tokens, kTokensPerPiece,
+                    [&](int, std::int64_t begin, std::int64_t end) {
+                      for (std::int64_t t = begin; t < end; ++t) {
+                        aggregate_token<decltype(type)>(d, a, t);
+                      }
+                    });
+  });
+  return {};
+}
+
+}  // namespace
+
+const Kernel<AggregateDesc> kAggregate = {"aggregate",
+                                          "cpu.aggregate",
+                                          DeviceType::cpu,
+                                          reject_f16<AggregateDesc>,
+                                          no_workspace<AggregateDesc>,
+                                          run};
+
+}  // namespace sonicmoe::cpu

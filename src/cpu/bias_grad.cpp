@@ -1,0 +1,106 @@
+// db1 = column sums of dH, db2 = column sums of s dO, per expert, rows in order; and the b2 term of
+// dS: row_dscores += <dO, b2>.
+#include "core/backends.h"
+#include "cpu/dispatch.h"
+#include "cpu/grouped_gemm.h"
+#include "cpu/parallel.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+constexpr std::int64_t kColumns = 256;  // of one piece
+constexpr int kLanes = 8;               // d is a multiple of 8
+
+/// sum[j] = over rows of an expert of weight(row) * row(row)[j].
+template <class Row, class Weight>
+void column_sums(std::int64_t begin, std::int64_t end, std::int64_t n, float* sum, Row row,
+                 Weight weight) {
+  std::fill_n(sum, n, 0.0f);
+  for (std::int64_t r = begin; r < end; ++r) {
+    const auto* from = row(r);
+    const float w = weight(r);
+    for (std::int64_t j = 0; j < n; ++j) sum[j] = math::fma(w, to_float(from[j]), sum[j]);
+  }
+}
+
+template <class T>
+void db1_piece(const BiasGradDesc& d, const BiasGradArgs& a, std::int64_t expert, std::int64_t j0) {
+  const std::int64_t n = d.intermediate;
+  const bool glu = is_glu(d.activation);
+  const std::int64_t width = glu ? 2 * n : n;
+  const std::int64_t nj = std::min(kColumns, n - j0);
+  const auto out = w1_view(d, static_cast<T*>(a.db1), static_cast<T*>(a.db1_up), expert, 1);
+  T* halves[2] = {out.gate, out.up};
+  for (int h = 0; h < (glu ? 2 : 1); ++h) {
+    float sum[kColumns];
+    const T* dh = static_cast<const T*>(a.dpreact) + h * n + j0;
+    column_sums(
+        a.offsets[expert], a.offsets[expert + 1], nj, sum,
+        [&](std::int64_t r) { return dh + r * width; }, [](std::int64_t) { return 1.0f; });
+    for (std::int64_t j = 0; j < nj; ++j) {
+      halves[h][(j0 + j) * out.stride] = from_float<T>(sum[j]);
+    }
+  }
+}
+
+template <class T>
+void db2_piece(const BiasGradDesc& d, const BiasGradArgs& a, std::int64_t expert, std::int64_t j0) {
+  const std::int64_t nj = std::min(kColumns, d.hidden - j0);
+  float sum[kColumns];
+  const T* dout = static_cast<const T*>(a.dout) + j0;
+  column_sums(
+      a.offsets[expert], a.offsets[expert + 1], nj, sum,
+      [&](std::int64_t r) { return dout + a.row_tokens[r] * d.hidden; },
+      [&](std::int64_t r) { return a.row_scores[r]; });
+  store(sum, static_cast<T*>(a.db2) + expert * d.hidden + j0, nj);
+}
+
+template <class T>
+float dot(const T* x, const T* y, std::int64_t n) {
+  float lane[kLanes] = {};
+  for (std::int64_t j = 0; j < n; j += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      lane[l] = math::fma(to_float(x[j + l]), to_float(y[j + l]), lane[l]);
+    }
+  }
+  return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
+
+template <class T>
+void run_typed(const BiasGradDesc& d, const BiasGradArgs& a, int threads) {
+  const std::int64_t parts1 = (d.intermediate + kColumns - 1) / kColumns;
+  const std::int64_t parts2 = (d.hidden + kColumns - 1) / kColumns;
+  parallel_for(threads, d.experts * (parts1 + parts2), [&](int, std::int64_t piece) {
+    const std::int64_t expert = piece / (parts1 + parts2);
+    const std::int64_t part = piece % (parts1 + parts2);
+    if (part < parts1) {
+      db1_piece<T>(d, a, expert, part * kColumns);
+    } else {
+      db2_piece<T>(d, a, expert, (part - parts1) * kColumns);
+    }
+  });
+  const auto block = [&](int, RowBlock rows, std::int64_t) {
+    const T* b2 = static_cast<const T*>(a.b2) + rows.expert * d.hidden;
+    for (std::int64_t r = rows.begin; r < rows.begin + rows.rows; ++r) {
+      const T* dout = static_cast<const T*>(a.dout) + a.row_tokens[r] * d.hidden;
+      a.row_dscores[r] += dot(dout, b2, d.hidden);
+    }
+  };
+  for_each_row_block(threads, a.offsets, d.experts, kTokensPerPiece, 1, block);
+}
+
+Status run(const BiasGradDesc& d, const BiasGradArgs& a, void*, const Exec& exec) noexcept {
+  visit_dtype(d.dtype, [&](auto type) { run_typed<decltype(type)>(d, a, exec.threads); });
+  return {};
+}
+
+}  // namespace
+
+const Kernel<BiasGradDesc> kBiasGrad = {"bias_grad",
+                                        "cpu.bias_grad",
+                                        DeviceType::cpu,
+                                        reject_f16<BiasGradDesc>,
+                                        no_workspace<BiasGradDesc>,
+                                        run};
+
+}  // namespace sonicmoe::cpu

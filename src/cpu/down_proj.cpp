@@ -1,0 +1,45 @@
+// Y = A W2^T + b2. Rows are contiguous; scores are applied by the aggregation.
+#include "core/backends.h"
+#include "cpu/grouped_gemm.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+template <class Engine>
+struct DownProj {
+  using T = typename Engine::Storage;
+  static std::size_t floats(const GroupedGemmDesc&) { return kBlockM * kBlockN; }
+
+  static void run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+                  int threads) {
+    const std::int64_t n = d.intermediate;
+    const auto block = [&](int thread, RowBlock rows, std::int64_t part) {
+      const std::int64_t j0 = part * kBlockN;
+      const std::int64_t nj = std::min(kBlockN, d.hidden - j0);
+      Scratch<Engine> scratch(workspace, thread, floats(d));
+      const T* act = static_cast<const T*>(a.act) + rows.begin * n;
+      const T* w2 = static_cast<const T*>(a.w2) + (rows.expert * d.hidden + j0) * n;
+      T* out = static_cast<T*>(a.expert_out) + rows.begin * d.hidden + j0;
+      for (std::int64_t k0 = 0; k0 < n; k0 += kBlockK) {
+        const std::int64_t nk = std::min(kBlockK, n - k0);
+        scratch.engine.lhs(Form::nt, rows.rows, nk, Rows<T>{act + k0, n});
+        scratch.engine.rhs(Form::nt, nj, nk, Rows<T>{w2 + k0, n});
+        scratch.engine.multiply(Form::nt, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
+      }
+      const T* b2 = d.bias ? static_cast<const T*>(a.b2) + rows.expert * d.hidden + j0 : nullptr;
+      for (std::int64_t i = 0; i < rows.rows; ++i) {
+        float* y = scratch.tile + i * nj;
+        for (std::int64_t j = 0; b2 && j < nj; ++j) y[j] += to_float(b2[j]);
+        store(y, out + i * d.hidden, nj);
+      }
+    };
+    for_each_row_block(threads, a.offsets, d.experts, kBlockM, (d.hidden + kBlockN - 1) / kBlockN,
+                       block);
+  }
+};
+
+}  // namespace
+
+SONICMOE_CPU_GROUPED_GEMM(DownProj, "down_proj", kDownProj, kDownProjBf16);
+
+}  // namespace sonicmoe::cpu

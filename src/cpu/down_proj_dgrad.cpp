@@ -1,0 +1,85 @@
+// dA' = dO[tokens] W2 stays in the tile. With A recomputed from H:
+// dH = dAct(s dA', H), A' = s A, dS = <dA', A> over n. dA' is unscaled in dS and scaled in dH.
+#include "core/backends.h"
+#include "cpu/grouped_gemm.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+constexpr int kLanes = 8;  // n is a multiple of 8
+
+/// One row over a range of n columns. Lane l of `dot` adds columns l, l+8, ... of <dA', A>.
+template <class Fn, class T>
+void epilogue_row(const float* __restrict da, float score, std::int64_t n, const T* __restrict gate,
+                  const T* __restrict up, T* __restrict dgate, T* __restrict dup,
+                  T* __restrict scaled_act, float* __restrict product, float* __restrict dot) {
+  for (std::int64_t j = 0; j < n; ++j) {
+    const float g = to_float(gate[j]);
+    const float u = Fn::kIsGlu ? to_float(up[j]) : 0.0f;
+    const math::Gradients r = Fn::backward(g, u, score * da[j]);
+    dgate[j] = from_float<T>(r.dgate);
+    if (Fn::kIsGlu) dup[j] = from_float<T>(r.dup);
+    scaled_act[j] = from_float<T>(score * r.act);
+    product[j] = da[j] * r.act;
+  }
+  for (std::int64_t j = 0; j < n; j += kLanes) {
+    for (int l = 0; l < kLanes; ++l) dot[l] += product[j + l];
+  }
+}
+
+template <class Engine>
+struct DownProjDgrad {
+  using T = typename Engine::Storage;
+  // The tile, one row of products, and a row of lanes for each row of the block.
+  static std::size_t floats(const GroupedGemmDesc&) {
+    return kBlockM * kBlockN + kBlockN + kBlockM * kLanes;
+  }
+
+  static void run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+                  int threads) {
+    const std::int64_t n = d.intermediate;
+    const bool glu = is_glu(d.activation);
+    const std::int64_t width = glu ? 2 * n : n;
+    const T* dout = static_cast<const T*>(a.dout);
+    // A block takes all of n, so that the sum over n has one owner and one order.
+    const auto block = [&](int thread, RowBlock rows, std::int64_t) {
+      Scratch<Engine> scratch(workspace, thread, floats(d));
+      float* product = scratch.tile + kBlockM * kBlockN;
+      float* dots = product + kBlockN;
+      std::fill_n(dots, rows.rows * kLanes, 0.0f);
+      const T* w2 = static_cast<const T*>(a.w2) + rows.expert * d.hidden * n;
+      for (std::int64_t j0 = 0; j0 < n; j0 += kBlockN) {
+        const std::int64_t nj = std::min(kBlockN, n - j0);
+        for (std::int64_t k0 = 0; k0 < d.hidden; k0 += kBlockK) {
+          const std::int64_t nk = std::min(kBlockK, d.hidden - k0);
+          scratch.engine.lhs(Form::nn, rows.rows, nk,
+                             Rows<T>{dout + k0, d.hidden, a.row_tokens + rows.begin});
+          scratch.engine.rhs(Form::nn, nj, nk, Rows<T>{w2 + k0 * n + j0, n});
+          scratch.engine.multiply(Form::nn, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
+        }
+        visit_activation(d.activation, [&](auto fn) {
+          for (std::int64_t i = 0; i < rows.rows; ++i) {
+            const std::int64_t row = rows.begin + i;
+            const T* gate = static_cast<const T*>(a.preact) + row * width + j0;
+            T* dgate = static_cast<T*>(a.dpreact) + row * width + j0;
+            epilogue_row<decltype(fn)>(
+                scratch.tile + i * nj, a.row_scores[row], nj, gate, gate + n, dgate, dgate + n,
+                static_cast<T*>(a.scaled_act) + row * n + j0, product, dots + i * kLanes);
+          }
+        });
+      }
+      for (std::int64_t i = 0; i < rows.rows; ++i) {
+        const float* l = dots + i * kLanes;
+        a.row_dscores[rows.begin + i] =
+            ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+      }
+    };
+    for_each_row_block(threads, a.offsets, d.experts, kBlockM, 1, block);
+  }
+};
+
+}  // namespace
+
+SONICMOE_CPU_GROUPED_GEMM(DownProjDgrad, "down_proj_dgrad", kDownProjDgrad, kDownProjDgradBf16);
+
+}  // namespace sonicmoe::cpu

@@ -1,0 +1,47 @@
+// dW2 = dO[tokens]^T A' per expert: (d, n), summed over the expert's rows; zero without rows.
+#include "core/backends.h"
+#include "cpu/grouped_gemm.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+template <class Engine>
+struct DownProjWgrad {
+  using T = typename Engine::Storage;
+  static std::size_t floats(const GroupedGemmDesc&) { return kBlockN * kBlockN; }
+
+  static void run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+                  int threads) {
+    const std::int64_t n = d.intermediate;
+    const std::int64_t m_blocks = (d.hidden + kBlockN - 1) / kBlockN;
+    const std::int64_t n_blocks = (n + kBlockN - 1) / kBlockN;
+    parallel_for(threads, d.experts * m_blocks * n_blocks, [&](int thread, std::int64_t piece) {
+      const std::int64_t expert = piece / (m_blocks * n_blocks);
+      const std::int64_t i0 = piece / n_blocks % m_blocks * kBlockN;
+      const std::int64_t j0 = piece % n_blocks * kBlockN;
+      const std::int64_t ni = std::min(kBlockN, d.hidden - i0);
+      const std::int64_t nj = std::min(kBlockN, n - j0);
+      Scratch<Engine> scratch(workspace, thread, floats(d));
+      T* out = static_cast<T*>(a.dw2) + (expert * d.hidden + i0) * n + j0;
+      const std::int64_t begin = a.offsets[expert];
+      const std::int64_t end = a.offsets[expert + 1];
+      if (begin == end) std::fill_n(scratch.tile, ni * nj, 0.0f);
+      for (std::int64_t k0 = begin; k0 < end; k0 += kBlockK) {
+        const std::int64_t nk = std::min(kBlockK, end - k0);
+        scratch.engine.lhs(
+            Form::tn, ni, nk,
+            Rows<T>{static_cast<const T*>(a.dout) + i0, d.hidden, a.row_tokens + k0});
+        scratch.engine.rhs(Form::tn, nj, nk,
+                           Rows<T>{static_cast<const T*>(a.scaled_act) + k0 * n + j0, n});
+        scratch.engine.multiply(Form::tn, ni, nj, nk, scratch.tile, nj, k0 > begin);
+      }
+      for (std::int64_t i = 0; i < ni; ++i) store(scratch.tile + i * nj, out + i * n, nj);
+    });
+  }
+};
+
+}  // namespace
+
+SONICMOE_CPU_GROUPED_GEMM(DownProjWgrad, "down_proj_wgrad", kDownProjWgrad, kDownProjWgradBf16);
+
+}  // namespace sonicmoe::cpu

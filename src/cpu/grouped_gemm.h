@@ -1,0 +1,153 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "core/kernel.h"
+#include "cpu/gemm.h"
+#include "cpu/parallel.h"
+#include "math/activation.h"
+#include "math/convert.h"
+
+/// What the grouped GEMMs share: views of W1 under its three layouts, scratch, rejection, dispatch.
+namespace sonicmoe::cpu {
+
+using math::Bf16;
+using math::from_float;
+using math::to_float;
+
+/// Gate and up rows of a tensor laid out like W1 (or b1 with width 1): both are (n, width) matrices
+/// with a stride, which is all that a layout is. Without a gate there is no up part.
+template <class T>
+struct W1View {
+  T* gate;
+  T* up;  ///< null without a gate
+  std::int64_t stride;
+};
+
+template <class T, class Desc>
+W1View<T> w1_view(const Desc& d, T* w1, T* w1_up, std::int64_t expert, std::int64_t width) {
+  const std::int64_t n = d.intermediate;
+  if (!is_glu(d.activation)) return {w1 + expert * n * width, nullptr, width};
+  switch (d.w1_layout) {
+    case W1Layout::interleaved: {
+      T* base = w1 + expert * 2 * n * width;
+      return {base, base + width, 2 * width};
+    }
+    case W1Layout::concatenated: {
+      T* base = w1 + expert * 2 * n * width;
+      return {base, base + n * width, width};
+    }
+    case W1Layout::separate:
+      break;
+  }
+  return {w1 + expert * n * width, w1_up + expert * n * width, width};
+}
+
+/// Per-thread scratch: the engine's packing buffers, then floats for tiles.
+template <class Engine>
+struct Scratch {
+  static constexpr std::size_t kAlignment = 256;
+  static std::size_t engine_bytes() {
+    return (Engine::scratch_bytes() + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  static std::size_t bytes_per_thread(std::size_t floats) {
+    return engine_bytes() + (floats * 4 + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  Scratch(void* workspace, int thread, std::size_t floats)
+      : engine(static_cast<char*>(workspace) + thread * bytes_per_thread(floats)),
+        tile(reinterpret_cast<float*>(static_cast<char*>(workspace) +
+                                      thread * bytes_per_thread(floats) + engine_bytes())) {}
+  Engine engine;
+  float* tile;
+};
+
+template <class Engine>
+std::string reject_dtype(DType dtype) {
+  constexpr bool kFast = std::is_same_v<Engine, Bf16Engine>;
+  if (kFast && dtype != DType::bf16)
+    return std::string("dtype: got ") + name(dtype) + ", allowed: bf16";
+  if (kFast && !Bf16Engine::usable())
+    return "device: got a processor without AVX-512 BF16, allowed: one with it";
+  if (dtype == DType::f16) return "dtype: got f16, allowed: f32, bf16 (on the CPU)";
+  return {};
+}
+
+/// The kernel list's entry for one grouped GEMM. Op<Engine> has `floats(desc)` of scratch a thread
+/// and `run(desc, args, workspace, threads)`.
+template <template <class> class Op, class Engine>
+struct GroupedEntry {
+  static std::string reject(const GroupedGemmDesc& desc) {
+    return reject_dtype<Engine>(desc.dtype);
+  }
+  static std::size_t workspace(const GroupedGemmDesc& desc, const Exec& exec) {
+    if (desc.dtype == DType::f32) return bytes<SgemmEngine<float>>(desc, exec);
+    return bytes<Engine>(desc, exec);
+  }
+  static Status run(const GroupedGemmDesc& desc, const GroupedGemmArgs& args, void* workspace,
+                    const Exec& exec) noexcept {
+    if (desc.dtype == DType::f32) {
+      Op<SgemmEngine<float>>::run(desc, args, workspace, exec.threads);
+    } else {
+      Op<Engine>::run(desc, args, workspace, exec.threads);
+    }
+    return {};
+  }
+
+ private:
+  template <class E>
+  static std::size_t bytes(const GroupedGemmDesc& desc, const Exec& exec) {
+    return Scratch<E>::bytes_per_thread(Op<E>::floats(desc)) *
+           static_cast<std::size_t>(exec.threads);
+  }
+};
+
+/// Defines the plain and the fast bf16 entry of one grouped GEMM.
+#define SONICMOE_CPU_GROUPED_GEMM(Op, op_text, plain, fast)                              \
+  const Kernel<GroupedGemmDesc> plain = {op_text,                                        \
+                                         "cpu." op_text,                                 \
+                                         DeviceType::cpu,                                \
+                                         GroupedEntry<Op, SgemmEngine<Bf16>>::reject,    \
+                                         GroupedEntry<Op, SgemmEngine<Bf16>>::workspace, \
+                                         GroupedEntry<Op, SgemmEngine<Bf16>>::run};      \
+  const Kernel<GroupedGemmDesc> fast = {op_text,                                         \
+                                        "cpu-avx512bf16." op_text,                       \
+                                        DeviceType::cpu,                                 \
+                                        GroupedEntry<Op, Bf16Engine>::reject,            \
+                                        GroupedEntry<Op, Bf16Engine>::workspace,         \
+                                        GroupedEntry<Op, Bf16Engine>::run}
+
+/// Calls f(ActivationFn{}) for the activation.
+template <class F>
+void visit_activation(Activation activation, F&& f) {
+  using namespace math;
+  switch (activation) {
+    case Activation::swiglu:
+      return f(ActivationFn<Silu, true>{});
+    case Activation::geglu:
+      return f(ActivationFn<Gelu, true>{});
+    case Activation::geglu_tanh:
+      return f(ActivationFn<GeluTanh, true>{});
+    case Activation::reglu:
+      return f(ActivationFn<Relu, true>{});
+    case Activation::relu:
+      return f(ActivationFn<Relu, false>{});
+    case Activation::relu_sq:
+      return f(ActivationFn<ReluSq, false>{});
+    case Activation::gelu:
+      return f(ActivationFn<Gelu, false>{});
+    case Activation::gelu_tanh:
+      return f(ActivationFn<GeluTanh, false>{});
+    case Activation::silu:
+      return f(ActivationFn<Silu, false>{});
+  }
+}
+
+template <class T>
+inline void store(const float* from, T* to, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);
+}
+
+}  // namespace sonicmoe::cpu

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+/// Work is split by shape and counts alone, never by the number of threads, and every piece writes
+/// its own outputs; so results are the same bits for any number of threads.
+namespace sonicmoe::cpu {
+
+/// f(thread, piece) for pieces 0 .. count-1, handed out in ascending order.
+template <class F>
+void parallel_for(int threads, std::int64_t count, F&& f) {
+  if (count <= 0) return;
+  const int team = static_cast<int>(std::min<std::int64_t>(threads, count));
+  if (team == 1) {
+    for (std::int64_t i = 0; i < count; ++i) f(0, i);
+    return;
+  }
+  std::atomic<std::int64_t> next{0};
+#pragma omp parallel num_threads(team)
+  {
+    const int thread = omp_get_thread_num();
+    for (std::int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) f(thread, i);
+  }
+}
+
+/// Elements handled by one piece of an element-wise pass.
+inline constexpr std::int64_t kTokensPerPiece = 64;
+
+/// f(thread, begin, end) over ranges of at most `step` items.
+template <class F>
+void parallel_ranges(int threads, std::int64_t count, std::int64_t step, F&& f) {
+  parallel_for(threads, (count + step - 1) / step, [&](int thread, std::int64_t piece) {
+    f(thread, piece * step, std::min(count, (piece + 1) * step));
+  });
+}
+
+/// A block of consecutive grouped rows of one expert.
+struct RowBlock {
+  std::int64_t expert;
+  std::int64_t begin;  ///< first grouped row
+  std::int64_t rows;
+};
+
+/// Rows of one expert cut into equal blocks of at most `limit` rows, a multiple of 8 but for the
+/// last: an expert with limit + 8 rows gives two halves, not a full block and a sliver.
+inline std::int64_t block_rows(std::int64_t rows, std::int64_t limit) {
+  const std::int64_t blocks = (rows + limit - 1) / limit;
+  return blocks == 0 ? 0 : ((rows + blocks - 1) / blocks + 7) / 8 * 8;
+}
+
+/// f(thread, RowBlock, part) over all blocks of all experts and `parts` pieces of each.
+/// Pieces are numbered expert by expert. Each thread sees ascending numbers, so it finds its expert
+/// by walking on from the last one; no list of blocks is stored.
+template <class F>
+void for_each_row_block(int threads, const std::int32_t* offsets, std::int64_t experts,
+                        std::int64_t limit, std::int64_t parts, F&& f) {
+  const std::int64_t total_rows = offsets[experts];
+  if (total_rows == 0) return;
+  std::atomic<std::int64_t> next{0};
+  const auto work = [&](int thread) {
+    std::int64_t expert = 0;
+    std::int64_t first = 0;  // number of this expert's first piece
+    for (std::int64_t piece = next.fetch_add(1);; piece = next.fetch_add(1)) {
+      std::int64_t rows = 0;
+      std::int64_t size = 0;
+      for (; expert < experts; ++expert) {
+        rows = offsets[expert + 1] - offsets[expert];
+        size = block_rows(rows, limit);
+        const std::int64_t pieces = size == 0 ? 0 : (rows + size - 1) / size * parts;
+        if (piece < first + pieces) break;
+        first += pieces;
+      }
+      if (expert == experts) return;
+      const std::int64_t block = (piece - first) / parts;
+      const std::int64_t begin = block * size;
+      f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin)},
+        (piece - first) % parts);
+    }
+  };
+  const std::int64_t most = (total_rows / 8 + experts) * parts;
+  const int team = static_cast<int>(std::min<std::int64_t>(threads, most));
+  if (team == 1) return work(0);
+#pragma omp parallel num_threads(team)
+  work(omp_get_thread_num());
+}
+
+}  // namespace sonicmoe::cpu

@@ -1,0 +1,78 @@
+// From the scores' gradients, row by row, to slot order (lists) or through the router to dlogits.
+#include "core/backends.h"
+#include "core/validate.h"
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "math/softmax.h"
+
+namespace sonicmoe::cpu {
+namespace {
+
+float slot_gradient(const ScoreGradArgs& a, std::int64_t slot) {
+  const std::int32_t row = a.slot_rows[slot];
+  return row < 0 ? 0.0f : a.row_dscores[row];
+}
+
+/// One token; `grad` is E floats of scratch.
+template <class T>
+void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float* grad) {
+  const std::int64_t first = t * d.top_k;
+  float inner = 0.0f;  // sum_k g_k s_k
+  for (std::int64_t s = first; s < first + d.top_k; ++s) {
+    inner = math::fma(slot_gradient(a, s), a.slot_scores[s], inner);
+  }
+  const int experts = static_cast<int>(d.experts);
+  if (needs_logits(d.mode, d.norm_topk_probs)) {
+    // All experts share the softmax: p_e (g_e - inner), with p recomputed from the logits.
+    const T* logits = static_cast<const T*>(a.logits) + t * d.experts;
+    float max = to_float(logits[0]);
+    for (int e = 1; e < experts; ++e) max = std::max(max, to_float(logits[e]));
+    const float sum = math::lane_sum32(
+        experts, [&](int e) { return grad[e] = math::softmax_term(to_float(logits[e]), max); });
+    for (int e = 0; e < experts; ++e) grad[e] = -math::div(grad[e], sum) * inner;
+    for (std::int64_t s = first; s < first + d.top_k; ++s) {
+      grad[a.slot_experts[s]] += a.slot_scores[s] * slot_gradient(a, s);
+    }
+  } else {
+    std::fill_n(grad, experts, 0.0f);
+    for (std::int64_t s = first; s < first + d.top_k; ++s) {
+      grad[a.slot_experts[s]] = a.slot_scores[s] * (slot_gradient(a, s) - inner);
+    }
+  }
+  const T* in = static_cast<const T*>(a.dlogits_in);
+  T* out = static_cast<T*>(a.dlogits) + t * d.experts;
+  for (int e = 0; e < experts; ++e) {
+    const float outside = in == nullptr ? 0.0f : to_float(in[t * d.experts + e]);
+    out[e] = from_float<T>(grad[e] + outside);
+  }
+}
+
+std::size_t workspace(const ScoreGradDesc& desc, const Exec& exec) {
+  if (desc.mode == RouterMode::given) return 0;
+  return static_cast<std::size_t>(desc.experts) * 4 * static_cast<std::size_t>(exec.threads);
+}
+
+Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
+           const Exec& exec) noexcept {
+  if (d.mode == RouterMode::given) {
+    for (std::int64_t s = 0; s < d.rows; ++s) a.dscores[s] = slot_gradient(a, s);
+    return {};
+  }
+  visit_dtype(d.dtype, [&](auto type) {
+    parallel_ranges(exec.threads, d.tokens, kTokensPerPiece,
+                    [&](int thread, std::int64_t begin, std::int64_t end) {
+                      float* grad = static_cast<float*>(memory) + thread * d.experts;
+                      for (std::int64_t t = begin; t < end; ++t) {
+                        token<decltype(type)>(d, a, t, grad);
+                      }
+                    });
+  });
+  return {};
+}
+
+}  // namespace
+
+const Kernel<ScoreGradDesc> kScoreGrad = {
+    "score_grad", "cpu.score_grad", DeviceType::cpu, reject_f16<ScoreGradDesc>, workspace, run};
+
+}  // namespace sonicmoe::cpu

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cmath>
+
+#include "math/exp.h"
+#include "math/ieee.h"
+
+/// Activations as scalar functors, usable on host and device.
+///
+/// Each functor is a function f of one variable. Without a gate a = f(h). With a gate h = [g, u]
+/// and a = f(g) u, so that da/dg = f'(g) u and da/du = f(g).
+namespace sonicmoe::math {
+
+struct ValueSlope {
+  float value;
+  float slope;
+};
+
+struct Silu {  // x sigmoid(x)
+  static SONICMOE_HD float value(float x) { return x * sigmoid(x); }
+  static SONICMOE_HD ValueSlope both(float x) {
+    const float s = sigmoid(x);
+    const float v = x * s;
+    return {v, s + v * (1.0f - s)};
+  }
+};
+
+struct Gelu {  // x Phi(x), Phi the normal distribution function
+  static SONICMOE_HD float phi_cdf(float x) { return 0.5f * erfcf(x * -0.70710678118654752f); }
+  static SONICMOE_HD float value(float x) { return x * phi_cdf(x); }
+  static SONICMOE_HD ValueSlope both(float x) {
+    const float cdf = phi_cdf(x);
+    const float pdf = 0.39894228040143268f * exp(-0.5f * x * x);
+    return {x * cdf, cdf + x * pdf};
+  }
+};
+
+struct GeluTanh {  // x/2 (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi); (1 + tanh t)/2 =
+                   // sigmoid(2t)
+  static constexpr float kTwoC = 1.5957691216057308f;
+  static SONICMOE_HD float gate(float x) { return sigmoid(kTwoC * x * (1.0f + 0.044715f * x * x)); }
+  static SONICMOE_HD float value(float x) { return x * gate(x); }
+  static SONICMOE_HD ValueSlope both(float x) {
+    const float s = gate(x);
+    const float inner_slope = kTwoC * (1.0f + 3.0f * 0.044715f * x * x);
+    return {x * s, s + x * s * (1.0f - s) * inner_slope};
+  }
+};
+
+struct Relu {  // max(x, 0), slope 0 at 0
+  static SONICMOE_HD float value(float x) { return x > 0.0f ? x : 0.0f; }
+  static SONICMOE_HD ValueSlope both(float x) { return {value(x), x > 0.0f ? 1.0f : 0.0f}; }
+};
+
+struct ReluSq {  // max(x, 0)^2
+  static SONICMOE_HD float value(float x) {
+    const float r = Relu::value(x);
+    return r * r;
+  }
+  static SONICMOE_HD ValueSlope both(float x) {
+    const float r = Relu::value(x);
+    return {r * r, 2.0f * r};
+  }
+};
+
+struct Gradients {
+  float act;    // a, recomputed
+  float dgate;  // dL/dg, or dL/dh without a gate
+  float dup;    // dL/du; 0 without a gate
+};
+
+/// A whole activation: the function of the gate, with or without an up factor.
+template <class F, bool kGated>
+struct ActivationFn {
+  static constexpr bool kIsGlu = kGated;
+  /// `up` is ignored without a gate.
+  static SONICMOE_HD float forward(float gate, float up) {
+    if constexpr (kGated) return F::value(gate) * up;
+    return F::value(gate);
+  }
+  /// `da` is the gradient of a.
+  static SONICMOE_HD Gradients backward(float gate, float up, float da) {
+    const ValueSlope f = F::both(gate);
+    if constexpr (kGated) return {f.value * up, da * up * f.slope, da * f.value};
+    return {f.value, da * f.slope, 0.0f};
+  }
+};
+
+}  // namespace sonicmoe::math
