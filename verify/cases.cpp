@@ -1,0 +1,269 @@
+#include "verify/cases.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <set>
+
+namespace sonicmoe::verify {
+namespace {
+
+constexpr std::array kTileCounts = {127, 128, 129, 0, 1, 255, 256, 257};
+constexpr std::array kActivations = {
+    Activation::swiglu, Activation::geglu,     Activation::geglu_tanh,
+    Activation::reglu,  Activation::relu,      Activation::relu_sq,
+    Activation::gelu,   Activation::gelu_tanh, Activation::silu};
+
+LayerDesc shape(std::int64_t T, std::int64_t d, std::int64_t n, std::int64_t E, std::int64_t K) {
+  LayerDesc desc;
+  desc.tokens = T;
+  desc.hidden = d;
+  desc.intermediate = n;
+  desc.experts = E;
+  desc.top_k = K;
+  return desc;
+}
+
+/// d and n are no multiples of 16, 32 or 64.
+LayerDesc usual() { return shape(61, 72, 40, 6, 2); }
+
+LayerDesc list_shape(std::int64_t T, std::int64_t E, std::int64_t length) {
+  LayerDesc desc = shape(T, 72, 40, E, 0);
+  desc.router = RouterMode::given;
+  desc.list_length = length;
+  return desc;
+}
+
+/// Collects cases, each in fp32 and bf16 with its own seed.
+class CaseList {
+ public:
+  void add(const std::string& name, LayerDesc desc, RoutingKind routing = RoutingKind::random,
+           bool outside_dlogits = false) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      desc.dtype = dtype;
+      Case c;
+      c.name = name + "/" + sonicmoe::name(dtype);
+      c.desc = desc;
+      c.routing = routing;
+      c.outside_dlogits = outside_dlogits;
+      c.seed = cases_.size() + 1;
+      cases_.push_back(std::move(c));
+    }
+  }
+  std::vector<Case> take() { return std::move(cases_); }
+
+ private:
+  std::vector<Case> cases_;
+};
+
+void add_activations(CaseList* list) {
+  for (const Activation activation : kActivations) {
+    for (const W1Layout layout :
+         {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
+      // Without a gate there is nothing to lay out.
+      if (!is_glu(activation) && layout != W1Layout::interleaved) continue;
+      for (const bool bias : {false, true}) {
+        LayerDesc desc = usual();
+        desc.activation = activation;
+        desc.w1_layout = layout;
+        desc.bias = bias;
+        std::string name = std::string("activation/") + sonicmoe::name(activation);
+        if (is_glu(activation)) name += std::string("-") + sonicmoe::name(layout);
+        list->add(name + (bias ? "-bias" : ""), desc);
+      }
+    }
+  }
+}
+
+struct Mode {
+  const char* name;
+  RouterMode router;
+  bool norm;
+};
+constexpr std::array kModes = {Mode{"softmax_over_topk", RouterMode::softmax_over_topk, false},
+                               Mode{"topk_over_softmax", RouterMode::topk_over_softmax, false},
+                               Mode{"topk_over_softmax_norm", RouterMode::topk_over_softmax, true}};
+
+struct Kind {
+  const char* name;
+  RoutingKind kind;
+};
+
+void add_routers(CaseList* list) {
+  for (const Mode& mode : kModes) {
+    const auto desc_of = [&](LayerDesc desc) {
+      desc.router = mode.router;
+      desc.norm_topk_probs = mode.norm;
+      return desc;
+    };
+    const std::string name = std::string("router/") + mode.name;
+    list->add(name + "-dlogits", desc_of(shape(61, 72, 40, 7, 3)), RoutingKind::random, true);
+    LayerDesc biased = desc_of(shape(61, 72, 40, 7, 3));
+    biased.bias = true;
+    list->add(name + "-bias", biased, RoutingKind::random, true);
+    for (const Kind& kind :
+         {Kind{"ties", RoutingKind::ties}, Kind{"all_equal", RoutingKind::all_equal},
+          Kind{"empty_ends", RoutingKind::empty_ends},
+          Kind{"one_expert", RoutingKind::one_expert}}) {
+      list->add(name + "-" + kind.name, desc_of(shape(61, 72, 40, 9, 2)), kind.kind, true);
+    }
+    list->add(name + "-e1", desc_of(shape(33, 24, 16, 1, 1)));
+    list->add(name + "-k_is_e", desc_of(shape(33, 24, 16, 5, 5)));
+    list->add(name + "-e40_k8", desc_of(shape(50, 24, 16, 40, 8)));
+    list->add(name + "-t0", desc_of(shape(0, 24, 16, 5, 2)), RoutingKind::random, true);
+    list->add(name + "-t1", desc_of(shape(1, 24, 16, 33, 3)));
+  }
+}
+
+void add_shapes(CaseList* list) {
+  // K = E sends every token to every expert, K = 1 with one expert all rows to one: both put the
+  // counts at a tile's edge.
+  for (const std::int64_t T : {127, 128, 129}) {
+    const std::string tokens = "shape/t" + std::to_string(T);
+    list->add(tokens + "-all_experts", shape(T, 24, 16, 2, 2));
+    list->add(tokens + "-one_expert", shape(T, 24, 16, 9, 1), RoutingKind::one_expert);
+  }
+  list->add("shape/smallest", shape(3, 8, 8, 2, 1));
+  list->add("shape/wide", shape(20, 520, 8, 4, 2));
+  list->add("shape/deep", shape(20, 8, 520, 4, 2));
+  list->add("shape/empty_ends", shape(100, 72, 40, 33, 4), RoutingKind::empty_ends);
+  list->add("shape/large", shape(512, 128, 136, 16, 4));
+  LayerDesc inference = usual();
+  inference.inference = true;
+  list->add("inference/topk", inference);
+  inference.bias = true;
+  inference.activation = Activation::relu_sq;
+  list->add("inference/bias", inference);
+  LayerDesc given = list_shape(40, 6, 90);
+  given.inference = true;
+  list->add("inference/given", given, RoutingKind::hostile);
+}
+
+void add_lists(CaseList* list) {
+  std::int64_t tile_rows = 0;
+  for (const int count : kTileCounts) tile_rows += count;
+  for (const bool sorted : {false, true}) {
+    const auto add = [&](const std::string& name, LayerDesc desc, RoutingKind kind) {
+      desc.assume_sorted = sorted;
+      list->add("given/" + name + (sorted ? "-sorted" : ""), desc, kind);
+    };
+    add("random", list_shape(40, 7, 95), RoutingKind::random);
+    add("hostile", list_shape(40, 7, 150), RoutingKind::hostile);
+    add("empty_ends", list_shape(40, 9, 95), RoutingKind::empty_ends);
+    add("one_expert", list_shape(40, 9, 70), RoutingKind::one_expert);
+    add("tile_counts", list_shape(300, 8, tile_rows), RoutingKind::tile_counts);
+    add("sentinels_only", list_shape(10, 3, 20), RoutingKind::sentinels_only);
+    add("one_row", list_shape(10, 3, 1), RoutingKind::random);
+    add("no_rows", list_shape(10, 3, 0), RoutingKind::random);
+    add("no_tokens", list_shape(0, 3, 0), RoutingKind::random);
+    add("one_token", list_shape(1, 5, 40), RoutingKind::hostile);
+  }
+  for (const Activation activation : {Activation::swiglu, Activation::gelu}) {
+    LayerDesc desc = list_shape(40, 7, 150);
+    desc.bias = true;
+    desc.activation = activation;
+    desc.w1_layout = W1Layout::concatenated;
+    list->add(std::string("given/hostile-bias-") + sonicmoe::name(activation), desc,
+              RoutingKind::hostile);
+  }
+}
+
+const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
+                                      "activation/swiglu-interleaved/bf16",
+                                      "activation/geglu-separate-bias/f32",
+                                      "activation/relu_sq-bias/bf16",
+                                      "router/topk_over_softmax-dlogits/f32",
+                                      "router/topk_over_softmax_norm-ties/bf16",
+                                      "router/softmax_over_topk-empty_ends/f32",
+                                      "shape/t129-one_expert/bf16",
+                                      "shape/large/bf16",
+                                      "given/hostile/f32",
+                                      "given/hostile-bias-swiglu/bf16",
+                                      "inference/topk/f32"};
+
+}  // namespace
+
+std::vector<Case> full_cases() {
+  CaseList list;
+  add_activations(&list);
+  add_routers(&list);
+  add_shapes(&list);
+  add_lists(&list);
+  return list.take();
+}
+
+std::vector<Case> smoke_cases() {
+  std::vector<Case> cases = full_cases();
+  std::erase_if(cases, [](const Case& c) { return !kSmoke.contains(c.name); });
+  return cases;
+}
+
+std::vector<Case> benchmark_cases() {
+  struct Row {
+    const char* name;
+    std::int64_t T, d, n, E, K;
+  };
+  constexpr Row kRows[] = {{"1.4B-n256", 40960, 768, 256, 128, 8},
+                           {"1.4B-n512", 40960, 768, 512, 64, 4},
+                           {"1.4B-n1024", 40960, 768, 1024, 32, 2},
+                           {"7B-n256", 24576, 1536, 256, 128, 8},
+                           {"7B-n512", 24576, 1536, 512, 64, 4},
+                           {"7B-n1024", 24576, 1536, 1024, 32, 2},
+                           {"30B-n256", 32768, 4096, 256, 256, 16},
+                           {"30B-n512", 32768, 4096, 512, 128, 8},
+                           {"30B-n1024", 32768, 4096, 1024, 64, 4},
+                           {"120B-n512", 32768, 4096, 512, 256, 16},
+                           {"120B-n1024", 32768, 4096, 1024, 128, 8},
+                           {"120B-n2048", 32768, 4096, 2048, 64, 4},
+                           {"cpu", 4096, 512, 256, 32, 4}};
+  std::vector<Case> cases;
+  for (const Row& row : kRows) {
+    Case c;
+    c.name = row.name;
+    c.desc = shape(row.T, row.d, row.n, row.E, row.K);
+    c.scale = Scale::benchmark;
+    cases.push_back(std::move(c));
+  }
+  return cases;
+}
+
+const Case* find_case(const std::string& name) {
+  static const std::vector<Case> all = [] {
+    std::vector<Case> cases = full_cases();
+    for (Case& c : benchmark_cases()) cases.push_back(std::move(c));
+    return cases;
+  }();
+  const auto found =
+      std::find_if(all.begin(), all.end(), [&](const Case& c) { return c.name == name; });
+  return found == all.end() ? nullptr : &*found;
+}
+
+Case custom_case(const LayerDesc& desc, std::uint64_t seed) {
+  Case c;
+  c.name = "custom";
+  c.desc = desc;
+  c.seed = seed;
+  return c;
+}
+
+std::string repro_command(const Case& c, int threads) {
+  std::string line = "sonicmoe check";
+  if (c.name != "custom") {
+    line += " --case " + c.name;
+  } else {
+    const LayerDesc& d = c.desc;
+    line += " --thiek " + std::to_string(d.tokens) + "," + std::to_string(d.hidden) + "," +
+            std::to_string(d.intermediate) + "," + std::to_string(d.experts) + "," +
+            std::to_string(d.top_k);
+    line += std::string(" --dtype ") + name(d.dtype) + " --activation " + name(d.activation);
+    if (d.router == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
+    if (d.norm_topk_probs) line += " --norm_topk_probs";
+    if (d.w1_layout == W1Layout::concatenated) line += " --concat_layout";
+    if (d.bias) line += " --add_bias";
+    line += " --seed " + std::to_string(c.seed);
+  }
+  if (threads > 0) line += " --threads " + std::to_string(threads);
+  return line;
+}
+
+}  // namespace sonicmoe::verify

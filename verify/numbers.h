@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sonicmoe/types.h"
+
+namespace sonicmoe::verify {
+
+/// The oracle holds every tensor, whatever its storage type, as doubles.
+using Tensor = std::vector<double>;
+
+/// The nearest value of the storage type, ties to even; overflow gives infinity, NaN stays NaN.
+double round_to(double value, DType type);
+
+/// A tensor as the library stores it, and back. Encoding rounds.
+std::vector<std::byte> encode(const Tensor& values, DType type);
+Tensor decode(std::span<const std::byte> bytes, DType type);
+
+/// Frobenius norms. A NaN or infinity anywhere makes `error` NaN or infinite.
+struct ErrorNorm {
+  double error = 0;  ///< ||ours - exact||
+  double norm = 0;   ///< ||exact||
+  std::size_t size = 0;
+};
+ErrorNorm error_norm(std::span<const double> ours, std::span<const double> exact);
+
+/// The outcome of comparing one tensor. Both figures are relative to the norm of the exact tensor
+/// (absolute where that is zero), and are those of the worst block.
+struct Check {
+  std::string tensor;
+  double error = 0;
+  double bound = 0;
+  bool pass = false;
+  std::string note;  ///< which block is worst, or what else is wrong
+};
+
+/// The 2x rule, for the whole tensor and for each block (an expert's rows or weights): our error is
+/// at most twice that of a plain loop in the same precision,
+///
+///   ||ours - exact|| <= 2 max(||plain - exact||, share) + 4 2^-24 ||exact||.
+///
+/// The errors of a small block scatter by chance, so that a good result can be unlucky where the
+/// plain loop was lucky. Hence `share`: the error that the block would have if the plain loop's
+/// error were spread evenly over the tensor; and the last term, four fp32 roundings.
+///
+/// `block_ends` are element indices, ascending; the last is the tensor's size. Empty: one block.
+Check two_times_rule(const std::string& tensor, std::span<const double> ours,
+                     std::span<const double> exact, std::span<const double> plain,
+                     std::span<const std::size_t> block_ends = {});
+
+/// Same bits (signs of zero aside); error is the largest absolute difference, bound 0.
+Check same_values(const std::string& tensor, std::span<const double> ours,
+                  std::span<const double> expected);
+
+}  // namespace sonicmoe::verify
