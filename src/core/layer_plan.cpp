@@ -1,6 +1,7 @@
 // A layer is a fixed sequence of operations over one workspace; no backend has code of its own
 // here.
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <optional>
 #include <utility>
@@ -75,17 +76,10 @@ class Builder {
   template <class Desc>
   Builder& add(std::optional<OpPlan<Desc>>* slot, const Desc& op, std::size_t* scratch) {
     if (!status_.ok()) return *this;
-    // A backend or kernel named by the options binds the operations that have such an entry.
+    // A kernel or backend named by the options binds the operations that have such an entry.
     Options options = options_;
-    for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
-      if (std::string(kernel->op) != op_name(op) || kernel->device != device_.type) continue;
-      if (kernel_matches(options_.kernel, kernel->name)) {
-        found_ = true;
-        options.kernel = kernel->name;
-        break;
-      }
-      options.kernel.clear();
-    }
+    if (!offers(op, options_.kernel)) options.kernel.clear();
+    found_ |= options.kernel == options_.kernel;
     Result<OpPlan<Desc>> plan = make_plan(op, device_, options);
     if (!plan.ok()) {
       status_ = plan.status();
@@ -107,6 +101,17 @@ class Builder {
   }
 
  private:
+  template <class Desc>
+  bool offers(const Desc& op, const std::string& wanted) const {
+    for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
+      if (std::strcmp(kernel->op, op_name(op)) == 0 && kernel->device == device_.type &&
+          kernel_matches(wanted, kernel->name)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
   LayerPlan::Impl& impl_;
   Device device_;
   const Options& options_;
