@@ -30,7 +30,44 @@ class Mutant:
     new: str
 
 
-MUTANTS = []
+MUTANTS = [
+    Mutant(
+        "gate and up swapped",
+        "src/cpu/grouped_gemm.h",
+        "return {base, base + width, 2 * width};",
+        "return {base + width, base, 2 * width};",
+    ),
+    Mutant(
+        "A' without the score s",
+        "src/cpu/down_proj_dgrad.cpp",
+        "scaled_act[j] = from_float<T>(score * r.act);",
+        "scaled_act[j] = from_float<T>(r.act);",
+    ),
+    Mutant(
+        "dW of an empty expert not zeroed",
+        "src/cpu/down_proj_wgrad.cpp",
+        "if (begin == end) std::fill_n(scratch.tile, ni * nj, 0.0f);",
+        "if (begin == end) return;",
+    ),
+    Mutant(
+        "ties go to the higher expert",
+        "src/cpu/top_k.cpp",
+        "for (; at > 0 && values[e] > best[at - 1]; --at) {",
+        "for (; at > 0 && values[e] >= best[at - 1]; --at) {",
+    ),
+    Mutant(
+        "no b2 term in dS",
+        "src/cpu/bias_grad.cpp",
+        "a.row_dscores[r] += dot(dout, b2, d.hidden);",
+        "(void)dot(dout, b2, d.hidden);",
+    ),
+    Mutant(
+        "last row of an expert left out",
+        "src/cpu/parallel.h",
+        "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin)},",
+        "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin - 1)},",
+    ),
+]
 
 
 def copy_tree():

@@ -28,7 +28,7 @@ struct RouterGemmArgs {
   void* dw = nullptr;             ///< (E, d): wgrad
 };
 enum class GemmPass : std::int32_t { forward = 0, dgrad = 1, wgrad = 2 };
-struct RouterGemmDesc {
+struct SONICMOE_API RouterGemmDesc {
   using Args = RouterGemmArgs;
   GemmPass pass = GemmPass::forward;
   std::int64_t tokens = 0;
@@ -45,7 +45,7 @@ struct TopKArgs {
   float* scores = nullptr;       ///< (T, K)
   std::int32_t* ids = nullptr;   ///< (T, K)
 };
-struct TopKDesc {
+struct SONICMOE_API TopKDesc {
   using Args = TopKArgs;
   std::int64_t tokens = 0;
   std::int64_t experts = 0;
@@ -70,7 +70,7 @@ struct MetadataArgs {
   std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only
   std::int32_t* token_slots = nullptr;  ///< (S): lists only: slots by token, stable; no sentinels
 };
-struct MetadataDesc {
+struct SONICMOE_API MetadataDesc {
   using Args = MetadataArgs;
   std::int64_t tokens = 0;
   std::int64_t experts = 0;
@@ -115,7 +115,7 @@ struct GroupedGemmArgs {
   void* dw1_up = nullptr;
   void* dw2 = nullptr;
 };
-struct GroupedGemmDesc {
+struct SONICMOE_API GroupedGemmDesc {
   using Args = GroupedGemmArgs;
   GemmOp op = GemmOp::up_proj;
   std::int64_t tokens = 0;
@@ -144,7 +144,7 @@ struct BiasGradArgs {
   void* db1_up = nullptr;                    ///< separate only
   void* db2 = nullptr;                       ///< (E, d)
 };
-struct BiasGradDesc {
+struct SONICMOE_API BiasGradDesc {
   using Args = BiasGradArgs;
   std::int64_t tokens = 0;
   std::int64_t rows = 0;
@@ -168,7 +168,7 @@ struct AggregateArgs {
   const void* addend = nullptr;                 ///< (T, d) or null
   void* out = nullptr;                          ///< (T, d)
 };
-struct AggregateDesc {
+struct SONICMOE_API AggregateDesc {
   using Args = AggregateArgs;
   std::int64_t tokens = 0;
   std::int64_t rows = 0;
@@ -192,7 +192,7 @@ struct ScoreGradArgs {
   void* dlogits = nullptr;           ///< (T, E): router modes
   float* dscores = nullptr;          ///< (R): `given`
 };
-struct ScoreGradDesc {
+struct SONICMOE_API ScoreGradDesc {
   using Args = ScoreGradArgs;
   std::int64_t tokens = 0;
   std::int64_t experts = 0;
@@ -213,7 +213,7 @@ struct AuxLossArgs {
   float* loss = nullptr;                 ///< (1): forward
   void* dlogits = nullptr;               ///< (T, E): backward
 };
-struct AuxLossDesc {
+struct SONICMOE_API AuxLossDesc {
   using Args = AuxLossArgs;
   std::int64_t tokens = 0;
   std::int64_t experts = 0;

@@ -60,9 +60,21 @@ int main() {
                              .dw2 = dw2.data()},
                             lent);
   }
+  // One operation by itself.
+  const auto top_k = sonicmoe::make_plan(
+      sonicmoe::TopKDesc{.tokens = T, .experts = E, .top_k = 1, .dtype = desc.dtype});
+  if (!top_k.ok()) return std::fprintf(stderr, "%s\n", top_k.status().message()), 1;
+  std::vector<std::int32_t> ids(T, -1);
+  Tensor scores(T);
+  if (status.ok()) {
+    workspace.resize(top_k->workspace_bytes() / 256 + 1);
+    status = top_k->run({.logits = logits.data(), .scores = scores.data(), .ids = ids.data()},
+                        {workspace.data(), top_k->workspace_bytes()});
+  }
   if (!status.ok()) return std::fprintf(stderr, "%s\n", status.message()), 1;
 
-  const bool right = o == Tensor(T * d, 3) && dx == Tensor(T * d, 5);
+  const bool right = o == Tensor(T * d, 3) && dx == Tensor(T * d, 5) && scores == Tensor(T, 1) &&
+                     ids == std::vector<std::int32_t>(T, 0);
   std::printf("sonicmoe %s: o = %g, dx = %g: %s\n", sonicmoe::version(), o[0], dx[0],
               right ? "as expected" : "expected 3 and 5");
   return right ? 0 : 1;
