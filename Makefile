@@ -45,10 +45,10 @@ bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound
 	python benchmarks/bench_layer.py $(ARGS)
 
 format: setup  ## clang-format every C++ file in place
-	clang-format -i $(CXX_FILES)
+	@clang-format -i $(CXX_FILES)
 
 lint: setup headers  ## formatting, include directions, links in the documents, headers alone
-	clang-format --dry-run -Werror $(CXX_FILES)
+	@clang-format --dry-run -Werror $(CXX_FILES) && echo "clang-format: $(words $(CXX_FILES)) files"
 	python tools/check_layers.py
 	python tools/check_docs.py
 
