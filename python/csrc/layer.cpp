@@ -268,6 +268,7 @@ void check_layer(std::int64_t hidden, std::int64_t intermediate, std::int64_t ex
   desc.experts = experts;
   desc.top_k = top_k;
   desc.activation = parse_activation(activation);
+  desc.dtype = DType::f32;  // the CPU runs it whatever the instruction set
   check(make_plan(desc).status());
 }
 
