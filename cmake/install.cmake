@@ -1,4 +1,4 @@
-# `cmake --install`: the library, its headers, and a package for find_package(sonicmoe CONFIG).
+# `cmake --install`: the library, its headers, the command-line tool, and a package for find_package(sonicmoe CONFIG).
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
@@ -6,6 +6,9 @@ set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/sonicmoe)
 set_target_properties(sonicmoe PROPERTIES VERSION ${PROJECT_VERSION}
                                           SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 install(TARGETS sonicmoe EXPORT sonicmoe-targets)
+if(TARGET sonicmoe_cli)
+  install(TARGETS sonicmoe_cli)
+endif()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/sonicmoe TYPE INCLUDE)
 install(EXPORT sonicmoe-targets NAMESPACE sonicmoe:: DESTINATION ${package_dir})
 
