@@ -1,0 +1,126 @@
+#include "verify/numbers.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+namespace sonicmoe::verify {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+const double kNan = std::numeric_limits<double>::quiet_NaN();
+
+/// Every finite value of a 16-bit type that is not negative, ascending.
+Tensor all_values(DType type) {
+  const int infinity = type == DType::bf16 ? 0x7f80 : 0x7c00;
+  std::vector<std::uint16_t> bits(infinity);
+  std::iota(bits.begin(), bits.end(), std::uint16_t{0});
+  return decode(std::as_bytes(std::span(bits)), type);
+}
+
+class SixteenBit : public testing::TestWithParam<DType> {};
+
+TEST_P(SixteenBit, KnownValues) {
+  const Tensor values = all_values(GetParam());
+  const bool bf16 = GetParam() == DType::bf16;
+  EXPECT_EQ(values[0], 0.0);
+  EXPECT_EQ(values[1], bf16 ? 0x1p-133 : 0x1p-24);
+  EXPECT_EQ(values[bf16 ? 0x3f80 : 0x3c00], 1.0);
+  EXPECT_EQ(values.back(), bf16 ? 0x1.fep127 : 65504.0);
+}
+
+TEST_P(SixteenBit, EncodeIsTheInverseOfDecode) {
+  const Tensor values = all_values(GetParam());
+  const std::vector<std::byte> bytes = encode(values, GetParam());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    std::uint16_t bits;
+    std::memcpy(&bits, &bytes[2 * i], 2);
+    ASSERT_EQ(bits, i);
+  }
+}
+
+TEST_P(SixteenBit, RoundsToTheNearestAndTiesToEven) {
+  const Tensor values = all_values(GetParam());
+  for (std::size_t i = 0; i + 1 < values.size(); ++i) {
+    const double low = values[i], high = values[i + 1], middle = (low + high) / 2;
+    ASSERT_EQ(round_to(middle, GetParam()), i % 2 == 0 ? low : high);
+    ASSERT_EQ(round_to(std::nextafter(middle, 0), GetParam()), low);
+    ASSERT_EQ(round_to(std::nextafter(middle, kInf), GetParam()), high);
+    ASSERT_EQ(round_to(-middle, GetParam()), i % 2 == 0 ? -low : -high);
+  }
+}
+
+TEST_P(SixteenBit, OverflowsToInfinityFromHalfASpacingPastTheLargest) {
+  const Tensor values = all_values(GetParam());
+  const double max = values.back(), spacing = max - values[values.size() - 2];
+  EXPECT_EQ(round_to(std::nextafter(max + spacing / 2, 0), GetParam()), max);
+  EXPECT_EQ(round_to(max + spacing / 2, GetParam()), kInf);
+  EXPECT_EQ(round_to(-kInf, GetParam()), -kInf);
+  EXPECT_TRUE(std::isnan(round_to(kNan, GetParam())));
+  EXPECT_TRUE(std::isnan(decode(encode({kNan}, GetParam()), GetParam())[0]));
+  EXPECT_EQ(decode(encode({-kInf}, GetParam()), GetParam())[0], -kInf);
+}
+
+INSTANTIATE_TEST_SUITE_P(Types, SixteenBit, testing::Values(DType::bf16, DType::f16),
+                         [](const auto& param_info) { return name(param_info.param); });
+
+TEST(Numbers, SinglePrecisionRoundsAsTheProcessorDoes) {
+  for (const double base : {1.0, 3.3e-39, 7.1e37, 1e-45, 3.5e38}) {
+    for (int i = 0; i < 1000; ++i) {
+      const double value = -base * (1 + i * 0x1.234567p-20);
+      ASSERT_EQ(round_to(value, DType::f32), static_cast<double>(static_cast<float>(value)));
+    }
+  }
+}
+
+TEST(TwoTimesRule, AcceptsTwiceThePlainErrorAndNoMore) {
+  const Tensor exact = {1, 2, 3, 4}, plain = {1.01, 2, 3, 4};
+  EXPECT_TRUE(two_times_rule("t", Tensor{1, 2, 3, 4.0199}, exact, plain).pass);
+  EXPECT_FALSE(two_times_rule("t", Tensor{1, 2, 3, 4.0201}, exact, plain).pass);
+}
+
+TEST(TwoTimesRule, NanNeverPasses) {
+  const Tensor exact = {1, 2}, nan = {1, kNan};
+  EXPECT_FALSE(two_times_rule("t", nan, exact, exact).pass);
+  EXPECT_FALSE(two_times_rule("t", nan, exact, nan).pass);
+  EXPECT_FALSE(two_times_rule("t", exact, exact, nan).pass);
+  EXPECT_FALSE(two_times_rule("t", Tensor{kInf, 2}, exact, exact).pass);
+}
+
+TEST(TwoTimesRule, JudgesEachBlockByItself) {
+  // A wrong small expert hides in the norm of a large one.
+  const Tensor exact = {1000, 1, 1}, plain = {1010, 1, 1}, ours = {1000, 9, 1};
+  EXPECT_TRUE(two_times_rule("t", ours, exact, plain).pass);
+  const std::vector<std::size_t> ends = {1, 2, 3};
+  // The share of an even spread is 10 / sqrt(3) for each block, so twice that is allowed.
+  EXPECT_TRUE(two_times_rule("t", ours, exact, plain, ends).pass);
+  const Check check = two_times_rule("t", Tensor{1000, 14, 1}, exact, plain, ends);
+  EXPECT_FALSE(check.pass);
+  EXPECT_EQ(check.note, "block 1");
+}
+
+TEST(TwoTimesRule, ZerosMustBeZerosWhereThePlainLoopHasThem) {
+  const Tensor zero = {0, 0};
+  EXPECT_TRUE(two_times_rule("t", zero, zero, zero).pass);
+  EXPECT_FALSE(two_times_rule("t", Tensor{0, 1e-30}, zero, zero).pass);
+}
+
+TEST(TwoTimesRule, RefusesOtherSizes) {
+  EXPECT_FALSE(two_times_rule("t", Tensor{1}, Tensor{1, 2}, Tensor{1, 2}).pass);
+  EXPECT_FALSE(same_values("t", Tensor{1}, Tensor{1, 2}).pass);
+}
+
+TEST(SameValues, NamesTheFirstDifference) {
+  EXPECT_TRUE(same_values("t", Tensor{1, -0.0}, Tensor{1, 0}).pass);
+  const Check check = same_values("t", Tensor{1, 2, 9}, Tensor{1, 3, 4});
+  EXPECT_FALSE(check.pass);
+  EXPECT_EQ(check.error, 5);
+  EXPECT_EQ(check.note, "element 1 is 2.000000, not 3.000000");
+  EXPECT_FALSE(same_values("t", Tensor{kNan}, Tensor{kNan}).pass);
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify
