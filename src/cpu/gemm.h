@@ -44,7 +44,6 @@ template <class T>
 class SgemmEngine {
  public:
   using Storage = T;
-  static constexpr const char* kBackend = "cpu";
   static std::size_t scratch_bytes();
 
   explicit SgemmEngine(void* scratch) : scratch_(static_cast<float*>(scratch)) {}
@@ -73,7 +72,6 @@ class SgemmEngine {
 class Bf16Engine {
  public:
   using Storage = math::Bf16;
-  static constexpr const char* kBackend = "cpu-avx512bf16";
   static bool usable();  ///< this processor has the instructions
   static std::size_t scratch_bytes();
 
