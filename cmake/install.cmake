@@ -1,4 +1,5 @@
-# `cmake --install`: the library, its headers, the command-line tool, and a package for find_package(sonicmoe CONFIG).
+# `cmake --install`: the library, its headers, the command-line tool, and a package for
+# find_package(sonicmoe CONFIG).
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
