@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# OpenBLAS twice: the library takes the serial build, `sonicmoe bench` compares with the threaded.
 # python3-dev: torch.compile builds its C++ kernels against Python.h.
 packages=(make g++ ccache libopenblas-serial-dev libgtest-dev libcli11-dev nlohmann-json3-dev
           python3-venv python3-dev "$@")
