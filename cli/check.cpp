@@ -1,0 +1,132 @@
+#include <cstdio>
+#include <memory>
+
+#include "interrupt.h"
+#include "progress.h"
+#include "subcommands.h"
+#include "verify/cases.h"
+#include "verify/run.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+constexpr const char* kHelp =
+    "Runs the layer, then each operation by itself, and compares every tensor with an fp64 oracle\n"
+    "that shares no code with the library. error and bound: Frobenius norms relative to the exact\n"
+    "tensor, of its worst expert or block. The bound is twice the error of plain loops in the "
+    "same\n"
+    "precision. Without --thiek and --case: a short list of cases of every kind.\n"
+    "JSON: version, command, device, threads, interrupted, passed, failed, cases [{name, repro,\n"
+    "reports [{name, pass, failure, checks [{tensor, error, bound, pass, note}]}]}].";
+
+struct CheckSettings : Settings {
+  std::string case_name;
+  bool list_cases = false;
+};
+
+int list_cases() {
+  for (const auto& item : verify::full_cases()) std::printf("%s\n", item.name.c_str());
+  return 0;
+}
+
+std::vector<verify::Case> chosen_cases(const CheckSettings& settings) {
+  if (settings.has_shape) return {verify::custom_case(settings.desc, settings.seed)};
+  if (settings.case_name.empty()) return verify::smoke_cases();
+  return {*verify::find_case(settings.case_name)};
+}
+
+/// Prints the report and counts its tensors as passed or failed.
+Json print_report(const verify::Report& report, int* passed, int* failed) {
+  Json checks = Json::array();
+  if (!report.failure.empty()) {
+    std::printf("  %s: %s FAIL\n", report.name.c_str(), report.failure.c_str());
+    ++*failed;
+  }
+  for (const auto& check : report.checks) {
+    std::printf("  %-16s %-13s error %.2e bound %.2e %s%s%s\n", report.name.c_str(),
+                check.tensor.c_str(), check.error, check.bound, check.pass ? "PASS" : "FAIL",
+                check.note.empty() ? "" : "  ", check.note.c_str());
+    ++*(check.pass ? passed : failed);
+    checks.push_back({{"tensor", check.tensor},
+                      {"error", finite(check.error)},
+                      {"bound", finite(check.bound)},
+                      {"pass", check.pass},
+                      {"note", check.note}});
+  }
+  return {{"name", report.name},
+          {"pass", report.pass()},
+          {"failure", report.failure},
+          {"checks", checks}};
+}
+
+int run_check(CheckSettings& settings) {
+  if (settings.list_cases) return list_cases();
+  settings.resolve();
+  const std::vector<verify::Case> cases = chosen_cases(settings);
+  // A case that the library refuses is a matter of options, not of wrong results.
+  for (const auto& item : cases) {
+    const std::string blame = "--case " + item.name + settings.device_line();
+    settings.plan(item.desc, settings.has_shape ? settings.layer_line() : blame);
+  }
+
+  int passed = 0;
+  int failed = 0;
+  Json list = Json::array();
+  const Progress progress;
+  for (const auto& item : cases) {
+    if (interrupted()) break;
+    const int failed_before = failed;
+    const std::string repro = verify::repro_command(item, settings.threads);
+    Json reports = Json::array();
+    std::printf("%s\n", settings.has_shape ? settings.layer_line().c_str() : item.name.c_str());
+    const auto print_all = [&](const std::vector<verify::Report>& all) {
+      progress.clear();
+      for (const auto& report : all) reports.push_back(print_report(report, &passed, &failed));
+      std::fflush(stdout);
+    };
+    progress.show("checking the layer of " + item.name);
+    print_all({verify::check_layer(item, settings.device, settings.options())});
+    if (!interrupted()) {
+      progress.show("checking the operations of " + item.name);
+      print_all(verify::check_ops(item, settings.device, settings.options()));
+    }
+    if (failed > failed_before) std::printf("  to repeat: %s\n", repro.c_str());
+    list.push_back({{"name", item.name}, {"repro", repro}, {"reports", reports}});
+  }
+
+  std::printf("%d passed, %d failed%s\n", passed, failed, interrupted() ? ", interrupted" : "");
+  write_json(settings.json, {{"version", version()},
+                             {"command", "check"},
+                             {"device", device_name(settings.device)},
+                             {"threads", settings.threads},
+                             {"interrupted", interrupted()},
+                             {"passed", passed},
+                             {"failed", failed},
+                             {"cases", list}});
+  if (failed > 0) return 1;
+  return interrupted() ? kInterruptedExit : 0;
+}
+
+}  // namespace
+
+Subcommand add_check(CLI::App& app) {
+  auto* parser = app.add_subcommand("check", "Compares the layer and its operations to an oracle");
+  parser->footer(kHelp);
+  auto settings = std::make_shared<CheckSettings>();
+  settings->add_to(*parser, nullptr);
+  const auto known_case = [](std::string& name) {
+    const bool known = verify::find_case(name) != nullptr;
+    return known ? std::string() : "got '" + name + "', allowed: what --list_cases prints";
+  };
+  parser->add_option("--case", settings->case_name, "A case of the list, by its name")
+      ->check(CLI::Validator(known_case, ""))
+      ->type_name("NAME")
+      // A case brings its own layer and seed.
+      ->excludes(parser->get_option("--thiek"))
+      ->excludes(parser->get_option("--seed"));
+  parser->add_flag("--list_cases", settings->list_cases, "Print the names of all cases and end")
+      ->check(no_value());
+  return {parser, [settings] { return run_check(*settings); }};
+}
+
+}  // namespace sonicmoe::cli

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "sonicmoe/sonicmoe.h"
+
+namespace sonicmoe::cli {
+
+using Json = nlohmann::ordered_json;
+
+/// What the command line says is wrong, or what the library refuses: one line, exit code 2.
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// Settings shared by the subcommands: which layer, where, and the report.
+struct Settings {
+  LayerDesc desc;
+  Device device;
+  int threads = 0;  ///< resolved to at least 1 before a subcommand runs
+  std::uint64_t seed = 0;
+  std::string json;  ///< path of the report, or empty
+  bool has_shape = false;
+
+  /// Adds the shared options to a subcommand. A null `default_thiek` means that the subcommand also
+  /// works without a shape; the options that describe a layer then need --thiek.
+  void add_to(CLI::App& app, const char* default_thiek);
+  /// Fills in what depends on several options. Refuses, now and not after minutes of work, a report
+  /// that cannot be written.
+  void resolve();
+
+  Options options() const;
+  /// The plan of `any`. A refusal becomes a UsageError that starts with the options to blame.
+  template <class Desc>
+  auto plan(const Desc& any, const std::string& blame) const {
+    auto result = make_plan(any, device, options());
+    if (!result.ok()) throw UsageError(blame + ": " + result.status().message());
+    return std::move(result).value();
+  }
+
+  /// The options that describe the layer: "--thiek 64,64,64,8,2 --dtype bf16 ...".
+  std::string layer_line() const;
+  std::string device_line() const;  ///< " --device cuda", or "" for the default
+  Json layer_json() const;
+
+ private:
+  bool dtype_given_ = false;
+};
+
+/// A check for CLI11: an integer in [low, high]. Checks carry no description of their own: the
+/// options' type names say what is allowed.
+CLI::Validator integer_in(std::int64_t low, std::int64_t high);
+/// A check for CLI11: one of these words.
+CLI::Validator one_of(std::vector<std::string> allowed);
+/// A check for flags: "--flag=value" is refused.
+CLI::Validator no_value();
+
+/// "a, b, c".
+std::string join(const std::vector<std::string>& words);
+
+/// What devices() calls it.
+std::string device_name(Device wanted);
+
+/// JSON has no NaN and no infinity: null stands for them.
+Json finite(double value);
+void write_json(const std::string& path, const Json& report);
+
+}  // namespace sonicmoe::cli

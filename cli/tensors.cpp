@@ -1,0 +1,91 @@
+#include "tensors.h"
+
+namespace sonicmoe::cli {
+
+Sizes::Sizes(const LayerDesc& desc)
+    : t(desc.tokens),
+      d(desc.hidden),
+      n(desc.intermediate),
+      e(desc.experts),
+      k(desc.top_k),
+      r(desc.rows()),
+      w(desc.preact_width()) {}
+
+LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed) {
+  constexpr double kActivationScale = 0.2;
+  constexpr double kWeightScale = 0.02;
+  const Sizes s(desc);
+  const auto random = [&](std::int64_t elements, double scale) {
+    return make_random(elements, desc.dtype, scale, seed++);
+  };
+  const auto empty = [&](std::int64_t elements) { return make_tensor(elements, desc.dtype); };
+
+  x = random(s.t * s.d, kActivationScale);
+  router_w = random(s.e * s.d, kWeightScale);
+  w1 = random(s.e * s.w * s.d, kWeightScale);
+  w2 = random(s.e * s.d * s.n, kWeightScale);
+  if (desc.bias) {
+    b1 = random(s.e * s.w, kWeightScale);
+    b2 = random(s.e * s.d, kWeightScale);
+  }
+  o = empty(s.t * s.d);
+  logits = empty(s.t * s.e);
+  counts = Buffer(static_cast<std::size_t>(s.e) * sizeof(std::int32_t));
+  if (desc.inference) return;
+
+  preact = Buffer(saved.preact);
+  routing = Buffer(saved.routing);
+  dout = random(s.t * s.d, kActivationScale);
+  dx = empty(s.t * s.d);
+  drouter_w = empty(s.e * s.d);
+  dw1 = empty(s.e * s.w * s.d);
+  dw2 = empty(s.e * s.d * s.n);
+  if (desc.bias) {
+    db1 = empty(s.e * s.w);
+    db2 = empty(s.e * s.d);
+  }
+}
+
+ForwardArgs LayerTensors::forward_args() const {
+  ForwardArgs args;
+  args.x = x.data();
+  args.router_w = router_w.data();
+  args.w1 = w1.data();
+  args.b1 = b1.data();
+  args.w2 = w2.data();
+  args.b2 = b2.data();
+  args.o = o.data();
+  args.logits = logits.data();
+  args.counts = counts.as<std::int32_t>();
+  args.preact = preact.data();
+  args.routing = routing.data();
+  return args;
+}
+
+BackwardArgs LayerTensors::backward_args() const {
+  BackwardArgs args;
+  args.x = x.data();
+  args.router_w = router_w.data();
+  args.w1 = w1.data();
+  args.w2 = w2.data();
+  args.b2 = b2.data();
+  args.logits = logits.data();
+  args.preact = preact.data();
+  args.routing = routing.data();
+  args.dout = dout.data();
+  args.dx = dx.data();
+  args.drouter_w = drouter_w.data();
+  args.dw1 = dw1.data();
+  args.db1 = db1.data();
+  args.dw2 = dw2.data();
+  args.db2 = db2.data();
+  return args;
+}
+
+double total_bytes(std::initializer_list<const Buffer*> buffers) {
+  double bytes = 0;
+  for (const Buffer* buffer : buffers) bytes += static_cast<double>(buffer->bytes());
+  return bytes;
+}
+
+}  // namespace sonicmoe::cli

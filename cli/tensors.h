@@ -1,0 +1,31 @@
+#pragma once
+
+#include <initializer_list>
+
+#include "buffer.h"
+#include "settings.h"
+
+namespace sonicmoe::cli {
+
+/// The sizes that come up everywhere; see LayerDesc.
+struct Sizes {
+  explicit Sizes(const LayerDesc& desc);
+  std::int64_t t, d, n, e, k, r, w;
+};
+
+/// Every tensor of a layer, with random inputs: x 0.2 randn, weights 0.02 randn, dO 0.2 randn.
+struct LayerTensors {
+  LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed);
+
+  ForwardArgs forward_args() const;
+  BackwardArgs backward_args() const;
+
+  Buffer x, router_w, w1, b1, w2, b2, dout;   // inputs
+  Buffer o, logits, counts, preact, routing;  // written by forward
+  Buffer dx, drouter_w, dw1, db1, dw2, db2;   // written by backward
+};
+
+/// Sum of sizes, for GB/s.
+double total_bytes(std::initializer_list<const Buffer*> buffers);
+
+}  // namespace sonicmoe::cli

@@ -1,0 +1,224 @@
+"""The command-line tool from outside: exit codes, messages, reports, Ctrl-C."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BINARY = os.environ.get("SONICMOE_CLI", str(ROOT / "build" / "bin" / "sonicmoe"))
+SMALL = "64,32,16,8,2"
+COMMON = (
+    "--help, --thiek, --dtype, --activation, --topk_over_softmax, --norm_topk_probs, "
+    "--concat_layout, --add_bias, --inference, --device, --threads, --seed, --json"
+)
+ACTIVATIONS = "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu"
+
+
+def run(*arguments, timeout=300):
+    return subprocess.run(
+        [BINARY, *arguments], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def layer(shape):
+    return f"--thiek {shape} --dtype f32"
+
+
+BAD = [
+    # (arguments, the line on stderr after "sonicmoe: ")
+    ("", "subcommand: got '', allowed: check, bench, info"),
+    ("benchmark", "subcommand: got 'benchmark', allowed: check, bench, info"),
+    ("--speed", "option: got '--speed', allowed: --help, --version"),
+    ("info extra", f"argument: got 'extra', allowed: options only ({COMMON})"),
+    ("info info", f"argument: got 'info', allowed: options only ({COMMON})"),
+    ("bench --add_bias=maybe", "--add_bias: got 'maybe', allowed: no value"),
+    ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
+    ("--json x info", "option: got '--json', allowed: --help, --version"),
+    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --ops, --repeats"),
+    ("bench --thiek", "--thiek: 1 required T,H,I,E,K missing"),
+    ("bench --thiek 1,2,3", "--thiek: got '1,2,3', allowed: five integers T,H,I,E,K"),
+    ("bench --thiek 8,8,8,8,x", "--thiek: got '8,8,8,8,x', allowed: five integers T,H,I,E,K"),
+    ("bench --thiek 8,8,8,8,1,1", "--thiek: got '8,8,8,8,1,1', allowed: five integers T,H,I,E,K"),
+    ("info --dtype f32", "--dtype requires --thiek"),
+    ("check --add_bias", "--add_bias requires --thiek"),
+    ("check --case nothing", "--case: got 'nothing', allowed: what --list_cases prints"),
+    (f"check --case inference/topk/f32 --thiek {SMALL}", "--thiek excludes --case"),
+    (
+        "bench --case huge",
+        "--case: got 'huge', allowed: 1.4B-n256, 1.4B-n512, 1.4B-n1024, 7B-n256, 7B-n512, "
+        "7B-n1024, 30B-n256, 30B-n512, 30B-n1024, 120B-n512, 120B-n1024, 120B-n2048, cpu",
+    ),
+    ("bench --dtype f64", "--dtype: got 'f64', allowed: f32, bf16, f16"),
+    ("bench --activation tanh", f"--activation: got 'tanh', allowed: {ACTIVATIONS}"),
+    ("bench --device tpu", "--device: got 'tpu', allowed: cpu, cuda"),
+    ("bench --threads 0", "--threads: got '0', allowed: integers from 1 to 4096"),
+    ("bench --threads two", "--threads: got 'two', allowed: integers from 1 to 4096"),
+    ("bench --repeats 0", "--repeats: got '0', allowed: integers from 1 to 1000000"),
+    ("bench --seed -1", "--seed: got '-1', allowed: integers from 0 to 9007199254740992"),
+    (
+        "bench --json /no/such/folder/report.json",
+        "--json: got '/no/such/folder/report.json', allowed: a file that can be written",
+    ),
+    # The library's own refusals, behind the options that caused them.
+    (
+        "bench --thiek 16,12,8,4,2",
+        f"{layer('16,12,8,4,2')}: hidden: got 12, allowed: multiples of 8 from 8 to 1048576",
+    ),
+    (
+        "check --thiek 16,8,20,4,2",
+        f"{layer('16,8,20,4,2')}: intermediate: got 20, allowed: multiples of 8 from 8 to 1048576",
+    ),
+    ("info --thiek 16,8,8,4,5", f"{layer('16,8,8,4,5')}: top_k: got 5, allowed: 1 to experts (4)"),
+    (
+        "bench --thiek -1,8,8,4,2",
+        f"{layer('-1,8,8,4,2')}: tokens: got -1, allowed: 0 to 2147483647",
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BAD, ids=[case[0] or "nothing" for case in BAD])
+def test_bad_options_end_with_one_line(arguments, message):
+    result = run(*arguments.split())
+    assert result.returncode == 2
+    assert result.stderr == f"sonicmoe: {message}\n"
+    assert result.stdout == ""
+
+
+def test_version_and_help():
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", run("--version").stdout)
+    for arguments in [["--help"], ["check", "--help"], ["bench", "--help"], ["info", "--help"]]:
+        result = run(*arguments)
+        assert result.returncode == 0
+        assert "--help" in result.stdout
+
+
+def test_info_lists_devices_kernels_and_explains_a_plan(tmp_path):
+    path = tmp_path / "info.json"
+    result = run("info", "--thiek", SMALL, "--dtype", "bf16", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    assert report["devices"][0]["id"] == "cpu:0" and report["devices"][0]["usable"]
+    operations = {kernel["op"] for kernel in report["kernels"] if kernel["compiled"]}
+    assert {"up_proj", "down_proj_dgrad", "top_k", "metadata"} <= operations
+    assert report["layer"]["dtype"] == "bf16"
+    assert report["explain"] in result.stdout
+
+
+def check_report(path, *arguments):
+    result = run("check", *arguments, "--json", str(path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    report = json.loads(path.read_text())
+    checks = [
+        (case["name"], part["name"], check)
+        for case in report["cases"]
+        for part in case["reports"]
+        for check in part["checks"]
+    ]
+    assert report["failed"] == 0 and report["passed"] == len(checks)
+    for case, part, check in checks:
+        # What the tool calls passed is what its own figures say.
+        assert check["pass"] and check["error"] <= check["bound"], (case, part, check)
+        line = f"  {part:<16} {check['tensor']:<13} error {check['error']:.2e} "
+        assert line in result.stdout
+    assert result.stdout.endswith(f"{len(checks)} passed, 0 failed\n")
+    return report, checks
+
+
+def test_check_runs_the_smoke_cases(tmp_path):
+    report, checks = check_report(tmp_path / "check.json")
+    assert len(report["cases"]) > 5
+    assert {case["name"].rsplit("/")[-1] for case in report["cases"]} == {"f32", "bf16"}
+    # Errors are measured, not defaults: bf16 rounding is visible in every layer's output.
+    for case, part, check in checks:
+        if part == "layer" and check["tensor"] == "o" and case.endswith("/bf16"):
+            assert 1e-4 < check["error"] < 1e-2
+
+
+def test_check_of_one_shape_covers_layer_and_operations(tmp_path):
+    arguments = f"--thiek {SMALL} --dtype bf16 --add_bias --activation geglu --seed 3".split()
+    report, checks = check_report(tmp_path / "check.json", *arguments)
+    (case,) = report["cases"]
+    assert case["repro"].startswith("sonicmoe check --thiek 64,32,16,8,2 --dtype bf16")
+    layer_tensors = {check["tensor"] for _, part, check in checks if part == "layer"}
+    assert {"o", "dx", "dw1", "dw2", "db1", "db2", "drouter_w", "logits"} <= layer_tensors
+    operations = {part for _, part, _ in checks}
+    assert {"top_k", "metadata", "up_proj", "down_proj", "down_proj_dgrad"} <= operations
+    assert {"up_proj_dgrad", "down_proj_wgrad", "up_proj_wgrad", "bias_grad"} <= operations
+
+
+def test_listed_cases_can_be_run_by_name(tmp_path):
+    names = run("check", "--list_cases").stdout.splitlines()
+    assert len(names) == len(set(names)) > 100
+    report, _ = check_report(tmp_path / "check.json", "--case", names[-1])
+    assert [case["name"] for case in report["cases"]] == [names[-1]]
+    assert report["cases"][0]["repro"].startswith(f"sonicmoe check --case {names[-1]} ")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("rest", ["", "--add_bias --concat_layout --topk_over_softmax"])
+def test_bench_reports_every_operation(tmp_path, dtype, rest):
+    path = tmp_path / "bench.json"
+    arguments = f"--thiek {SMALL} --dtype {dtype} {rest} --ops --repeats 3".split()
+    result = run("bench", *arguments, "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""  # no progress line when it is not a terminal
+    report = json.loads(path.read_text())
+    rows = {row["what"]: row for row in report["results"]}
+    gemms = ["up_proj", "down_proj", "down_proj_dgrad", "up_proj_dgrad", "down_proj_wgrad"]
+    gemms.append("up_proj_wgrad")
+    for what in ["forward", "backward", "total", *gemms]:
+        row = rows[what]
+        assert row["runs"] == 3 and row["ms"] > 0 and row["mad_ms"] >= 0
+        assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["ms"])
+    tokens, hidden, width, _, top_k = (int(word) for word in SMALL.split(","))
+    flops = 6 * tokens * top_k * hidden * width
+    assert rows["forward"]["tflops"] * rows["forward"]["ms"] * 1e9 == pytest.approx(flops)
+    assert rows["backward"]["tflops"] * rows["backward"]["ms"] * 1e9 == pytest.approx(2 * flops)
+    assert [gemm["gemm"] for gemm in report["dense_bound"]] == gemms
+    size = {"f32": 4, "bf16": 2}[dtype]
+    saved = report["saved_bytes"]
+    assert saved["x"] == tokens * hidden * size
+    assert saved["preact"] == 2 * tokens * top_k * width * size
+    assert saved["total"] == sum(saved[term] for term in ["x", "preact", "routing", "logits"])
+    assert ("bias_grad" in rows) == ("--add_bias" in rest)
+    assert not report["interrupted"]
+
+
+def test_bench_takes_shapes_by_name(tmp_path):
+    path = tmp_path / "bench.json"
+    result = run("bench", "--case", "cpu", "--inference", "--repeats", "1", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    assert json.loads(path.read_text())["layer"]["thiek"] == [4096, 512, 256, 32, 4]
+
+
+def test_bench_inference_times_forward_alone(tmp_path):
+    path = tmp_path / "bench.json"
+    arguments = f"--thiek {SMALL} --inference --repeats 2".split()
+    assert run("bench", *arguments, "--json", str(path)).returncode == 0
+    report = json.loads(path.read_text())
+    assert [row["what"] for row in report["results"]] == ["forward"]
+    assert report["saved_bytes"]["total"] == 0
+
+
+def test_interrupt_prints_what_there_is(tmp_path):
+    path = tmp_path / "bench.json"
+    arguments = f"bench --thiek {SMALL} --repeats 1000000 --json {path}".split()
+    with subprocess.Popen(
+        [BINARY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr == ""
+    assert "forward" in stdout and stdout.endswith("interrupted\n")
+    report = json.loads(path.read_text())
+    assert report["interrupted"]
+    assert 0 < report["results"][0]["runs"] < 1000000

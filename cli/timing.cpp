@@ -1,0 +1,81 @@
+#include "timing.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "interrupt.h"
+#include "progress.h"
+
+namespace sonicmoe::cli {
+namespace {
+
+/// Throws the contents of all caches out by writing memory twice as large as the last level.
+class CacheFlush {
+ public:
+  explicit CacheFlush(int threads)
+      : threads_(threads),
+        memory_(2 * static_cast<std::size_t>(std::max(sysconf(_SC_LEVEL3_CACHE_SIZE), 1L << 25))) {}
+
+  void operator()() {
+    // Every thread writes, because each core has private caches.
+    const auto bytes = static_cast<std::int64_t>(memory_.bytes());
+    auto* memory = memory_.as<volatile char>();
+#pragma omp parallel for num_threads(threads_) schedule(static)
+    for (std::int64_t i = 0; i < bytes; i += 64) memory[i] = static_cast<char>(memory[i] + 1);
+  }
+
+ private:
+  int threads_;
+  Buffer memory_;
+};
+
+double time_once(const Task& task) {
+  const auto start = std::chrono::steady_clock::now();
+  const Status status = task.run();
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
+  return elapsed.count();
+}
+
+}  // namespace
+
+double median(std::vector<double> values) {
+  if (values.empty()) return std::numeric_limits<double>::quiet_NaN();
+  const std::size_t middle = values.size() / 2;
+  std::sort(values.begin(), values.end());
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+double mad(const std::vector<double>& values) {
+  const double center = median(values);
+  std::vector<double> deviations;
+  for (double value : values) deviations.push_back(std::abs(value - center));
+  return median(deviations);
+}
+
+void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads) {
+  CacheFlush flush(threads);
+  const Progress progress;
+  for (int repeat = 0; repeat <= repeats; ++repeat) {
+    progress.show(repeat == 0
+                      ? "warming up"
+                      : "repeat " + std::to_string(repeat) + " of " + std::to_string(repeats));
+    for (Group* group : groups) {
+      if (group->before) group->before();
+      flush();
+      for (auto& task : group->tasks) {
+        if (interrupted()) return;
+        const double seconds = time_once(task);
+        if (repeat > 0) task.seconds.push_back(seconds);
+      }
+      if (group->after) group->after();
+    }
+  }
+}
+
+}  // namespace sonicmoe::cli

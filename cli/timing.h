@@ -1,0 +1,39 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "buffer.h"
+#include "sonicmoe/status.h"
+
+namespace sonicmoe::cli {
+
+double median(std::vector<double> values);  ///< NaN without values
+/// Median of the absolute deviations from the median.
+double mad(const std::vector<double>& values);
+
+/// Something to time, and what it took each time.
+struct Task {
+  std::string name;
+  std::function<Status()> run;
+  double flops = 0;
+  /// Inputs read once plus outputs written once: what no implementation can avoid to move.
+  double bytes = 0;
+  std::vector<double> seconds = {};
+};
+
+/// Tasks that run one after the other on warm caches, as they would inside a layer. The caches are
+/// flushed before each group, and `before` and `after` run outside the timing.
+struct Group {
+  std::vector<Task> tasks;
+  std::function<void()> before = {};
+  std::function<void()> after = {};
+};
+
+/// Runs every group once per repeat, so that the groups see the same conditions of the machine,
+/// after one repeat that is thrown away. Stops early, between tasks, when interrupted. Throws
+/// std::runtime_error with the text of a Status that is not ok.
+void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads);
+
+}  // namespace sonicmoe::cli
