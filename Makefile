@@ -30,7 +30,7 @@ demo: build  ## train a small MoE language model; options: make demo ARGS='--tex
 
 test: build  ## every test that needs no GPU
 	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS)
-	python -m pytest -q python/tests demo/tests tools/tests
+	python -m pytest -q cli/tests python/tests demo/tests tools/tests
 
 sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CONFIGURE) -B build-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo \

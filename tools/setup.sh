@@ -7,8 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # OpenBLAS twice: the library takes the serial build, `sonicmoe bench` compares with the threaded.
 # python3-dev: torch.compile builds its C++ kernels against Python.h.
-packages=(make g++ ccache libopenblas-serial-dev libgtest-dev libcli11-dev nlohmann-json3-dev
-          python3-venv python3-dev "$@")
+packages=(make g++ ccache libopenblas-serial-dev libopenblas-pthread-dev libgtest-dev libcli11-dev
+          nlohmann-json3-dev python3-venv python3-dev "$@")
 
 if command -v dpkg-query >/dev/null; then
   missing=()
