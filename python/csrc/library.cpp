@@ -1,7 +1,7 @@
 #include "operators.h"
 
-// The schemas. Shapes without data and derivatives are registered in Python (sonicmoe/_ops.py):
-// the stable ABI has no C++ interface for them, and they are not on a path that matters.
+// The schemas. Shapes without data and derivatives are registered in Python (sonicmoe/_ops.py): the
+// stable ABI has no C++ interface for them.
 STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "

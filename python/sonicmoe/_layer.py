@@ -36,7 +36,7 @@ def topk_layer(
     _check.tensors(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
     inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2)
     with torch.set_grad_enabled(not inference):
-        o, logits, counts, _, _ = torch.ops.sonicmoe.layer_forward(
+        o, logits, counts, _, _ = _ops.layer_forward(
             x.contiguous(),
             router_w,
             w1,
@@ -76,7 +76,7 @@ def routed_layer(
     _check.tensors(x, w1=w1, b1=b1, w2=w2, b2=b2)
     inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2)
     with torch.set_grad_enabled(not inference):
-        o, counts, _, _ = torch.ops.sonicmoe.routed_forward(
+        o, counts, _, _ = _ops.routed_forward(
             x.contiguous(),
             scores.float().contiguous(),
             int32(token_ids, x.shape[0]),
@@ -95,7 +95,7 @@ def routed_layer(
 def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The load-balancing loss () fp32 of logits (T, E) and counts (E) int32."""
     _ops.require()
-    return torch.ops.sonicmoe.aux_loss(logits.contiguous(), counts)
+    return _ops.aux_loss(logits.contiguous(), counts)
 
 
 def int32(ids: torch.Tensor, end: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 The operators themselves, `torch.ops.sonicmoe.*`, are described in `csrc/operators.h`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,31 +20,6 @@ def require() -> None:
             f"sonicmoe's extension is missing ({_LIBRARY}): run `make build` in a source tree, "
             "or `pip install .`; KernelBackendMoE.torch works without it"
         )
-
-
-def _register() -> None:
-    library = torch.library
-    library.register_fake("sonicmoe::layer_forward", _layer_forward_fake)
-    library.register_fake("sonicmoe::layer_backward", _layer_backward_fake)
-    library.register_fake("sonicmoe::routed_forward", _routed_forward_fake)
-    library.register_fake("sonicmoe::routed_backward", _routed_backward_fake)
-    library.register_fake("sonicmoe::aux_loss", _aux_loss_fake)
-    library.register_fake("sonicmoe::aux_loss_backward", _aux_loss_backward_fake)
-    library.register_fake("sonicmoe::top_k", _top_k_fake)
-    library.register_fake("sonicmoe::count_cumsum", _count_cumsum_fake)
-
-    library.register_autograd(
-        "sonicmoe::layer_forward", _layer_backward, setup_context=_save_for_layer_backward
-    )
-    library.register_autograd(
-        "sonicmoe::routed_forward", _routed_backward, setup_context=_save_for_routed_backward
-    )
-    library.register_autograd(
-        "sonicmoe::aux_loss", _aux_loss_backward, setup_context=_save_for_aux_loss_backward
-    )
-    library.register_autograd("sonicmoe::top_k", _no_derivative)
-    for name in ("layer_backward", "routed_backward", "aux_loss_backward"):
-        library.register_autograd(f"sonicmoe::{name}", _no_second_derivative)
 
 
 # Shapes, dtypes and devices of what the operators return. The routing block is 20 bytes a row and
@@ -189,14 +165,44 @@ def _aux_loss_backward(ctx, dloss):
     return torch.ops.sonicmoe.aux_loss_backward(dloss.contiguous(), *ctx.saved_tensors), None
 
 
-def _no_derivative(ctx, *grads):
-    raise RuntimeError("sonicmoe::top_k has no derivative: differentiate through the layer")
+def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:
+    """The operator with its derivative; a second derivative is refused.
 
+    Tracing sees the registered derivative. Eager calls take the same functions through an
+    autograd.Function of our own, which costs about half the host time.
+    """
+    operator = getattr(torch.ops.sonicmoe, name).default
+    backward = torch.autograd.function.once_differentiable(backward)
+    torch.library.register_autograd(operator, backward, setup_context=save)
 
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("sonicmoe differentiates once: its gradients have no derivative")
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = operator(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), members)
+
+    def call(*inputs):
+        return operator(*inputs) if torch.compiler.is_compiling() else function.apply(*inputs)
+
+    return call
 
 
 if AVAILABLE:
     torch.ops.load_library(_LIBRARY)
-    _register()
+    for _name, _fake in (
+        ("layer_forward", _layer_forward_fake),
+        ("layer_backward", _layer_backward_fake),
+        ("routed_forward", _routed_forward_fake),
+        ("routed_backward", _routed_backward_fake),
+        ("aux_loss", _aux_loss_fake),
+        ("aux_loss_backward", _aux_loss_backward_fake),
+        ("top_k", _top_k_fake),
+        ("count_cumsum", _count_cumsum_fake),
+    ):
+        torch.library.register_fake(f"sonicmoe::{_name}", _fake)
+    layer_forward = _differentiable("layer_forward", _save_for_layer_backward, _layer_backward)
+    routed_forward = _differentiable("routed_forward", _save_for_routed_backward, _routed_backward)
+    aux_loss = _differentiable("aux_loss", _save_for_aux_loss_backward, _aux_loss_backward)
