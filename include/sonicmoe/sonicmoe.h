@@ -5,4 +5,5 @@
 #include "sonicmoe/layer.h"
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
+#include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"

@@ -29,6 +29,8 @@ extern const Kernel<BiasGradDesc> kBiasGrad;
 extern const Kernel<AggregateDesc> kAggregate;
 extern const Kernel<ScoreGradDesc> kScoreGrad;
 extern const Kernel<AuxLossDesc> kAuxLoss;
+extern const Kernel<TokenRoundingDesc> kTokenRounding;
+extern const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad;
 
 int usable_threads();          ///< cores this process may run on
 std::string processor_name();  ///< "AMD EPYC ..."

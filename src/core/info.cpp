@@ -41,6 +41,8 @@ std::vector<KernelInfo> kernels() {
   append<AggregateDesc>(&all);
   append<ScoreGradDesc>(&all);
   append<AuxLossDesc>(&all);
+  append<TokenRoundingDesc>(&all);
+  append<TokenRoundingGradDesc>(&all);
   return all;
 }
 

@@ -6,6 +6,7 @@
 
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
+#include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"
 
 namespace sonicmoe {
@@ -46,6 +47,8 @@ const char* op_name(const BiasGradDesc& desc);
 const char* op_name(const AggregateDesc& desc);
 const char* op_name(const ScoreGradDesc& desc);
 const char* op_name(const AuxLossDesc& desc);
+const char* op_name(const TokenRoundingDesc& desc);
+const char* op_name(const TokenRoundingGradDesc& desc);
 
 /// Why no kernel of this build runs on `device`, or empty.
 std::string device_reason(Device device);

@@ -60,4 +60,16 @@ std::span<const Kernel<AuxLossDesc>* const> kernel_list() {
   return kList;
 }
 
+template <>
+std::span<const Kernel<TokenRoundingDesc>* const> kernel_list() {
+  static constexpr const Kernel<TokenRoundingDesc>* kList[] = {&cpu::kTokenRounding};
+  return kList;
+}
+
+template <>
+std::span<const Kernel<TokenRoundingGradDesc>* const> kernel_list() {
+  static constexpr const Kernel<TokenRoundingGradDesc>* kList[] = {&cpu::kTokenRoundingGrad};
+  return kList;
+}
+
 }  // namespace sonicmoe

@@ -16,6 +16,8 @@ const char* op_name(const BiasGradDesc&) { return "bias_grad"; }
 const char* op_name(const AggregateDesc&) { return "aggregate"; }
 const char* op_name(const ScoreGradDesc&) { return "score_grad"; }
 const char* op_name(const AuxLossDesc&) { return "aux_loss"; }
+const char* op_name(const TokenRoundingDesc&) { return "token_rounding"; }
+const char* op_name(const TokenRoundingGradDesc&) { return "token_rounding_grad"; }
 const char* op_name(const GroupedGemmDesc& desc) {
   switch (desc.op) {
     case GemmOp::up_proj:
@@ -160,6 +162,8 @@ SONICMOE_OP_PLAN(BiasGradDesc)
 SONICMOE_OP_PLAN(AggregateDesc)
 SONICMOE_OP_PLAN(ScoreGradDesc)
 SONICMOE_OP_PLAN(AuxLossDesc)
+SONICMOE_OP_PLAN(TokenRoundingDesc)
+SONICMOE_OP_PLAN(TokenRoundingGradDesc)
 #undef SONICMOE_OP_PLAN
 
 }  // namespace sonicmoe

@@ -1,5 +1,9 @@
 #include "sonicmoe/types.h"
 
+#include <algorithm>
+
+#include "sonicmoe/token_rounding.h"
+
 namespace sonicmoe {
 namespace {
 
@@ -8,6 +12,21 @@ constexpr Activation kActivations[] = {
     Activation::swiglu, Activation::geglu,     Activation::geglu_tanh,
     Activation::reglu,  Activation::relu,      Activation::relu_sq,
     Activation::gelu,   Activation::gelu_tanh, Activation::silu};
+
+constexpr RoundingRule kRules[] = {
+    RoundingRule::nearest, RoundingRule::stochastic, RoundingRule::nearest_scores,
+    RoundingRule::balance, RoundingRule::up,         RoundingRule::down};
+
+template <class Enum, std::size_t kCount>
+bool parse_any(const std::string& text, const Enum (&values)[kCount], Enum* out) {
+  for (Enum value : values) {
+    if (text == name(value)) {
+      *out = value;
+      return true;
+    }
+  }
+  return false;
+}
 
 }  // namespace
 
@@ -98,24 +117,33 @@ std::size_t size_of(DType value) noexcept {
   return 0;
 }
 
-bool parse(const std::string& text, DType* out) {
-  for (DType value : kDTypes) {
-    if (text == name(value)) {
-      *out = value;
-      return true;
-    }
+bool parse(const std::string& text, DType* out) { return parse_any(text, kDTypes, out); }
+
+bool parse(const std::string& text, Activation* out) { return parse_any(text, kActivations, out); }
+
+const char* name(RoundingRule value) noexcept {
+  switch (value) {
+    case RoundingRule::nearest:
+      return "nearest";
+    case RoundingRule::stochastic:
+      return "stochastic";
+    case RoundingRule::nearest_scores:
+      return "nearest_scores";
+    case RoundingRule::balance:
+      return "balance";
+    case RoundingRule::up:
+      return "up";
+    case RoundingRule::down:
+      return "down";
   }
-  return false;
+  return "?";
 }
 
-bool parse(const std::string& text, Activation* out) {
-  for (Activation value : kActivations) {
-    if (text == name(value)) {
-      *out = value;
-      return true;
-    }
-  }
-  return false;
+bool parse(const std::string& text, RoundingRule* out) { return parse_any(text, kRules, out); }
+
+std::int64_t TokenRoundingDesc::capacity() const noexcept {
+  return std::min(tokens * experts,
+                  tokens * top_k + std::min(experts, tokens * top_k) * (tile - 1));
 }
 
 }  // namespace sonicmoe

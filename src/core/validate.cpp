@@ -143,6 +143,17 @@ Checker grouped(const Desc& desc) {
   return check;
 }
 
+/// What the descriptors that route logits share.
+template <class Desc>
+Checker routed(const Desc& d) {
+  Checker check;
+  check.tokens(d.tokens).experts(d.experts).top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
+  check.dtype(d.dtype).router(d.mode);
+  check.require(d.mode != RouterMode::given, "mode", "given",
+                "softmax_over_topk, topk_over_softmax");
+  return check;
+}
+
 }  // namespace
 
 bool needs_logits(RouterMode mode, bool norm_topk_probs) {
@@ -195,14 +206,7 @@ Status validate(const RouterGemmDesc& d) {
   return check.experts(d.experts).dtype(d.dtype).status();
 }
 
-Status validate(const TopKDesc& d) {
-  Checker check;
-  check.tokens(d.tokens).experts(d.experts).top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
-  check.dtype(d.dtype).router(d.mode);
-  check.require(d.mode != RouterMode::given, "mode", "given",
-                "softmax_over_topk, topk_over_softmax");
-  return check.status();
-}
+Status validate(const TopKDesc& d) { return routed(d).status(); }
 
 Status validate(const MetadataDesc& d) {
   Checker check;
@@ -241,6 +245,18 @@ Status validate(const ScoreGradDesc& d) {
 
 Status validate(const AuxLossDesc& d) {
   return Checker().tokens(d.tokens).experts(d.experts).dtype(d.dtype).status();
+}
+
+Status validate(const TokenRoundingDesc& d) {
+  Checker check = routed(d);
+  check.known("rule", d.rule, "nearest, stochastic, nearest_scores, balance, up, down");
+  check.range("tile", d.tile, 1, 1024);
+  if (check.status().ok()) check.range("capacity", d.capacity(), 0, kMaxIndex);
+  return check.status();
+}
+
+Status validate(const TokenRoundingGradDesc& d) {
+  return Checker(routed(d)).range("list_length", d.list_length, 0, kMaxIndex).status();
 }
 
 Status validate(const LayerDesc& d, const ForwardArgs& a) {
@@ -434,6 +450,26 @@ Status validate(const AuxLossDesc& d, const AuxLossArgs& a) {
     check.ints("loss", a.loss, 1, "(1) float");
   }
   return check.status();
+}
+
+Status validate(const TokenRoundingDesc& d, const TokenRoundingArgs& a) {
+  Checker check;
+  check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  check.ints("scores", a.scores, d.tokens, "(capacity) float");
+  check.ints("token_ids", a.token_ids, d.tokens, "(capacity) int32");
+  check.ints("expert_ids", a.expert_ids, d.tokens, "(capacity) int32");
+  check.ints("counts", a.counts, 1, "(E) int32");
+  return check.optional("frequency", a.frequency, 1, 4).status();
+}
+
+Status validate(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a) {
+  Checker check;
+  check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  check.ints("token_ids", a.token_ids, d.list_length, "(capacity) int32");
+  check.ints("expert_ids", a.expert_ids, d.list_length, "(capacity) int32");
+  check.ints("dscores", a.dscores, d.list_length, "(capacity) float");
+  check.optional("dlogits_in", a.dlogits_in, d.tokens);
+  return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
 }
 
 }  // namespace sonicmoe

@@ -5,6 +5,7 @@
 #include "sonicmoe/layer.h"
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
+#include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"
 
 /// Everything that can be refused without looking at data. Each text has the form
@@ -20,6 +21,8 @@ Status validate(const BiasGradDesc& desc);
 Status validate(const AggregateDesc& desc);
 Status validate(const ScoreGradDesc& desc);
 Status validate(const AuxLossDesc& desc);
+Status validate(const TokenRoundingDesc& desc);
+Status validate(const TokenRoundingGradDesc& desc);
 
 Status validate(const LayerDesc& desc, const ForwardArgs& args);
 Status validate(const LayerDesc& desc, const BackwardArgs& args);
@@ -31,6 +34,8 @@ Status validate(const BiasGradDesc& desc, const BiasGradArgs& args);
 Status validate(const AggregateDesc& desc, const AggregateArgs& args);
 Status validate(const ScoreGradDesc& desc, const ScoreGradArgs& args);
 Status validate(const AuxLossDesc& desc, const AuxLossArgs& args);
+Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args);
+Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args);
 
 Status validate(Device device);
 Status validate(const Options& options);

@@ -1,8 +1,6 @@
 // Switch load-balancing loss E sum_e (P_e / sum P)(f_e / sum f) and its gradient to the logits.
 #include "core/backends.h"
-#include "cpu/dispatch.h"
-#include "cpu/parallel.h"
-#include "math/softmax.h"
+#include "cpu/routing.h"
 
 namespace sonicmoe::cpu {
 namespace {
@@ -27,12 +25,8 @@ struct Scratch {
 
 /// Softmax of one token's logits.
 template <class T>
-void softmax_row(const T* logits, int experts, float* row) {
-  float max = to_float(logits[0]);
-  for (int e = 1; e < experts; ++e) max = std::max(max, to_float(logits[e]));
-  const float sum = math::lane_sum32(
-      experts, [&](int e) { return row[e] = math::softmax_term(to_float(logits[e]), max); });
-  for (int e = 0; e < experts; ++e) row[e] = math::div(row[e], sum);
+void probabilities(const T* logits, std::int64_t experts, float* row) {
+  softmax_row(load_row(logits, experts, row), experts, row);
 }
 
 template <class T>
@@ -44,7 +38,7 @@ void sum_probabilities(const AuxLossDesc& d, const T* logits, const Scratch& scr
     std::fill_n(sums, d.experts, 0.0);
     const std::int64_t end = std::min(d.tokens, (chunk + 1) * step);
     for (std::int64_t t = chunk * step; t < end; ++t) {
-      softmax_row(logits + t * d.experts, static_cast<int>(d.experts), row);
+      probabilities(logits + t * d.experts, d.experts, row);
       for (std::int64_t e = 0; e < d.experts; ++e) sums[e] += row[e];
     }
   });
@@ -90,7 +84,7 @@ void run_typed(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const E
                   [&](int thread, std::int64_t begin, std::int64_t end) {
                     float* row = scratch.rows + thread * d.experts;
                     for (std::int64_t t = begin; t < end; ++t) {
-                      softmax_row(logits + t * d.experts, static_cast<int>(d.experts), row);
+                      probabilities(logits + t * d.experts, d.experts, row);
                       double inner = 0.0;
                       for (std::int64_t e = 0; e < d.experts; ++e) inner += row[e] * slope[e];
                       T* out = static_cast<T*>(a.dlogits) + t * d.experts;

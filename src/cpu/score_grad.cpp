@@ -1,9 +1,7 @@
 // From the scores' gradients, row by row, to slot order (lists) or through the router to dlogits.
 #include "core/backends.h"
 #include "core/validate.h"
-#include "cpu/dispatch.h"
-#include "cpu/parallel.h"
-#include "math/softmax.h"
+#include "cpu/routing.h"
 
 namespace sonicmoe::cpu {
 namespace {
@@ -25,11 +23,8 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
   if (needs_logits(d.mode, d.norm_topk_probs)) {
     // All experts share the softmax: p_e (g_e - inner), with p recomputed from the logits.
     const T* logits = static_cast<const T*>(a.logits) + t * d.experts;
-    float max = to_float(logits[0]);
-    for (int e = 1; e < experts; ++e) max = std::max(max, to_float(logits[e]));
-    const float sum = math::lane_sum32(
-        experts, [&](int e) { return grad[e] = math::softmax_term(to_float(logits[e]), max); });
-    for (int e = 0; e < experts; ++e) grad[e] = -math::div(grad[e], sum) * inner;
+    softmax_row(load_row(logits, d.experts, grad), d.experts, grad);
+    for (int e = 0; e < experts; ++e) grad[e] = -grad[e] * inner;
     for (std::int64_t s = first; s < first + d.top_k; ++s) {
       grad[a.slot_experts[s]] += a.slot_scores[s] * slot_gradient(a, s);
     }

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sonicmoe/ops.h"
+#include "sonicmoe/status.h"
+#include "sonicmoe/types.h"
+
+/// Token rounding: every expert's row count becomes a multiple of the GEMM tile (or zero), so that
+/// no math is spent on padding. For training; evaluation uses plain top-K.
+///
+/// Each token first picks its top-K experts ("TC", token choice). An expert with f TC tokens whose
+/// f is not a multiple of the tile then keeps floor(f) of them, or all of them and the best others
+/// up to ceil(f) (floor and ceil to multiples of the tile). Where ceil(f) > T, every rule takes
+/// floor. Order inside an expert: TC tokens before others; among each, full-softmax probability
+/// (fp32) descending, then lower token id.
+namespace sonicmoe {
+
+enum class RoundingRule : std::int32_t {
+  nearest = 0,         ///< "NR-f": the nearer multiple, ties down
+  stochastic = 1,      ///< "SR-f": up with probability (f - floor) / tile
+  nearest_scores = 2,  ///< "NR-s": up with probability D / (D + A), D the TC scores that rounding
+                       ///< down would drop, A the probabilities that rounding up would add
+  balance = 3,         ///< "Balance-f": experts ascending, the running deviation stays <= tile/2
+  up = 4,
+  down = 5,
+};
+SONICMOE_API const char* name(RoundingRule value) noexcept;           ///< "nearest"; "?" if unknown
+SONICMOE_API bool parse(const std::string& text, RoundingRule* out);  ///< false if unknown
+
+struct TokenRoundingArgs {
+  const void* logits = nullptr;  ///< (T, E) dtype
+  /// Draws are Philox4x32-10 with key = seed and counter = (offset, expert): `offset` moves on with
+  /// every step of a training run. Only the stochastic rules draw.
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+
+  // Lists of length capacity(), by token, then expert; the tail is padded with sentinels (expert id
+  // E, score 0, the last token's id).
+  float* scores = nullptr;  ///< TC entries: as plain top-K gives; added: full-softmax probability
+  std::int32_t* token_ids = nullptr;
+  std::int32_t* expert_ids = nullptr;
+  std::int32_t* counts = nullptr;     ///< (E) after rounding
+  std::int32_t* frequency = nullptr;  ///< (E) before rounding; optional
+};
+struct SONICMOE_API TokenRoundingDesc {
+  using Args = TokenRoundingArgs;
+  std::int64_t tokens = 0;
+  std::int64_t experts = 0;
+  std::int64_t top_k = 0;
+  DType dtype = DType::bf16;  ///< of the logits
+  RouterMode mode = RouterMode::softmax_over_topk;
+  bool norm_topk_probs = false;
+  RoundingRule rule = RoundingRule::nearest;
+  std::int64_t tile = 128;  ///< 1 to 1024
+  /// min(T*E, T*K + min(E, T*K)*(tile-1)): a static bound on the entries.
+  std::int64_t capacity() const noexcept;
+  bool operator==(const TokenRoundingDesc&) const = default;
+};
+
+/// Gradient of the lists' scores to the logits. TC entries go through plain top-K's gradient, with
+/// 0 for the entries that were dropped; added entries through the full softmax.
+struct TokenRoundingGradArgs {
+  const void* logits = nullptr;              ///< (T, E)
+  const std::int32_t* token_ids = nullptr;   ///< (capacity), as written by the forward
+  const std::int32_t* expert_ids = nullptr;  ///< (capacity)
+  const float* dscores = nullptr;            ///< (capacity)
+  const void* dlogits_in = nullptr;          ///< (T, E), optional, added
+  void* dlogits = nullptr;                   ///< (T, E)
+};
+struct SONICMOE_API TokenRoundingGradDesc {
+  using Args = TokenRoundingGradArgs;
+  std::int64_t tokens = 0;
+  std::int64_t experts = 0;
+  std::int64_t top_k = 0;
+  DType dtype = DType::bf16;
+  RouterMode mode = RouterMode::softmax_over_topk;
+  bool norm_topk_probs = false;
+  std::int64_t list_length = 0;  ///< the forward's capacity()
+  bool operator==(const TokenRoundingGradDesc&) const = default;
+};
+
+SONICMOE_API Result<OpPlan<TokenRoundingDesc>> make_plan(const TokenRoundingDesc&, Device = {},
+                                                         const Options& = {});
+SONICMOE_API Result<OpPlan<TokenRoundingGradDesc>> make_plan(const TokenRoundingGradDesc&,
+                                                             Device = {}, const Options& = {});
+extern template class OpPlan<TokenRoundingDesc>;
+extern template class OpPlan<TokenRoundingGradDesc>;
+
+}  // namespace sonicmoe

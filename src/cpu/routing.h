@@ -1,0 +1,99 @@
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "cpu/dispatch.h"
+#include "cpu/parallel.h"
+#include "math/softmax.h"
+
+/// One token's routing, shared by top-K, token rounding and their gradients.
+namespace sonicmoe::cpu {
+
+/// The token's logits in fp32; returns the largest, or NaN if any is.
+template <class T>
+float load_row(const T* logits, std::int64_t experts, float* row) {
+  float max = -std::numeric_limits<float>::infinity();
+  bool nan = false;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    row[e] = to_float(logits[e]);
+    nan |= row[e] != row[e];
+    max = row[e] > max ? row[e] : max;
+  }
+  return nan ? std::numeric_limits<float>::quiet_NaN() : max;
+}
+
+/// Logits to probabilities, in place.
+inline void softmax_row(float max, std::int64_t experts, float* row) {
+  const int count = static_cast<int>(experts);
+  for (int e = 0; e < count; ++e) row[e] = math::softmax_term(row[e], max);
+  const float sum = math::lane_sum32(count, [&](int e) { return row[e]; });
+  for (int e = 0; e < count; ++e) row[e] = math::div(row[e], sum);
+}
+
+/// The K largest values in descending order. Sorted insertion: an equal value goes behind, so the
+/// lower id, which came first, stays ahead.
+inline void select_top_k(const float* values, std::int64_t experts, std::int64_t k, float* best,
+                         std::int32_t* ids) {
+  std::int64_t found = 0;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    if (found == k && !(values[e] > best[k - 1])) continue;
+    std::int64_t at = found < k ? found++ : k - 1;
+    for (; at > 0 && values[e] > best[at - 1]; --at) {
+      best[at] = best[at - 1];
+      ids[at] = ids[at - 1];
+    }
+    best[at] = values[e];
+    ids[at] = static_cast<std::int32_t>(e);
+  }
+}
+
+/// Scores and ids of a token's K experts; Desc has experts, top_k, mode and norm_topk_probs. `row`
+/// holds logits and afterwards, if `probabilities` or if the mode needs them, their softmax. Sums
+/// over K run in stored order.
+template <class Desc>
+void route_token(const Desc& d, float max, bool probabilities, float* row, float* scores,
+                 std::int32_t* ids) {
+  const bool over_topk = d.mode == RouterMode::softmax_over_topk;
+  if (!over_topk) softmax_row(max, d.experts, row);
+  select_top_k(row, d.experts, d.top_k, scores, ids);
+  if (over_topk || d.norm_topk_probs) {
+    float sum = 0.0f;
+    for (std::int64_t k = 0; k < d.top_k; ++k) {
+      if (over_topk) scores[k] = math::softmax_term(scores[k], max);
+      sum = math::add(sum, scores[k]);
+    }
+    for (std::int64_t k = 0; k < d.top_k; ++k) scores[k] = math::div(scores[k], sum);
+  }
+  if (over_topk && probabilities) softmax_row(max, d.experts, row);
+}
+
+/// Refuses a NaN and rows without a finite maximum. `rows` is (threads, E) scratch.
+template <class T>
+Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, float* rows,
+                    int threads) {
+  std::atomic<std::int64_t> bad{tokens};
+  parallel_ranges(
+      threads, tokens, kTokensPerPiece, [&](int thread, std::int64_t begin, std::int64_t end) {
+        for (std::int64_t t = begin; t < end; ++t) {
+          const float max = load_row(logits + t * experts, experts, rows + thread * experts);
+          if (std::isfinite(max)) continue;
+          std::int64_t first = bad.load();
+          while (t < first && !bad.compare_exchange_weak(first, t)) {
+          }
+          return;
+        }
+      });
+  const std::int64_t t = bad.load();
+  if (t == tokens) return {};
+  const float max = load_row(logits + t * experts, experts, rows);
+  const char* got = max != max ? "a NaN" : max > 0 ? "+inf" : "only -inf";
+  return Status::error(StatusCode::invalid_data,
+                       "logits: got %s in the row of token %lld, allowed: numbers below +inf, "
+                       "at least one of them finite",
+                       got, static_cast<long long>(t));
+}
+
+}  // namespace sonicmoe::cpu
