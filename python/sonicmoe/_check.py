@@ -11,38 +11,41 @@ from .enums import ActivationType
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def tensors(x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """x and the others are tensors of one floating type on one device."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, allowed: a tensor")
+def tensors(**values: object) -> None:
+    """All are tensors; only the biases may be None."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) and not (value is None and name in ("b1", "b2")):
+            raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
+
+
+def alike(x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """One floating type, one device."""
     dtype, device = x.dtype, x.device
     if dtype not in _DTYPES:
         raise TypeError(f"x: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
     if device.type not in ("cpu", "meta"):
         raise ValueError(f"x: got a tensor on {device}, allowed: cpu")
     for name, tensor in others.items():
-        if tensor is None and name in ("b1", "b2"):
+        if tensor is None:
             continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
         if tensor.dtype != dtype:
             raise TypeError(f"{name}: got {tensor.dtype}, allowed: {dtype}, the dtype of x")
-        if tensor.device != device:
-            raise ValueError(
-                f"{name}: got a tensor on {tensor.device}, allowed: {device}, where x is"
-            )
+        on_device(name, tensor, device)
+
+
+def on_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, allowed: {device}, where x is")
 
 
 def ids(name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
+    tensors(**{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: got {tensor.dtype}, allowed: torch.int32, torch.int64")
 
 
 def scores(name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
+    tensors(**{name: tensor})
     if not tensor.is_floating_point():
         raise TypeError(f"{name}: got {tensor.dtype}, allowed: any floating dtype")
 
@@ -59,8 +62,7 @@ def activation(name: str, value: ActivationType) -> None:
 
 def expert_weights(name: str, weights: torch.Tensor, shape: str) -> torch.Tensor:
     """The contiguous (E, out, in) tensor whose permuted view (out, in, E) the caller gave."""
-    if not isinstance(weights, torch.Tensor):
-        raise TypeError(f"{name}: got {type(weights).__name__}, allowed: a tensor")
+    tensors(**{name: weights})
     if weights.dim() == 3:
         stored = weights.permute(2, 0, 1)
         if stored.is_contiguous():

@@ -32,8 +32,9 @@ def topk_layer(
     _ops.require()
     _check.integer("K", top_k)
     _check.activation("activation_type", activation)
+    _check.tensors(x=x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
     x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
-    _check.tensors(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
+    _check.alike(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
     inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2)
     with torch.set_grad_enabled(not inference):
         o, logits, counts, _, _ = _ops.layer_forward(
@@ -69,11 +70,15 @@ def routed_layer(
     """o (T, d) and counts (E) int32 of lists of length L."""
     _ops.require()
     _check.activation("activation_type", activation)
+    _check.tensors(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+    _check.scores("router_scores", scores)
     _check.ids("token_indices", token_ids)
     _check.ids("expert_indices", expert_ids)
-    _check.scores("router_scores", scores)
+    _check.on_device("router_scores", scores, x.device)
+    _check.on_device("token_indices", token_ids, x.device)
+    _check.on_device("expert_indices", expert_ids, x.device)
     x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
-    _check.tensors(x, w1=w1, b1=b1, w2=w2, b2=b2)
+    _check.alike(x, w1=w1, b1=b1, w2=w2, b2=b2)
     inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2)
     with torch.set_grad_enabled(not inference):
         o, counts, _, _ = _ops.routed_forward(

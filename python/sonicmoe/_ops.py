@@ -166,14 +166,21 @@ def _aux_loss_backward(ctx, dloss):
 
 
 def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:
-    """The operator with its derivative; a second derivative is refused.
+    """The operator with its derivative; a derivative of that is refused.
 
     Tracing sees the registered derivative. Eager calls take the same functions through an
     autograd.Function of our own, which costs about half the host time.
     """
     operator = getattr(torch.ops.sonicmoe, name).default
-    backward = torch.autograd.function.once_differentiable(backward)
-    torch.library.register_autograd(operator, backward, setup_context=save)
+
+    def backward_once(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"sonicmoe::{name} has no second derivative: got create_graph=True, allowed: False"
+            )
+        return backward(ctx, *gradients)
+
+    torch.library.register_autograd(operator, backward_once, setup_context=save)
 
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
@@ -181,7 +188,7 @@ def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:
         save(ctx, inputs, output)
         return output
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
     function = type(name, (torch.autograd.Function,), members)
 
     def call(*inputs):

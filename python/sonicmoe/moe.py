@@ -106,8 +106,11 @@ class MoE(nn.Module):
         backend = _BACKENDS.get(kernel_backend_moe)
         if backend is None:
             raise _unavailable(kernel_backend_moe)
+        _check.tensors(x=x)
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         out, logits, counts = backend.topk_layer(
-            x.reshape(-1, x.shape[-1]),
+            x.reshape(-1, self.hidden_size),
             self.router.weight,
             self.c_fc.weight,
             self.c_fc.bias,
