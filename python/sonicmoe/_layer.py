@@ -84,8 +84,8 @@ def routed_layer(
         o, counts, _, _ = _ops.routed_forward(
             x.contiguous(),
             scores.float().contiguous(),
-            int32(token_ids, x.shape[0]),
-            int32(expert_ids, w1.shape[0]),
+            int32(token_ids),
+            int32(expert_ids),
             w1,
             b1,
             w2,
@@ -103,8 +103,9 @@ def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return _ops.aux_loss(logits.contiguous(), counts)
 
 
-def int32(ids: torch.Tensor, end: int) -> torch.Tensor:
-    """Ids as int32. Those outside [0, end) stay outside it, whatever their size."""
+def int32(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as int32; larger ones become the largest, which is as far out of range as they are."""
     if ids.dtype == torch.int64:
-        ids = ids.clamp(-1, end).int()
+        limits = torch.iinfo(torch.int32)
+        ids = ids.clamp(limits.min, limits.max).int()
     return ids.contiguous()

@@ -108,5 +108,5 @@ def count_cumsum(
     _ops.require()
     _check.ids("x", x)
     _check.integer("E", E)
-    counts, cumsum = torch.ops.sonicmoe.count_cumsum(_layer.int32(x, E).flatten(), E)
+    counts, cumsum = torch.ops.sonicmoe.count_cumsum(_layer.int32(x).flatten(), E)
     return (counts, cumsum) if do_cumsum else counts

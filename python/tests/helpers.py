@@ -1,0 +1,129 @@
+"""What the tests share: one layer's data, the same computation by plain PyTorch, comparisons."""
+
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+
+from sonicmoe import ActivationType, functional, is_glu, reference
+
+ROUTERS = {
+    "softmax_over_topk": (True, False),
+    "topk_over_softmax": (False, False),
+    "topk_over_softmax_norm": (False, True),
+}
+
+
+@dataclass
+class Layer:
+    """Leaf tensors of one layer, weights as they are stored: (E, out, in)."""
+
+    x: torch.Tensor
+    router_w: torch.Tensor
+    w1: torch.Tensor
+    b1: torch.Tensor | None
+    w2: torch.Tensor
+    b2: torch.Tensor | None
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Fresh leaves by name, for gradients of one run."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v.detach().requires_grad_() for k, v in tensors.items() if v is not None}
+
+    def to(self, dtype: torch.dtype) -> "Layer":
+        return Layer(*(None if t is None else t.to(dtype) for t in vars(self).values()))
+
+
+def make_layer(
+    activation=ActivationType.SWIGLU,
+    bias=False,
+    dtype=torch.float32,
+    tokens=48,
+    hidden=24,
+    intermediate=16,
+    experts=6,
+) -> Layer:
+    """Unit-scale data: h, a and y are of order one, so that no term hides behind another."""
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(shape) * scale).to(dtype)
+
+    width = 2 * intermediate if is_glu(activation) else intermediate
+    return Layer(
+        x=normal(tokens, hidden),
+        router_w=normal(experts, hidden, scale=hidden**-0.5),
+        w1=normal(experts, width, hidden, scale=hidden**-0.5),
+        b1=normal(experts, width) if bias else None,
+        w2=normal(experts, hidden, intermediate, scale=intermediate**-0.5),
+        b2=normal(experts, hidden) if bias else None,
+    )
+
+
+def permuted(weights: torch.Tensor) -> torch.Tensor:
+    return weights.permute(1, 2, 0)
+
+
+def run(layer, k, activation, router, concat_layout=False):
+    """(o, logits, counts, leaves) of the library."""
+    leaves = layer.leaves()
+    o, logits, counts = functional.moe_TC_softmax_topk_layer(
+        leaves["x"],
+        leaves["router_w"],
+        permuted(leaves["w1"]),
+        leaves.get("b1"),
+        permuted(leaves["w2"]),
+        leaves.get("b2"),
+        k,
+        activation_type=activation,
+        is_softmax_over_topk=ROUTERS[router][0],
+        norm_topk_probs=ROUTERS[router][1],
+        concat_layout=concat_layout,
+    )
+    return o, logits, counts, leaves
+
+
+def run_plain(layer, ids, activation, router, concat_layout=False):
+    """The same by PyTorch in the layer's dtype, for experts that are chosen already: ids (T, K).
+
+    In fp64, the exact answer to whatever rounding decided the choice.
+    """
+    leaves = layer.leaves()
+    logits = F.linear(leaves["x"], leaves["router_w"])
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    over_topk, norm = ROUTERS[router]
+    if over_topk:
+        scores = wide.gather(1, ids).softmax(1)
+    else:
+        scores = wide.softmax(1).gather(1, ids)
+        if norm:
+            scores = scores / scores.sum(1, keepdim=True)
+    tokens = torch.arange(len(ids)).repeat_interleave(ids.shape[1])
+    o, counts = reference.routed_layer(
+        leaves["x"],
+        scores.flatten(),
+        tokens,
+        ids.flatten(),
+        leaves["w1"],
+        leaves.get("b1"),
+        leaves["w2"],
+        leaves.get("b2"),
+        activation,
+        concat_layout=concat_layout,
+    )
+    return o, logits, counts, leaves
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return (got.double() - exact.double()).norm().item()
+
+
+def assert_as_good(name: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """At most twice the error of the plain computation in the same dtype.
+
+    Tensors here are small and some plain results are exact by luck, so one unit in the last place
+    of the storage type, relative to the whole tensor, is allowed in any case: that is less than
+    the error of one rounding of each element, twice.
+    """
+    limit = 2 * error(plain, exact) + torch.finfo(ours.dtype).eps * exact.norm().item()
+    assert ours.dtype == plain.dtype and ours.shape == plain.shape, name
+    assert error(ours, exact) <= limit, f"{name}: error {error(ours, exact)}, limit {limit}"

@@ -1,0 +1,133 @@
+"""The layer against plain PyTorch: every activation, router mode, layout, bias and dtype."""
+
+import pytest
+import torch
+from helpers import ROUTERS, assert_as_good, make_layer, permuted, run, run_plain
+
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu, reference
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def compare(layer, k, activation, router, concat_layout=False):
+    o, logits, counts, leaves = run(layer, k, activation, router, concat_layout)
+    _, ids = torch.ops.sonicmoe.top_k(logits.detach(), k, *ROUTERS[router])
+    args = (ids.long(), activation, router, concat_layout)
+    plain_o, plain_logits, plain_counts, plain_leaves = run_plain(layer, *args)
+    exact_o, exact_logits, _, exact_leaves = run_plain(layer.to(torch.float64), *args)
+    assert torch.equal(counts, plain_counts) and counts.dtype == torch.int32
+
+    # Losses on both outputs, in the dtype of each run.
+    do, dlogits = torch.randn(o.shape).to(o.dtype), torch.randn(logits.shape).to(o.dtype)
+    for outputs in ((o, logits), (plain_o, plain_logits), (exact_o, exact_logits)):
+        torch.autograd.backward(outputs, [do.to(outputs[0]), dlogits.to(outputs[0])])
+
+    assert_as_good("o", o, plain_o, exact_o)
+    assert_as_good("logits", logits, plain_logits, exact_logits)
+    for name, leaf in leaves.items():
+        assert_as_good(f"d{name}", leaf.grad, plain_leaves[name].grad, exact_leaves[name].grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "activation, concat_layout",
+    [(a, concat) for a in ActivationType for concat in ([False, True] if is_glu(a) else [False])],
+)
+def test_matches_plain_pytorch(activation, concat_layout, router, bias, dtype):
+    layer = make_layer(activation, bias, DTYPES[dtype])
+    compare(layer, 2, activation, router, concat_layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "tokens, experts, k",
+    [(1, 6, 2), (3, 6, 6), (40, 2, 1), (130, 10, 3), (5, 64, 2)],
+    ids=["one_token", "all_experts", "k1", "above_a_tile", "experts_without_rows"],
+)
+def test_sizes(tokens, experts, k, dtype):
+    layer = make_layer(bias=True, dtype=DTYPES[dtype], tokens=tokens, experts=experts)
+    compare(layer, k, ActivationType.SWIGLU, "topk_over_softmax")
+
+
+def test_one_expert():
+    layer = make_layer(bias=True, experts=1)
+    compare(layer, 1, ActivationType.SWIGLU, "softmax_over_topk")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_tokens(bias):
+    layer = make_layer(bias=bias, tokens=0)
+    o, logits, counts, leaves = run(layer, 2, ActivationType.SWIGLU, "softmax_over_topk")
+    loss = functional.switch_loss(logits, counts)
+    assert o.shape == (0, 24) and logits.shape == (0, 6) and loss.item() == 0
+    (o.sum() + loss).backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad.shape == leaf.shape and not leaf.grad.any(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ties_go_to_the_lower_expert(dtype):
+    # Few distinct values, so that nearly every token has ties at the K-th place.
+    logits = torch.randint(0, 4, (200, 32)).to(DTYPES[dtype])
+    for modes in ROUTERS.values():
+        scores, ids = torch.ops.sonicmoe.top_k(logits, 5, *modes)
+        plain_scores, plain_ids = reference.route(logits, 5, *modes)
+        assert torch.equal(ids, plain_ids.int())
+        # fp32: an exp, a sum of at most 32 terms and a division on either side.
+        torch.testing.assert_close(scores, plain_scores, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_switch_loss(dtype):
+    logits = (2 * torch.randn(100, 12)).to(DTYPES[dtype])
+    counts = torch.randint(0, 30, (12,), dtype=torch.int32)
+    runs = []
+    for function, leaf in (
+        (functional.switch_loss, logits.clone()),
+        (reference.switch_loss, logits.clone()),
+        (reference.switch_loss, logits.double()),
+    ):
+        leaf.requires_grad_()
+        loss = function(leaf, counts)
+        (3 * loss).backward()
+        runs.append((loss.detach(), leaf.grad))
+    (loss, grad), (plain, plain_grad), (exact, exact_grad) = runs
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert_as_good("loss", loss, plain, exact)
+    assert_as_good("dlogits", grad, plain_grad, exact_grad)
+
+
+@pytest.mark.parametrize("shape", [(24,), (3, 24), (2, 3, 24), (0, 3, 24)])
+def test_module_takes_any_leading_shape(shape):
+    module = MoE(6, 2, 24, 16, ActivationType.SWIGLU, True, 0.2)
+    x = torch.randn(shape, requires_grad=True)
+    o, aux_loss = module(x)
+    plain, plain_loss = module(x, KernelBackendMoE.torch)
+    assert o.shape == shape and aux_loss.shape == ()
+    torch.testing.assert_close(o, plain)
+    torch.testing.assert_close(aux_loss, plain_loss)
+    (o.sum() + aux_loss).backward()
+    assert x.grad.shape == shape
+
+
+def test_strided_inputs_and_gradients():
+    layer = make_layer()
+    x = torch.randn(24, 48).t().requires_grad_()  # (48, 24), not contiguous
+    do = torch.randn(24, 48).t()
+    w1, w2 = permuted(layer.w1), permuted(layer.w2)
+    o, _, _ = functional.moe_TC_softmax_topk_layer(x, layer.router_w, w1, None, w2, None, 2)
+    o.backward(do)
+    leaf = x.detach().contiguous().requires_grad_()
+    dense, _, _ = functional.moe_TC_softmax_topk_layer(leaf, layer.router_w, w1, None, w2, None, 2)
+    dense.backward(do.contiguous())
+    assert torch.equal(o, dense) and torch.equal(x.grad, leaf.grad)
+
+
+def test_loss_on_the_logits_alone():
+    layer = make_layer()
+    _, logits, counts, leaves = run(layer, 2, ActivationType.SWIGLU, "softmax_over_topk")
+    functional.switch_loss(logits, counts).backward()
+    assert leaves["router_w"].grad.any() and leaves["x"].grad.any()
+    assert not leaves["w1"].grad.any() and not leaves["w2"].grad.any()

@@ -1,0 +1,326 @@
+"""What is not allowed, and the exact words that say so."""
+
+import re
+
+import pytest
+import torch
+
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional
+
+T, D, N, E, L = 6, 16, 8, 4, 5
+ACTIVATIONS = ", ".join(f"ActivationType.{a.name}" for a in ActivationType)
+VIEW = (
+    "with stride order (2, 0, 1), which is the view .permute(1, 2, 0) of a contiguous tensor with "
+    "the experts first"
+)
+
+
+def view(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype).permute(1, 2, 0)
+
+
+def topk_inputs(dtype=torch.float32):
+    return {
+        "x": torch.randn(T, D, dtype=dtype),
+        "router_w": torch.randn(E, D, dtype=dtype),
+        "w1": view(E, 2 * N, D, dtype=dtype),
+        "b1": None,
+        "w2": view(E, D, N, dtype=dtype),
+        "b2": None,
+        "K": 2,
+        "stream_id": 0,
+    }
+
+
+def list_inputs():
+    inputs = topk_inputs()
+    del inputs["router_w"], inputs["K"]
+    return inputs | {
+        "router_scores": torch.rand(L),
+        "token_indices": torch.arange(L),
+        "expert_indices": torch.arange(L),
+        "E": E,
+    }
+
+
+def misaligned():
+    return torch.randn(T * D + 1)[1:].view(T, D)
+
+
+TOPK = [
+    ({"x": 3}, TypeError, "x: got int, allowed: a tensor"),
+    ({"b1": 3}, TypeError, "b1: got int, allowed: a tensor"),
+    ({"w1": None}, TypeError, "w1: got NoneType, allowed: a tensor"),
+    (
+        {"x": torch.ones(T, D).double()},
+        TypeError,
+        "x: got torch.float64, allowed: torch.float32, torch.bfloat16, torch.float16",
+    ),
+    (
+        {"w1": view(E, 2 * N, D, dtype=torch.bfloat16)},
+        TypeError,
+        "w1: got torch.bfloat16, allowed: torch.float32, the dtype of x",
+    ),
+    (
+        topk_inputs(torch.float16),
+        ValueError,
+        "dtype: got f16, allowed: f32, bf16 (on the CPU)",
+    ),
+    (
+        {"w2": view(E, D, N).to("meta")},
+        ValueError,
+        "w2: got a tensor on meta, allowed: cpu, where x is",
+    ),
+    ({"x": torch.ones(D)}, ValueError, "x: got shape (16,), allowed: (T, d)"),
+    ({"x": torch.ones(T, 24)}, ValueError, "x: got shape (6, 24), allowed: (T, d) = (6, 16)"),
+    (
+        {"router_w": torch.ones(3, D)},
+        ValueError,
+        "router_w: got shape (3, 16), allowed: (E, d) = (4, 16)",
+    ),
+    (
+        {"router_w": torch.ones(E, 2 * D)[:, :D]},
+        ValueError,
+        "router_w: got strides (32, 1), allowed: a contiguous (E, d)",
+    ),
+    (
+        {"w1": view(E, N, D)},
+        ValueError,
+        "w1: got shape (4, 8, 16), allowed: (E, 2n, d) = (4, 16, 16)",
+    ),
+    (
+        {"activation_type": ActivationType.RELU},
+        ValueError,
+        "w1: got shape (4, 16, 16), allowed: (E, n, d) = (4, 8, 16)",
+    ),
+    (
+        {"w1": torch.ones(2 * N, D, E)},
+        ValueError,
+        f"w1: got shape (16, 16, 4) with strides (64, 4, 1), allowed: (2I or I, H, E) {VIEW}",
+    ),
+    (
+        {"w2": torch.ones(D, N)},
+        ValueError,
+        f"w2: got shape (16, 8) with strides (8, 1), allowed: (H, I, E) {VIEW}",
+    ),
+    (
+        {"w2": view(E, D, 12)},
+        ValueError,
+        "intermediate: got 12, allowed: multiples of 8 from 8 to 1048576",
+    ),
+    ({"b1": torch.ones(E, 2 * N)}, ValueError, "b2: got None, allowed: b1 and b2, or neither"),
+    ({"b2": torch.ones(E, D)}, ValueError, "b1: got None, allowed: b1 and b2, or neither"),
+    (
+        {"b1": torch.ones(E, N), "b2": torch.ones(E, D)},
+        ValueError,
+        "b1: got shape (4, 8), allowed: (E, 2n) = (4, 16)",
+    ),
+    (
+        {"b1": torch.ones(E, 2 * N), "b2": torch.ones(E, N)},
+        ValueError,
+        "b2: got shape (4, 8), allowed: (E, d) = (4, 16)",
+    ),
+    ({"K": 0}, ValueError, "top_k: got 0, allowed: 1 to experts (4)"),
+    ({"K": 5}, ValueError, "top_k: got 5, allowed: 1 to experts (4)"),
+    ({"K": 2.0}, TypeError, "K: got 2.0, allowed: an int"),
+    ({"K": True}, TypeError, "K: got True, allowed: an int"),
+    (
+        {"activation_type": "swiglu"},
+        TypeError,
+        f"activation_type: got 'swiglu', allowed: {ACTIVATIONS}",
+    ),
+    (
+        {"x": torch.full((T, D), torch.nan)},
+        ValueError,
+        "logits: got a NaN in the row of token 0, allowed: numbers below +inf, at least one of "
+        "them finite",
+    ),
+]
+
+LISTS = [
+    ({"E": 5}, ValueError, "E: got 5, allowed: 4, the last dimension of w2"),
+    (
+        {"token_indices": torch.tensor([0, 1, 2, 3, T])},
+        ValueError,
+        "token ids: got 6 at position 4, allowed: 0 to 5",
+    ),
+    (
+        {"token_indices": torch.tensor([0, 1, -1, 3, 4]).int()},
+        ValueError,
+        "token ids: got -1 at position 2, allowed: 0 to 5",
+    ),
+    (
+        {"token_indices": torch.tensor([0, 2**32, 2, 3, 4])},  # not wrapped around to 0
+        ValueError,
+        "token ids: got 2147483647 at position 1, allowed: 0 to 5",
+    ),
+    (
+        {"expert_indices": torch.tensor([0, -7, 2, 3, 4]).int()},
+        ValueError,
+        "expert ids: got -7 at position 1, allowed: at least 0 (ids of 4 or more are sentinels)",
+    ),
+    (
+        {"token_indices": torch.arange(4)},
+        ValueError,
+        "token_ids: got shape (4,), allowed: (L) = (5,)",
+    ),
+    (
+        {"expert_indices": torch.arange(4)},
+        ValueError,
+        "expert_ids: got shape (4,), allowed: (L) = (5,)",
+    ),
+    ({"router_scores": torch.rand(L, 1)}, ValueError, "scores: got shape (5, 1), allowed: (L)"),
+    (
+        {"router_scores": torch.arange(L)},
+        TypeError,
+        "router_scores: got torch.int64, allowed: any floating dtype",
+    ),
+    (
+        {"token_indices": torch.rand(L)},
+        TypeError,
+        "token_indices: got torch.float32, allowed: torch.int32, torch.int64",
+    ),
+    ({"expert_indices": [0] * L}, TypeError, "expert_indices: got list, allowed: a tensor"),
+    (
+        {"router_scores": torch.rand(L, device="meta")},
+        ValueError,
+        "router_scores: got a tensor on meta, allowed: cpu, where x is",
+    ),
+]
+
+MODULE = [
+    ({"num_experts_per_tok": 5}, ValueError, "top_k: got 5, allowed: 1 to experts (4)"),
+    ({"num_experts": 0}, ValueError, "experts: got 0, allowed: 1 to 65536"),
+    (
+        {"hidden_size": 12},
+        ValueError,
+        "hidden: got 12, allowed: multiples of 8 from 8 to 1048576",
+    ),
+    (
+        {"intermediate_size": 0},
+        ValueError,
+        "intermediate: got 0, allowed: multiples of 8 from 8 to 1048576",
+    ),
+    ({"hidden_size": 16.0}, TypeError, "hidden_size: got 16.0, allowed: an int"),
+    (
+        {"activation_function": "swiglu"},
+        TypeError,
+        f"activation_function: got 'swiglu', allowed: {ACTIVATIONS}",
+    ),
+]
+
+
+def refused(error, message):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+def names(table):
+    return [f"{'+'.join(change) if len(change) < 3 else 'all'}:{m[:40]}" for change, _, m in table]
+
+
+@pytest.mark.parametrize("change, error, message", TOPK, ids=names(TOPK))
+def test_topk_layer(change, error, message):
+    functional.moe_TC_softmax_topk_layer(**topk_inputs())
+    with refused(error, message):
+        functional.moe_TC_softmax_topk_layer(**topk_inputs() | change)
+
+
+@pytest.mark.parametrize("change, error, message", LISTS, ids=names(LISTS))
+def test_lists(change, error, message):
+    functional.moe_general_routing_inputs(**list_inputs())
+    with refused(error, message):
+        functional.moe_general_routing_inputs(**list_inputs() | change)
+
+
+@pytest.mark.parametrize("change, error, message", MODULE, ids=names(MODULE))
+def test_module(change, error, message):
+    options = {
+        "num_experts": E,
+        "num_experts_per_tok": 2,
+        "hidden_size": D,
+        "intermediate_size": N,
+        "activation_function": ActivationType.SWIGLU,
+        "add_bias": False,
+        "std": 0.02,
+    }
+    MoE(**options)
+    with refused(error, message):
+        MoE(**options | change)
+
+
+@pytest.mark.parametrize("backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch])
+def test_module_inputs(backend):
+    module = MoE(E, 2, D, N, ActivationType.SWIGLU, False, 0.02)
+    with refused(ValueError, "x: got shape (2, 3, 24), allowed: (..., 16)"):
+        module(torch.ones(2, 3, 24), backend)
+    with refused(ValueError, "x: got shape (), allowed: (..., 16)"):
+        module(torch.ones(()), backend)
+    with refused(TypeError, "x: got list, allowed: a tensor"):
+        module([1.0] * D, backend)
+
+
+def test_backends():
+    module = MoE(E, 2, D, N, ActivationType.SWIGLU, False, 0.02)
+    with pytest.raises(ImportError, match="install accelerated-model-architectures"):
+        module(torch.ones(T, D), KernelBackendMoE.scattermoe)
+    with refused(
+        TypeError,
+        "kernel_backend_moe: got 'torch', allowed: KernelBackendMoE.sonicmoe, "
+        "KernelBackendMoE.torch",
+    ):
+        module(torch.ones(T, D), "torch")
+
+
+def test_misaligned_address():
+    pattern = r"^x: got address 0x[0-9a-f]+, allowed: multiples of 16 bytes$"
+    with pytest.raises(ValueError, match=pattern):
+        functional.moe_TC_softmax_topk_layer(**topk_inputs() | {"x": misaligned()})
+
+
+def test_count_cumsum():
+    ids = torch.tensor([1, 2])
+    for args, error, message in (
+        (([1], 4), TypeError, "x: got list, allowed: a tensor"),
+        ((ids.float(), 4), TypeError, "x: got torch.float32, allowed: torch.int32, torch.int64"),
+        ((ids, 2.5), TypeError, "E: got 2.5, allowed: an int"),
+        ((ids, 0), ValueError, "experts: got 0, allowed: 1 to 65536"),
+        (
+            (-ids, 4),
+            ValueError,
+            "expert ids: got -1 at position 0, allowed: at least 0 (ids of 4 or more are "
+            "sentinels)",
+        ),
+    ):
+        with refused(error, message):
+            functional.count_cumsum(*args)
+
+
+def test_switch_loss():
+    counts = torch.ones(4, dtype=torch.int32)
+    with refused(ValueError, "logits: got shape (4,), allowed: (T, E)"):
+        functional.switch_loss(torch.ones(4), counts)
+    with refused(ValueError, "counts: got shape (4,), allowed: (E) = (3,)"):
+        functional.switch_loss(torch.ones(2, 3), counts)
+    with refused(ValueError, "counts: got float32, allowed: int32"):
+        functional.switch_loss(torch.ones(2, 4), counts.float())
+
+
+def test_operators_refuse_in_the_same_words():
+    forward = torch.ops.sonicmoe.layer_forward
+    x, router_w = torch.ones(T, D), torch.ones(E, D)
+    w1, w2 = torch.ones(E, 2 * N, D), torch.ones(E, D, N)
+    flags = True, False, False, False
+    with refused(ValueError, "top_k: got 9, allowed: 1 to experts (4)"):
+        forward(x, router_w, w1, None, w2, None, 9, "swiglu", *flags)
+    names = ", ".join(a.value for a in ActivationType)
+    with pytest.raises(ValueError, match="^activation: got tanh, allowed: ") as refusal:
+        forward(x, router_w, w1, None, w2, None, 2, "tanh", *flags)
+    assert sorted(str(refusal.value).split(": ")[2].split(", ")) == sorted(names.split(", "))
+
+
+def test_compiled_code_refuses_too():
+    torch._dynamo.reset()
+    compiled = torch.compile(functional.moe_TC_softmax_topk_layer, backend="aot_eager")
+    inputs = topk_inputs() | {"b1": torch.ones(E, N), "b2": torch.ones(E, D)}
+    with refused(ValueError, "b1: got shape (4, 8), allowed: (E, 2n) = (4, 16)"):
+        compiled(**inputs)
