@@ -118,9 +118,12 @@ DenseBound::DenseBound(const LayerDesc& desc, int threads, std::uint64_t seed)
         group.tasks.push_back({.name = gemm.name, .run = run, .flops = data_->flops(gemm)});
       }
       if (!experts_in_parallel) {
-        group.before = [threads] { openblas_set_num_threads(threads); };
-        // OpenBLAS's threads spin for some tens of milliseconds after their last GEMM. They must
-        // be asleep before anything else is timed.
+        // OpenMP's idle threads spin for some milliseconds, OpenBLAS's for some tens. Neither may
+        // take a core from the other's GEMMs.
+        group.before = [threads] {
+          openblas_set_num_threads(threads);
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        };
         group.after = [] {
           openblas_set_num_threads(1);
           std::this_thread::sleep_for(std::chrono::milliseconds(100));

@@ -66,8 +66,8 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
                       ? "warming up"
                       : "repeat " + std::to_string(repeat) + " of " + std::to_string(repeats));
     for (Group* group : groups) {
-      if (group->before) group->before();
       flush();
+      if (group->before) group->before();
       for (auto& task : group->tasks) {
         if (interrupted()) return;
         const double seconds = time_once(task);

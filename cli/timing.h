@@ -24,7 +24,7 @@ struct Task {
 };
 
 /// Tasks that run one after the other on warm caches, as they would inside a layer. The caches are
-/// flushed before each group, and `before` and `after` run outside the timing.
+/// flushed before each group; `before` (after the flush) and `after` run outside the timing.
 struct Group {
   std::vector<Task> tasks;
   std::function<void()> before = {};

@@ -222,3 +222,13 @@ def test_interrupt_prints_what_there_is(tmp_path):
     report = json.loads(path.read_text())
     assert report["interrupted"]
     assert 0 < report["results"][0]["runs"] < 1000000
+
+
+def test_cpp_quick_start():
+    example = pathlib.Path(BINARY).with_name("cpp_quickstart")
+    result = subprocess.run([example], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    counts, values = result.stdout.splitlines()
+    assert sum(int(word) for word in counts.split(":")[1].split()) == 256 * 2  # T*K
+    o, dx = (float(word) for word in re.findall(r"= ([^,]+),", values))
+    assert 0 < abs(o) < 1 and 0 < abs(dx) < 1
