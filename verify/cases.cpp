@@ -260,6 +260,7 @@ std::string repro_command(const Case& c, int threads) {
     if (d.norm_topk_probs) line += " --norm_topk_probs";
     if (d.w1_layout == W1Layout::concatenated) line += " --concat_layout";
     if (d.bias) line += " --add_bias";
+    if (d.inference) line += " --inference";
     line += " --seed " + std::to_string(c.seed);
   }
   if (threads > 0) line += " --threads " + std::to_string(threads);
