@@ -135,7 +135,8 @@ Check two_times_rule(const std::string& tensor, std::span<const double> ours,
     const ErrorNorm us = error_norm(ours.subspan(begin, count), exact.subspan(begin, count));
     const ErrorNorm them = error_norm(plain.subspan(begin, count), exact.subspan(begin, count));
     const double share = whole.error * std::sqrt(static_cast<double>(count) / exact.size());
-    const double bound = 2 * std::max(them.error, share) + 4 * 0x1p-24 * us.norm;
+    const double chance = 4 * 0x1p-24 * (1 + 4 / std::sqrt(static_cast<double>(count)));
+    const double bound = 2 * std::max(them.error, share) + chance * us.norm;
     const bool pass = us.error <= bound;  // false for NaN, on either side
     double ratio = us.error == 0 ? 0 : us.error / bound;
     if (!pass && std::isnan(ratio)) ratio = std::numeric_limits<double>::infinity();

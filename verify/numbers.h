@@ -41,11 +41,12 @@ struct Check {
 /// The 2x rule, for the whole tensor and for each block (an expert's rows or weights): our error is
 /// at most twice that of a plain loop in the same precision,
 ///
-///   ||ours - exact|| <= 2 max(||plain - exact||, share) + 4 2^-24 ||exact||.
+///   ||ours - exact|| <= 2 max(||plain - exact||, share) + 4 2^-24 (1 + 4 / sqrt(n)) ||exact||.
 ///
-/// The errors of a small block scatter by chance, so that a good result can be unlucky where the
-/// plain loop was lucky. Hence `share`: the error that the block would have if the plain loop's
-/// error were spread evenly over the tensor; and the last term, four fp32 roundings.
+/// The errors of a block of n elements scatter by chance, the more the smaller it is, so that a
+/// good result can be unlucky where the plain loop was lucky. Hence `share`: the error that the
+/// block would have if the plain loop's error were spread evenly over the tensor; and the last
+/// term, four fp32 roundings of each element, more where there are few to average over.
 ///
 /// `block_ends` are element indices, ascending; the last is the tensor's size. Empty: one block.
 Check two_times_rule(const std::string& tensor, std::span<const double> ours,

@@ -1,60 +1,6 @@
-#include <algorithm>
-#include <cmath>
-#include <numeric>
-
 #include "verify/oracle.h"
 
 namespace sonicmoe::verify {
-namespace {
-
-/// fp64 softmax of each row, and its column sums P.
-struct Probabilities {
-  Tensor p;        // (T, E)
-  Tensor columns;  // (E)
-};
-
-Probabilities probabilities(const Tensor& logits, std::int64_t tokens, std::int64_t experts) {
-  Probabilities out{logits, Tensor(experts)};
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    double* row = &out.p[t * experts];
-    const double max = *std::max_element(row, row + experts);
-    double sum = 0;
-    for (std::int64_t e = 0; e < experts; ++e) sum += row[e] = std::exp(row[e] - max);
-    for (std::int64_t e = 0; e < experts; ++e) out.columns[e] += row[e] /= sum;
-  }
-  return out;
-}
-
-}  // namespace
-
-// The loss is a handful of sums over T*E probabilities, so that fp64 serves every precision; only
-// the results are rounded.
-double Oracle::aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const {
-  const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
-  if (desc_.tokens == 0 || total == 0) return 0;
-  const Tensor columns = probabilities(logits, desc_.tokens, desc_.experts).columns;
-  double sum = 0;  // sum P = T, since each token's probabilities sum to 1
-  for (std::int64_t e = 0; e < desc_.experts; ++e) sum += columns[e] * counts[e];
-  return single(desc_.experts * sum / (desc_.tokens * total));
-}
-
-Tensor Oracle::aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts,
-                             double dloss) const {
-  const std::int64_t T = desc_.tokens, E = desc_.experts;
-  const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
-  Tensor out(T * E);
-  if (T == 0 || total == 0) return out;
-  const Tensor p = probabilities(logits, T, E).p;
-  const double scale = dloss * E / (T * total);  // dloss/dp_te = scale * f_e
-  for (std::int64_t t = 0; t < T; ++t) {
-    double mean = 0;
-    for (std::int64_t e = 0; e < E; ++e) mean += p[t * E + e] * counts[e];
-    for (std::int64_t e = 0; e < E; ++e) {
-      out[t * E + e] = store(scale * p[t * E + e] * (counts[e] - mean));
-    }
-  }
-  return out;
-}
 
 Tensor row_scores(const Grouping& g, const Tensor& slot_scores) {
   Tensor out(g.rows());

@@ -1,0 +1,105 @@
+// The whole layer against the oracle, over the case list.
+#include <gtest/gtest.h>
+
+#include <cctype>
+
+#include "tests/test_names.h"
+#include "verify/run.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+class Layer : public testing::TestWithParam<Case> {};
+
+TEST_P(Layer, AgreesWithTheOracle) {
+  const Report report = check_layer(GetParam());
+  EXPECT_TRUE(report.pass()) << report.text() << repro_command(GetParam());
+}
+
+TEST_P(Layer, OperationsAgreeWithTheOracle) {
+  for (const Report& report : check_ops(GetParam())) {
+    EXPECT_TRUE(report.pass()) << report.text() << repro_command(GetParam());
+  }
+}
+
+TEST_P(Layer, SameBitsForAnyNumberOfThreadsAndAgain) {
+  const Problem problem = make_problem(GetParam());
+  const auto run = [&](int threads) {
+    Options options;
+    options.threads = threads;
+    return run_layer(problem, {}, options);
+  };
+  const LayerRun first = run(1);
+  ASSERT_TRUE(first.status.ok()) << first.status.message();
+  for (const int threads : {1, 2, 3, 7}) {
+    EXPECT_EQ(first_difference(first, run(threads)), "")
+        << threads << " threads, " << repro_command(GetParam(), threads);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, Layer, testing::ValuesIn(full_cases()), test_name);
+
+/// A desc drawn at random, within the sizes that a test can afford.
+Case random_case(std::uint64_t seed) {
+  const Random random(seed, 1000);
+  std::uint64_t draw = 0;
+  const auto below = [&](std::int64_t bound) { return random.below(draw++, bound); };
+  LayerDesc d;
+  d.tokens = below(4) == 0 ? below(3) : below(150);
+  d.hidden = 8 * (1 + below(14));
+  d.intermediate = 8 * (1 + below(14));
+  d.experts = 1 + below(below(3) == 0 ? 40 : 9);
+  d.dtype = below(2) == 0 ? DType::f32 : DType::bf16;
+  d.activation = static_cast<Activation>(below(9));
+  d.w1_layout = static_cast<W1Layout>(below(is_glu(d.activation) ? 3 : 2));
+  d.bias = below(2) == 0;
+  d.inference = below(8) == 0;
+  d.router = static_cast<RouterMode>(below(3));
+  Case c;
+  c.name = "random";
+  c.seed = seed;
+  constexpr RoutingKind kKinds[] = {RoutingKind::random, RoutingKind::ties, RoutingKind::empty_ends,
+                                    RoutingKind::one_expert, RoutingKind::hostile};
+  c.routing = kKinds[below(5)];
+  if (d.router == RouterMode::given) {
+    d.list_length = d.tokens == 0 ? 0 : below(300);
+    d.assume_sorted = below(3) == 0;
+  } else {
+    d.top_k = 1 + below(std::min<std::int64_t>(d.experts, 8));
+    d.norm_topk_probs = below(2) == 0;
+    c.outside_dlogits = below(2) == 0;
+  }
+  c.desc = d;
+  return c;
+}
+
+TEST(Layers, RandomOnesAgreeWithTheOracle) {
+  for (std::uint64_t seed = 1; seed <= 150; ++seed) {
+    const Case c = random_case(seed);
+    const Report report = check_layer(c);
+    EXPECT_TRUE(report.pass()) << "seed " << seed << "\n" << report.text();
+  }
+}
+
+// The oracle rounds where a backend must and nowhere else, so that a backend's error is its error
+// up to the order of fp32 sums: nothing is rounded twice or too early.
+TEST(Layers, Bf16ErrorIsThatOfTheDocumentedRoundings) {
+  const Case c = *find_case("shape/large/bf16");
+  const Problem p = make_problem(c);
+  const LayerRun run = run_layer(p);
+  ASSERT_TRUE(run.status.ok()) << run.status.message();
+  const auto layer = [&](Precision precision) {
+    LayerTensors out = oracle_forward(p, run.routing, precision);
+    oracle_backward(p, run.routing, precision, &out);
+    return out;
+  };
+  const LayerTensors exact = layer(Precision::exact), rounded = layer(Precision::rounded);
+  for (const auto member : {&LayerTensors::o, &LayerTensors::dx, &LayerTensors::dw1,
+                            &LayerTensors::dw2, &LayerTensors::drouter_w}) {
+    EXPECT_LE(error_norm(run.tensors.*member, exact.*member).error,
+              1.01 * error_norm(rounded.*member, exact.*member).error);
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify
