@@ -148,9 +148,9 @@ template <class Desc>
 Checker routed(const Desc& d) {
   Checker check;
   check.tokens(d.tokens).experts(d.experts).top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
-  check.dtype(d.dtype).router(d.mode);
-  check.require(d.mode != RouterMode::given, "mode", "given",
-                "softmax_over_topk, topk_over_softmax");
+  constexpr const char* kModes = "softmax_over_topk, topk_over_softmax";
+  check.dtype(d.dtype).known("mode", d.mode, kModes);
+  check.require(d.mode != RouterMode::given, "mode", "given", kModes);
   return check;
 }
 
