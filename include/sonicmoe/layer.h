@@ -30,9 +30,14 @@ struct LayerDesc {
   bool inference = false;        ///< keep nothing for backward
   std::int64_t list_length = 0;  ///< L, routing given only: static length of the lists
   bool assume_sorted = false;    ///< routing given only: token ids ascend (not verified on CUDA)
+  /// Router modes, training: 0 = plain top-K, 1 to 1024 = token rounding to multiples of this many
+  /// rows an expert (token_rounding.h).
+  std::int64_t rounding_tile = 0;
+  RoundingRule rounding_rule = RoundingRule::nearest;
 
-  /// Row capacity R: T*K, or list_length when the routing is given.
+  /// Row capacity R: T*K, list_length when the routing is given, rounded_capacity when rounded.
   std::int64_t rows() const noexcept {
+    if (rounding_tile > 0) return rounded_capacity(tokens, experts, top_k, rounding_tile);
     return router == RouterMode::given ? list_length : tokens * top_k;
   }
   /// Width of H: 2n with a gate, else n.
@@ -71,12 +76,17 @@ struct ForwardArgs {
   const std::int32_t* list_experts = nullptr;  ///< (L)
   const float* list_scores = nullptr;          ///< (L)
 
+  // Token rounding only: the draws of the stochastic rules. `offset` moves on with every step.
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+
   // Outputs.
   void* o = nullptr;                   ///< (T, d) dtype
   void* logits = nullptr;              ///< (T, E) dtype; unused when the routing is given
   std::int32_t* counts = nullptr;      ///< (E) rows of each expert
-  float* scores = nullptr;             ///< (T, K), optional; router modes only
-  std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; router modes only
+  std::int32_t* frequency = nullptr;   ///< (E) rows before token rounding, optional; rounding only
+  float* scores = nullptr;             ///< (T, K), optional; plain top-K only
+  std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; plain top-K only
 
   // Kept for backward (unused for inference).
   void* preact = nullptr;   ///< SavedBytes::preact bytes

@@ -17,18 +17,6 @@
 /// (fp32) descending, then lower token id.
 namespace sonicmoe {
 
-enum class RoundingRule : std::int32_t {
-  nearest = 0,         ///< "NR-f": the nearer multiple, ties down
-  stochastic = 1,      ///< "SR-f": up with probability (f - floor) / tile
-  nearest_scores = 2,  ///< "NR-s": up with probability D / (D + A), D the TC scores that rounding
-                       ///< down would drop, A the probabilities that rounding up would add
-  balance = 3,         ///< "Balance-f": experts ascending, the running deviation stays <= tile/2
-  up = 4,
-  down = 5,
-};
-SONICMOE_API const char* name(RoundingRule value) noexcept;           ///< "nearest"; "?" if unknown
-SONICMOE_API bool parse(const std::string& text, RoundingRule* out);  ///< false if unknown
-
 struct TokenRoundingArgs {
   const void* logits = nullptr;  ///< (T, E) dtype
   /// Draws are Philox4x32-10 with key = seed and counter = (offset, expert): `offset` moves on with
@@ -54,8 +42,8 @@ struct SONICMOE_API TokenRoundingDesc {
   bool norm_topk_probs = false;
   RoundingRule rule = RoundingRule::nearest;
   std::int64_t tile = 128;  ///< 1 to 1024
-  /// min(T*E, T*K + min(E, T*K)*(tile-1)): a static bound on the entries.
-  std::int64_t capacity() const noexcept;
+  /// A static bound on the entries.
+  std::int64_t capacity() const noexcept { return rounded_capacity(tokens, experts, top_k, tile); }
   bool operator==(const TokenRoundingDesc&) const = default;
 };
 

@@ -43,6 +43,26 @@ enum class RouterMode : std::int32_t {
 
 enum class DeviceType : std::int32_t { cpu = 0, cuda = 1 };
 
+/// Token rounding (token_rounding.h): which of the two multiples of the tile beside an expert's
+/// count f becomes its count.
+enum class RoundingRule : std::int32_t {
+  nearest = 0,         ///< "NR-f": the nearer multiple, ties down
+  stochastic = 1,      ///< "SR-f": up with probability (f - floor) / tile
+  nearest_scores = 2,  ///< "NR-s": up with probability D / (D + A), D the TC scores that rounding
+                       ///< down would drop, A the probabilities that rounding up would add
+  balance = 3,         ///< "Balance-f": experts ascending, the running deviation stays <= tile/2
+  up = 4,
+  down = 5,
+};
+
+/// Bound on the rows that token rounding leaves: min(T*E, T*K + min(E, T*K)*(tile-1)).
+constexpr std::int64_t rounded_capacity(std::int64_t tokens, std::int64_t experts,
+                                        std::int64_t top_k, std::int64_t tile) noexcept {
+  const std::int64_t chosen = tokens * top_k;
+  const std::int64_t grown = chosen + (experts < chosen ? experts : chosen) * (tile - 1);
+  return grown < tokens * experts ? grown : tokens * experts;
+}
+
 struct Device {
   DeviceType type = DeviceType::cpu;
   int index = 0;  ///< CUDA ordinal; 0 for the CPU
@@ -69,15 +89,17 @@ struct Options {
   std::string kernel;
 };
 
-SONICMOE_API const char* name(DType value) noexcept;       ///< "bf16"; "?" if unknown
-SONICMOE_API const char* name(Activation value) noexcept;  ///< "swiglu"; "?" if unknown
-SONICMOE_API const char* name(W1Layout value) noexcept;    ///< "interleaved"; "?" if unknown
-SONICMOE_API const char* name(RouterMode value) noexcept;  ///< "given"; "?" if unknown
-SONICMOE_API const char* name(DeviceType value) noexcept;  ///< "cpu"; "?" if unknown
+SONICMOE_API const char* name(DType value) noexcept;         ///< "bf16"; "?" if unknown
+SONICMOE_API const char* name(Activation value) noexcept;    ///< "swiglu"; "?" if unknown
+SONICMOE_API const char* name(W1Layout value) noexcept;      ///< "interleaved"; "?" if unknown
+SONICMOE_API const char* name(RouterMode value) noexcept;    ///< "given"; "?" if unknown
+SONICMOE_API const char* name(RoundingRule value) noexcept;  ///< "nearest"; "?" if unknown
+SONICMOE_API const char* name(DeviceType value) noexcept;    ///< "cpu"; "?" if unknown
 
-SONICMOE_API bool is_glu(Activation value) noexcept;                ///< has a gate: W1 has 2n rows
-SONICMOE_API std::size_t size_of(DType value) noexcept;             ///< bytes; 0 if unknown
-SONICMOE_API bool parse(const std::string& text, DType* out);       ///< false if unknown
-SONICMOE_API bool parse(const std::string& text, Activation* out);  ///< false if unknown
+SONICMOE_API bool is_glu(Activation value) noexcept;           ///< has a gate: W1 has 2n rows
+SONICMOE_API std::size_t size_of(DType value) noexcept;        ///< bytes; 0 if unknown
+SONICMOE_API bool parse(const std::string& text, DType* out);  ///< false if unknown
+SONICMOE_API bool parse(const std::string& text, RoundingRule* out);  ///< false if unknown
+SONICMOE_API bool parse(const std::string& text, Activation* out);    ///< false if unknown
 
 }  // namespace sonicmoe

@@ -12,12 +12,14 @@
 #include "core/routing_block.h"
 #include "core/validate.h"
 #include "sonicmoe/layer.h"
+#include "sonicmoe/token_rounding.h"
 
 namespace sonicmoe {
 namespace {
 
 struct ForwardRegions {
-  std::size_t routing;  // inference only: otherwise the caller keeps it
+  std::size_t routing;      // inference only: otherwise the caller keeps it
+  std::size_t slot_scores;  // token rounding: backward does not need them
   std::size_t row_slots;
   std::size_t act;
   std::size_t expert_out;
@@ -27,6 +29,7 @@ struct ForwardRegions {
 struct BackwardRegions {
   std::size_t dpreact;
   std::size_t row_dscores;
+  std::size_t dscores;  // token rounding: of the lists it made
   std::size_t dlogits;
   std::size_t router_dx;
   std::size_t scaled_act;
@@ -48,6 +51,7 @@ struct LayerPlan::Impl {
 
   std::optional<OpPlan<RouterGemmDesc>> router_gemm;
   std::optional<OpPlan<TopKDesc>> top_k;
+  std::optional<OpPlan<TokenRoundingDesc>> token_rounding;
   std::optional<OpPlan<MetadataDesc>> metadata;
   std::optional<OpPlan<GroupedGemmDesc>> up_proj;
   std::optional<OpPlan<GroupedGemmDesc>> down_proj;
@@ -56,13 +60,17 @@ struct LayerPlan::Impl {
   std::optional<OpPlan<GroupedGemmDesc>> down_proj_dgrad;
   std::optional<OpPlan<BiasGradDesc>> bias_grad;
   std::optional<OpPlan<ScoreGradDesc>> score_grad;
+  std::optional<OpPlan<TokenRoundingGradDesc>> token_rounding_grad;
   std::optional<OpPlan<GroupedGemmDesc>> down_proj_wgrad;
   std::optional<OpPlan<GroupedGemmDesc>> up_proj_wgrad;
   std::optional<OpPlan<GroupedGemmDesc>> up_proj_dgrad;
   std::optional<OpPlan<RouterGemmDesc>> router_dgrad;
   std::optional<OpPlan<RouterGemmDesc>> router_wgrad;
 
-  bool lists() const { return desc.router == RouterMode::given; }
+  SlotKind kind() const { return slot_kind(desc); }
+  bool given() const { return kind() == SlotKind::given; }
+  bool rounded() const { return kind() == SlotKind::rounded; }
+  bool lists() const { return kind() != SlotKind::top_k; }
 };
 
 namespace {
@@ -138,11 +146,15 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   std::size_t scratch = 0;
   const RouterGemmDesc router{GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype};
   const TopKDesc top_k{d.tokens, d.experts, d.top_k, d.dtype, d.router, d.norm_topk_probs};
-  const MetadataDesc metadata{d.tokens, d.experts, d.top_k, d.list_length, d.assume_sorted};
-  const AggregateDesc aggregate{d.tokens, d.rows(), d.hidden, d.top_k, d.dtype};
-  if (!impl->lists()) {
-    build->add(&impl->router_gemm, router, &scratch).add(&impl->top_k, top_k, &scratch);
-  }
+  const TokenRoundingDesc rounding{d.tokens, d.experts,         d.top_k,         d.dtype,
+                                   d.router, d.norm_topk_probs, d.rounding_rule, d.rounding_tile};
+  const bool lists = impl->lists();
+  const MetadataDesc metadata{d.tokens, d.experts, lists ? 0 : d.top_k, lists ? d.rows() : 0,
+                              d.assume_sorted || impl->rounded()};
+  const AggregateDesc aggregate{d.tokens, d.rows(), d.hidden, lists ? 0 : d.top_k, d.dtype};
+  if (!impl->given()) build->add(&impl->router_gemm, router, &scratch);
+  if (!lists) build->add(&impl->top_k, top_k, &scratch);
+  if (impl->rounded()) build->add(&impl->token_rounding, rounding, &scratch);
   build->add(&impl->metadata, metadata, &scratch);
   build->add(&impl->up_proj, grouped(d, GemmOp::up_proj), &scratch);
   build->add(&impl->down_proj, grouped(d, GemmOp::down_proj), &scratch);
@@ -152,6 +164,7 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   const std::size_t size = size_of(d.dtype);
   Ledger& ledger = impl->forward_ledger;
   impl->fwd.routing = ledger.book("routing", d.inference ? RoutingBlock::bytes(d) : 0);
+  impl->fwd.slot_scores = ledger.book("slot_scores", impl->rounded() ? 4 * rows : 0);
   impl->fwd.row_slots = ledger.book("row_slots", 4 * rows);
   impl->fwd.act = ledger.book("act", rows * static_cast<std::size_t>(d.intermediate) * size);
   impl->fwd.expert_out =
@@ -167,26 +180,37 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   const RouterGemmDesc wgrad{GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype};
   const BiasGradDesc bias{d.tokens,  d.rows(), d.hidden,     d.intermediate,
                           d.experts, d.dtype,  d.activation, d.w1_layout};
-  const ScoreGradDesc score{d.tokens, d.experts, d.top_k,          d.rows(),
-                            d.dtype,  d.router,  d.norm_topk_probs};
+  // Lists, given or made, take their gradients in slot order.
+  const bool lists = impl->lists();
+  const ScoreGradDesc score{d.tokens,
+                            d.experts,
+                            lists ? 0 : d.top_k,
+                            d.rows(),
+                            d.dtype,
+                            lists ? RouterMode::given : d.router,
+                            !lists && d.norm_topk_probs};
+  const TokenRoundingGradDesc rounding{d.tokens, d.experts,         d.top_k, d.dtype,
+                                       d.router, d.norm_topk_probs, d.rows()};
   build->add(&impl->down_proj_dgrad, grouped(d, GemmOp::down_proj_dgrad), &scratch);
   if (d.bias) build->add(&impl->bias_grad, bias, &scratch);
   build->add(&impl->score_grad, score, &scratch);
+  if (impl->rounded()) build->add(&impl->token_rounding_grad, rounding, &scratch);
   build->add(&impl->down_proj_wgrad, grouped(d, GemmOp::down_proj_wgrad), &scratch);
   build->add(&impl->up_proj_wgrad, grouped(d, GemmOp::up_proj_wgrad), &scratch);
   build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
-  if (!impl->lists()) {
+  if (!impl->given()) {
     build->add(&impl->router_dgrad, dgrad, &scratch).add(&impl->router_wgrad, wgrad, &scratch);
   }
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
-  const std::size_t tokens = impl->lists() ? 0 : static_cast<std::size_t>(d.tokens);
+  const std::size_t tokens = impl->given() ? 0 : static_cast<std::size_t>(d.tokens);
   const std::size_t hidden = static_cast<std::size_t>(d.hidden);
   const std::size_t size = size_of(d.dtype);
   const std::size_t width = static_cast<std::size_t>(d.preact_width());
   Ledger& ledger = impl->backward_ledger;
   impl->bwd.dpreact = ledger.book("dpreact", rows * width * size);
   impl->bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
+  impl->bwd.dscores = ledger.book("dscores", impl->rounded() ? 4 * rows : 0);
   impl->bwd.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(d.experts) * size);
   impl->bwd.router_dx = ledger.book("router_dx", tokens * hidden * size);
   impl->bwd.scratch = ledger.book("scratch", scratch);
@@ -249,7 +273,7 @@ Result<LayerPlan> make_plan(const LayerDesc& desc, Device device, const Options&
     impl->saved.x = tokens * static_cast<std::size_t>(desc.hidden) * size;
     impl->saved.preact = static_cast<std::size_t>(desc.rows() * desc.preact_width()) * size;
     impl->saved.routing = RoutingBlock::bytes(desc);
-    if (needs_logits(desc.router, desc.norm_topk_probs)) {
+    if (needs_logits(desc)) {
       impl->saved.logits = tokens * static_cast<std::size_t>(desc.experts) * size;
     }
   }
@@ -298,17 +322,27 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
   Sequence seq(workspace, p.fwd.scratch, stream);
   const RoutingBlock routing =
       RoutingBlock::at(d, d.inference ? seq.region(p.fwd.routing) : args.routing);
-  const bool lists = p.lists();
-  const float* slot_scores = lists ? args.list_scores : routing.slot_scores;
-  const std::int32_t* slot_experts = lists ? args.list_experts : routing.slot_experts;
+  float* const made_scores = p.rounded() ? seq.region(p.fwd.slot_scores) : routing.slot_scores;
+  const float* slot_scores = p.given() ? args.list_scores : made_scores;
 
-  if (!lists) {
+  if (!p.given()) {
     seq.run(p.router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
-    seq.run(p.top_k,
-            {.logits = args.logits, .scores = routing.slot_scores, .ids = routing.slot_experts});
   }
-  seq.run(p.metadata, {.slot_experts = slot_experts,
-                       .slot_tokens = args.list_tokens,
+  if (p.top_k) {
+    seq.run(p.top_k, {.logits = args.logits, .scores = made_scores, .ids = routing.slot_experts});
+  }
+  if (p.token_rounding) {
+    seq.run(p.token_rounding, {.logits = args.logits,
+                               .seed = args.seed,
+                               .offset = args.offset,
+                               .scores = made_scores,
+                               .token_ids = routing.slot_tokens,
+                               .expert_ids = routing.slot_experts,
+                               .counts = args.counts,
+                               .frequency = args.frequency});
+  }
+  seq.run(p.metadata, {.slot_experts = p.given() ? args.list_experts : routing.slot_experts,
+                       .slot_tokens = p.given() ? args.list_tokens : routing.slot_tokens,
                        .slot_scores = slot_scores,
                        .counts = args.counts,
                        .offsets = routing.offsets,
@@ -338,7 +372,7 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
                         .token_slots = routing.token_slots,
                         .slot_scores = slot_scores,
                         .out = args.o});
-  if (seq.status().ok() && !lists) {
+  if (seq.status().ok() && p.top_k) {
     const std::size_t bytes = 4 * static_cast<std::size_t>(d.rows());
     if (args.scores != nullptr) cpu::copy(args.scores, routing.slot_scores, bytes);
     if (args.expert_ids != nullptr) cpu::copy(args.expert_ids, routing.slot_experts, bytes);
@@ -354,7 +388,6 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
   if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
 
   Sequence seq(workspace, p.bwd.scratch, stream);
-  const bool lists = p.lists();
   // Backward only reads the block; the operations' arguments are the same as forward's.
   const RoutingBlock routing = RoutingBlock::at(d, const_cast<void*>(args.routing));
   void* const preact = const_cast<void*>(args.preact);
@@ -389,7 +422,15 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                          .logits = args.logits,
                          .dlogits_in = args.dlogits,
                          .dlogits = dlogits,
-                         .dscores = args.dscores});
+                         .dscores = p.rounded() ? seq.region(p.bwd.dscores) : args.dscores});
+  if (p.token_rounding_grad) {
+    seq.run(p.token_rounding_grad, {.logits = args.logits,
+                                    .token_ids = routing.slot_tokens,
+                                    .expert_ids = routing.slot_experts,
+                                    .dscores = seq.region(p.bwd.dscores),
+                                    .dlogits_in = args.dlogits,
+                                    .dlogits = dlogits});
+  }
   seq.run(p.down_proj_wgrad, {.offsets = routing.offsets,
                               .row_tokens = routing.row_tokens,
                               .dout = args.dout,
@@ -406,7 +447,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                             .w1_up = args.w1_up,
                             .dpreact = seq.region(p.bwd.dpreact),
                             .dx_rows = seq.region(p.bwd.dx_rows)});
-  if (!lists) {
+  if (!p.given()) {
     seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = router_dx});
     seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
   }
@@ -414,7 +455,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                         .slot_rows = routing.slot_rows,
                         .token_offsets = routing.token_offsets,
                         .token_slots = routing.token_slots,
-                        .addend = lists ? nullptr : router_dx,
+                        .addend = p.given() ? nullptr : router_dx,
                         .out = args.dx});
   return seq.status();
 }

@@ -1,8 +1,6 @@
 #include "sonicmoe/types.h"
 
-#include <algorithm>
-
-#include "sonicmoe/token_rounding.h"
+#include <cstddef>
 
 namespace sonicmoe {
 namespace {
@@ -140,10 +138,5 @@ const char* name(RoundingRule value) noexcept {
 }
 
 bool parse(const std::string& text, RoundingRule* out) { return parse_any(text, kRules, out); }
-
-std::int64_t TokenRoundingDesc::capacity() const noexcept {
-  return std::min(tokens * experts,
-                  tokens * top_k + std::min(experts, tokens * top_k) * (tile - 1));
-}
 
 }  // namespace sonicmoe

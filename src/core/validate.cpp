@@ -10,6 +10,7 @@ namespace {
 constexpr std::int64_t kMaxIndex = INT32_MAX;
 constexpr std::int64_t kMaxWidth = std::int64_t{1} << 20;
 constexpr std::int64_t kMaxExperts = std::int64_t{1} << 16;
+constexpr const char* kRules = "nearest, stochastic, nearest_scores, balance, up, down";
 constexpr std::size_t kTensorAlignment = 16;
 constexpr std::size_t kWorkspaceAlignment = 256;
 
@@ -160,6 +161,10 @@ bool needs_logits(RouterMode mode, bool norm_topk_probs) {
   return mode == RouterMode::topk_over_softmax && !norm_topk_probs;
 }
 
+bool needs_logits(const LayerDesc& desc) {
+  return desc.rounding_tile > 0 || needs_logits(desc.router, desc.norm_topk_probs);
+}
+
 Status validate(Device device) {
   Checker check;
   check.known("device.type", device.type, "cpu, cuda");
@@ -187,7 +192,8 @@ Status validate(const LayerDesc& d) {
   Checker check;
   check.router(d.router).tokens(d.tokens).width("hidden", d.hidden);
   check.width("intermediate", d.intermediate).experts(d.experts);
-  if (d.router == RouterMode::given) {
+  const bool given = d.router == RouterMode::given;
+  if (given) {
     check.range("top_k", d.top_k, 0, 0).range("list_length", d.list_length, 0, kMaxIndex);
   } else {
     check.top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
@@ -196,6 +202,9 @@ Status validate(const LayerDesc& d) {
   }
   check.require(!d.norm_topk_probs || d.router != RouterMode::given, "norm_topk_probs", "true",
                 "false when the routing is given");
+  check.range("rounding_tile", d.rounding_tile, 0, given ? 0 : 1024);
+  check.known("rounding_rule", d.rounding_rule, kRules);
+  if (check.status().ok()) check.range("rows", d.rows(), 0, kMaxIndex);
   check.dtype(d.dtype).activation(d.activation).layout(d.w1_layout, d.activation);
   return check.status();
 }
@@ -249,7 +258,7 @@ Status validate(const AuxLossDesc& d) {
 
 Status validate(const TokenRoundingDesc& d) {
   Checker check = routed(d);
-  check.known("rule", d.rule, "nearest, stochastic, nearest_scores, balance, up, down");
+  check.known("rule", d.rule, kRules);
   check.range("tile", d.tile, 1, 1024);
   if (check.status().ok()) check.range("capacity", d.capacity(), 0, kMaxIndex);
   return check.status();
@@ -279,6 +288,7 @@ Status validate(const LayerDesc& d, const ForwardArgs& a) {
     check.tensor("logits", a.logits, d.tokens, "(T, E)");
     check.optional("scores", a.scores, d.tokens, 4);
     check.optional("expert_ids", a.expert_ids, d.tokens, 4);
+    check.optional("frequency", a.frequency, 1, 4);
   }
   check.ints("counts", a.counts, 1, "(E) int32");
   if (!d.inference) {
@@ -296,7 +306,7 @@ Status validate(const LayerDesc& d, const BackwardArgs& a) {
   if (!given) check.tensor("router_w", a.router_w, 1, "(E, d)");
   check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
   if (d.bias) check.tensor("b2", a.b2, 1, "(E, d)");
-  if (needs_logits(d.router, d.norm_topk_probs)) {
+  if (needs_logits(d)) {
     check.tensor("logits", a.logits, d.tokens, "(T, E)");
   }
   check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
