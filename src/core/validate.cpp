@@ -20,7 +20,11 @@ class Checker {
   Status status() const { return status_; }
 
   Checker& range(const char* argument, std::int64_t value, std::int64_t low, std::int64_t high) {
-    if (status_.ok() && (value < low || value > high)) {
+    if (!status_.ok() || (value >= low && value <= high)) return *this;
+    if (low == high) {
+      status_ = Status::error(StatusCode::invalid_argument,
+                              "%s: got %" PRId64 ", allowed: %" PRId64, argument, value, low);
+    } else {
       status_ = Status::error(StatusCode::invalid_argument,
                               "%s: got %" PRId64 ", allowed: %" PRId64 " to %" PRId64, argument,
                               value, low, high);
