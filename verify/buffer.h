@@ -40,6 +40,8 @@ class GuardedBuffer {
 /// The tensors of one call, each in a guarded buffer of its exact size. An empty tensor is null.
 class Arena {
  public:
+  const void* input(const std::string& name, std::span<const std::byte> bytes,
+                    std::size_t alignment = 16);
   const void* input(const std::string& name, const Tensor& values, DType type);
   const std::int32_t* input(const std::string& name, const std::vector<std::int32_t>& values);
   /// Of `bytes` bytes; `alignment` 256 for workspaces.
@@ -72,8 +74,6 @@ class Arena {
     bool is_input;
     std::vector<std::byte> original;  // inputs: what was put in
   };
-  const void* add_input(const std::string& name, std::span<const std::byte> bytes,
-                        std::size_t alignment);
   std::deque<Entry> entries_;
 };
 

@@ -1,9 +1,11 @@
 #include "verify/numbers.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 
 namespace sonicmoe::verify {
 namespace {
@@ -23,7 +25,7 @@ Format format_of(DType type) {
     case DType::f32:
       return {24, -126, 0x1.fffffep127};
   }
-  return {53, -1022, std::numeric_limits<double>::max()};
+  throw std::invalid_argument("unknown dtype");
 }
 
 template <class T>
@@ -73,10 +75,19 @@ double value_of(std::uint16_t bits, DType type) {
 double round_to(double value, DType type) {
   if (value == 0 || !std::isfinite(value)) return value;
   const Format format = format_of(type);
-  // The spacing of the type's numbers around `value`; below the normal ones it is constant.
-  const int exponent = std::max(std::ilogb(value), format.min_exponent);
-  const int spacing = exponent - format.precision + 1;
-  const double rounded = std::ldexp(std::nearbyint(std::ldexp(value, -spacing)), spacing);
+  double rounded;
+  if (std::fabs(value) < std::ldexp(1.0, format.min_exponent)) {
+    // Below the normal numbers the spacing is constant.
+    const int spacing = format.min_exponent - format.precision + 1;
+    rounded = std::ldexp(std::nearbyint(std::ldexp(value, -spacing)), spacing);
+  } else {
+    // Cuts `drop` bits off the mantissa, after adding almost half of what they are worth; a carry
+    // into the exponent is right.
+    const int drop = 53 - format.precision;
+    auto bits = std::bit_cast<std::uint64_t>(value);
+    bits += (std::uint64_t{1} << (drop - 1)) - 1 + ((bits >> drop) & 1);
+    rounded = std::bit_cast<double>(bits >> drop << drop);
+  }
   if (std::fabs(rounded) <= format.max) return rounded;
   return std::copysign(std::numeric_limits<double>::infinity(), value);
 }

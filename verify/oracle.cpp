@@ -25,7 +25,7 @@ void multiply(std::int64_t m, std::int64_t n, std::int64_t k, A a, B b, Finish f
     for (std::int64_t j = 0; j < n; ++j) other[i * n + j] = static_cast<Real>(b(i, j));
   }
 // Waking threads costs more than a small product.
-#pragma omp parallel for schedule(dynamic) if (m * n * k > 100000)
+#pragma omp parallel for schedule(dynamic) if (m * n * k > 1000000)
   for (std::int64_t i = 0; i < m; ++i) {
     std::vector<Real> sums(n, Real{0});
     for (std::int64_t l = 0; l < k; ++l) {
