@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "ties go to the higher expert",
-        "src/cpu/top_k.cpp",
+        "src/cpu/routing.h",
         "for (; at > 0 && values[e] > best[at - 1]; --at) {",
         "for (; at > 0 && values[e] >= best[at - 1]; --at) {",
     ),

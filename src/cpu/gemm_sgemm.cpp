@@ -3,7 +3,6 @@
 #include <cblas.h>
 
 #include <cstring>
-#include <vector>
 
 namespace sonicmoe::cpu {
 namespace {
@@ -12,26 +11,10 @@ namespace {
 constexpr std::int64_t kLhsFloats = kBlockN * kBlockK;
 constexpr std::int64_t kRhsFloats = kBlockN * kBlockK;
 
-/// OpenBLAS sets up its table of buffers in the first product that needs one, without a lock: two
-/// threads that meet there can be handed the same buffer and give wrong results. So the first
-/// product of the process is made here, alone, large enough to need a buffer.
-void set_up_openblas() {
-  static const bool done = [] {
-    constexpr int kSize = 128;
-    const std::vector<float> zeros(kSize * kSize);
-    std::vector<float> out(kSize * kSize);
-    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, kSize, kSize, kSize, 1.0f, zeros.data(),
-                kSize, zeros.data(), kSize, 0.0f, out.data(), kSize);
-    return true;
-  }();
-  static_cast<void>(done);
-}
-
 }  // namespace
 
 template <class T>
 std::size_t SgemmEngine<T>::scratch_bytes() {
-  set_up_openblas();  // called when a plan is made, so before any run
   return (kLhsFloats + kRhsFloats) * sizeof(float);
 }
 
