@@ -124,8 +124,10 @@ void add_shapes(CaseList* list) {
     list->add(tokens + "-one_expert", shape(T, 24, 16, 9, 1), RoutingKind::one_expert);
   }
   list->add("shape/smallest", shape(3, 8, 8, 2, 1));
-  list->add("shape/wide", shape(20, 520, 8, 4, 2));
-  list->add("shape/deep", shape(20, 8, 520, 4, 2));
+  // More than two cache blocks of the CPU along each axis.
+  list->add("shape/wide", shape(20, 1032, 8, 4, 2));
+  list->add("shape/deep", shape(20, 8, 1032, 4, 2));
+  list->add("shape/long", shape(1045, 24, 16, 3, 1), RoutingKind::one_expert);
   list->add("shape/empty_ends", shape(100, 72, 40, 33, 4), RoutingKind::empty_ends);
   list->add("shape/large", shape(512, 128, 136, 16, 4));
   LayerDesc inference = usual();

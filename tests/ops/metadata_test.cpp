@@ -1,0 +1,201 @@
+// Properties of the metadata operation, over random lists and top-K ids.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "sonicmoe/ops.h"
+#include "verify/buffer.h"
+#include "verify/grouping.h"
+#include "verify/inputs.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+
+struct Metadata {
+  Ints counts, offsets, row_tokens, row_slots, slot_rows, token_offsets, token_slots;
+  Tensor row_scores;
+};
+
+Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& scores) {
+  const auto slots = static_cast<std::size_t>(desc.slots());
+  Arena arena;
+  MetadataArgs args;
+  args.slot_experts = arena.input("slot_experts", routing.experts);
+  args.slot_scores = static_cast<const float*>(arena.input("slot_scores", scores, DType::f32));
+  args.counts = arena.output_int32("counts", desc.experts);
+  args.offsets = arena.output_int32("offsets", desc.experts + 1);
+  args.row_tokens = arena.output_int32("row_tokens", slots);
+  args.row_slots = arena.output_int32("row_slots", slots);
+  args.slot_rows = arena.output_int32("slot_rows", slots);
+  if (!scores.empty()) args.row_scores = arena.output_float("row_scores", slots);
+  if (desc.top_k == 0) {
+    args.slot_tokens = arena.input("slot_tokens", routing.tokens);
+    args.token_offsets = arena.output_int32("token_offsets", desc.tokens + 1);
+    args.token_slots = arena.output_int32("token_slots", slots);
+  }
+  const auto plan = make_plan(desc);
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  const std::size_t bytes = plan.value().workspace_bytes();
+  const Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(arena.damage(), "");
+  Metadata out;
+  out.counts = arena.int32("counts");
+  out.offsets = arena.int32("offsets");
+  out.row_tokens = arena.int32("row_tokens");
+  out.row_slots = arena.int32("row_slots");
+  out.slot_rows = arena.int32("slot_rows");
+  if (!scores.empty()) out.row_scores = arena.tensor("row_scores", DType::f32);
+  if (desc.top_k == 0) {
+    out.token_offsets = arena.int32("token_offsets");
+    out.token_slots = arena.int32("token_slots");
+  }
+  return out;
+}
+
+struct RandomCase {
+  MetadataDesc desc;
+  Routing routing;
+  Tensor scores;
+};
+
+RandomCase random_case(std::uint64_t seed, bool lists) {
+  const Random random(seed, 2000);
+  std::uint64_t draw = 0;
+  const auto below = [&](std::int64_t bound) { return random.below(draw++, bound); };
+  RandomCase c;
+  MetadataDesc& d = c.desc;
+  d.tokens = below(5) == 0 ? below(3) : below(60);
+  d.experts = 1 + below(below(4) == 0 ? 200 : 9);
+  if (lists) {
+    d.list_length = d.tokens == 0 ? 0 : below(150);
+  } else {
+    d.top_k = 1 + below(std::min<std::int64_t>(d.experts, 6));
+  }
+  // Narrow ranges make empty experts and duplicates, wide ones sentinels.
+  const std::int64_t ids = 1 + below(d.experts + 3);
+  const std::int64_t tokens = d.tokens == 0 ? 1 : 1 + below(d.tokens);
+  for (std::int64_t s = 0; s < d.slots(); ++s) {
+    c.routing.tokens.push_back(static_cast<std::int32_t>(lists ? below(tokens) : s / d.top_k));
+    c.routing.experts.push_back(static_cast<std::int32_t>(below(ids)));
+    c.scores.push_back(round_to(random.uniform(1000000 + s), DType::f32));
+  }
+  return c;
+}
+
+void expect_properties(const RandomCase& c, const Metadata& m) {
+  const MetadataDesc& d = c.desc;
+  const std::int64_t slots = d.slots(), rows = m.offsets[d.experts];
+  ASSERT_EQ(m.offsets[0], 0);
+  for (std::int64_t e = 0; e < d.experts; ++e) {
+    ASSERT_EQ(m.offsets[e + 1] - m.offsets[e], m.counts[e]);
+    ASSERT_EQ(m.counts[e], std::count(c.routing.experts.begin(), c.routing.experts.end(), e));
+  }
+  // row_slots is a permutation of the slots that are no sentinels, slot_rows its inverse.
+  Ints seen(m.row_slots.begin(), m.row_slots.begin() + rows), expected;
+  std::sort(seen.begin(), seen.end());
+  for (std::int64_t s = 0; s < slots; ++s) {
+    const bool sentinel = c.routing.experts[s] >= d.experts;
+    if (!sentinel) expected.push_back(static_cast<std::int32_t>(s));
+    if (sentinel) {
+      ASSERT_EQ(m.slot_rows[s], -1);
+    } else {
+      ASSERT_EQ(m.row_slots[m.slot_rows[s]], s);
+    }
+  }
+  ASSERT_EQ(seen, expected);
+  // Every row lies inside its expert; there, tokens ascend, and slots of one token ascend.
+  for (std::int64_t e = 0; e < d.experts; ++e) {
+    for (std::int64_t row = m.offsets[e]; row < m.offsets[e + 1]; ++row) {
+      const std::int32_t slot = m.row_slots[row];
+      ASSERT_EQ(c.routing.experts[slot], e);
+      ASSERT_EQ(c.routing.tokens[slot], m.row_tokens[row]);
+      ASSERT_EQ(c.scores[slot], m.row_scores[row]);
+      if (row == m.offsets[e]) continue;
+      ASSERT_LE(m.row_tokens[row - 1], m.row_tokens[row]);
+      if (m.row_tokens[row - 1] == m.row_tokens[row]) {
+        ASSERT_LT(m.row_slots[row - 1], slot);
+      }
+    }
+  }
+  for (std::int64_t row = rows; row < slots; ++row) {
+    ASSERT_EQ(m.row_tokens[row], 0);
+    ASSERT_EQ(m.row_slots[row], -1);
+    ASSERT_EQ(m.row_scores[row], 0);
+  }
+  if (d.top_k > 0) return;
+  ASSERT_EQ(m.token_offsets[0], 0);
+  ASSERT_EQ(m.token_offsets[d.tokens], rows);
+  for (std::int64_t t = 0; t < d.tokens; ++t) {
+    for (std::int32_t at = m.token_offsets[t]; at < m.token_offsets[t + 1]; ++at) {
+      ASSERT_EQ(c.routing.tokens[m.token_slots[at]], t);
+      ASSERT_GE(m.slot_rows[m.token_slots[at]], 0);
+      if (at > m.token_offsets[t]) {
+        ASSERT_LT(m.token_slots[at - 1], m.token_slots[at]);
+      }
+    }
+  }
+}
+
+TEST(Metadata, PropertiesOfLists) {
+  for (std::uint64_t seed = 0; seed < 1500; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const RandomCase c = random_case(seed, true);
+    expect_properties(c, run(c.desc, c.routing, c.scores));
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Metadata, PropertiesOfTopK) {
+  for (std::uint64_t seed = 0; seed < 1500; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const RandomCase c = random_case(seed, false);
+    expect_properties(c, run(c.desc, c.routing, c.scores));
+    if (HasFatalFailure()) return;
+  }
+}
+
+// A list in any order gives the same rows as the list sorted by token, stably.
+TEST(Metadata, OrderOfListsDoesNotMatter) {
+  for (std::uint64_t seed = 0; seed < 500; ++seed) {
+    RandomCase c = random_case(seed, true);
+    const Metadata unsorted = run(c.desc, c.routing, c.scores);
+    std::vector<std::size_t> order(c.routing.slots());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+      return c.routing.tokens[a] < c.routing.tokens[b];
+    });
+    Routing sorted;
+    Tensor scores;
+    for (const std::size_t slot : order) {
+      sorted.tokens.push_back(c.routing.tokens[slot]);
+      sorted.experts.push_back(c.routing.experts[slot]);
+      scores.push_back(c.scores[slot]);
+    }
+    for (const bool assume_sorted : {false, true}) {
+      c.desc.assume_sorted = assume_sorted;
+      const Metadata m = run(c.desc, sorted, scores);
+      ASSERT_EQ(m.counts, unsorted.counts) << seed;
+      ASSERT_EQ(m.offsets, unsorted.offsets) << seed;
+      ASSERT_EQ(m.row_tokens, unsorted.row_tokens) << seed;
+      ASSERT_EQ(m.row_scores, unsorted.row_scores) << seed;
+      ASSERT_EQ(m.token_offsets, unsorted.token_offsets) << seed;
+      for (std::size_t s = 0; s < order.size(); ++s) {
+        ASSERT_EQ(m.slot_rows[s], unsorted.slot_rows[order[s]]) << seed;
+      }
+    }
+  }
+}
+
+TEST(Metadata, ScoresAreOptional) {
+  const RandomCase c = random_case(3, true);
+  const Metadata with = run(c.desc, c.routing, c.scores), without = run(c.desc, c.routing, {});
+  EXPECT_EQ(with.row_slots, without.row_slots);
+  EXPECT_TRUE(without.row_scores.empty());
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify

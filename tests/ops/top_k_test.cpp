@@ -1,0 +1,120 @@
+// Choice and order of experts, value for value.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "sonicmoe/ops.h"
+#include "verify/buffer.h"
+#include "verify/grouping.h"
+#include "verify/inputs.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+using Ints = std::vector<std::int32_t>;
+constexpr double kInf = std::numeric_limits<double>::infinity();
+const double kNan = std::numeric_limits<double>::quiet_NaN();
+
+struct TopK {
+  Status status;
+  Ints ids;
+  Tensor scores;
+  bool untouched = false;
+};
+
+TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode mode,
+         bool norm = false, DType dtype = DType::f32) {
+  TopKDesc desc;
+  desc.tokens = static_cast<std::int64_t>(logits.size()) / experts;
+  desc.experts = experts;
+  desc.top_k = k;
+  desc.dtype = dtype;
+  desc.mode = mode;
+  desc.norm_topk_probs = norm;
+  Arena arena;
+  TopKArgs args;
+  args.logits = arena.input("logits", logits, dtype);
+  args.scores = arena.output_float("scores", desc.tokens * k);
+  args.ids = arena.output_int32("ids", desc.tokens * k);
+  const auto plan = make_plan(desc);
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  Arena workspace;
+  const std::size_t bytes = plan.value().workspace_bytes();
+  TopK out;
+  out.status = plan.value().run(args, {workspace.output("workspace", bytes, 256), bytes});
+  EXPECT_EQ(arena.damage() + workspace.damage(), "");
+  out.untouched = arena.outputs_untouched();
+  out.ids = arena.int32("ids");
+  out.scores = arena.tensor("scores", DType::f32);
+  return out;
+}
+
+TEST(TopK, LargerFirstTiesToTheLowerId) {
+  const Tensor logits = {1, 3, 3, 2, 3};
+  for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+    EXPECT_EQ(run(logits, 5, 4, mode).ids, (Ints{1, 2, 4, 3}));
+    EXPECT_EQ(run(logits, 5, 4, mode, false, DType::bf16).ids, (Ints{1, 2, 4, 3}));
+  }
+}
+
+TEST(TopK, ZerosOfBothSignsTie) {
+  EXPECT_EQ(run({-0.0, 0.0, -0.0}, 3, 3, RouterMode::softmax_over_topk).ids, (Ints{0, 1, 2}));
+  EXPECT_EQ(run({0.0, -0.0, 0.0}, 3, 3, RouterMode::softmax_over_topk).ids, (Ints{0, 1, 2}));
+}
+
+// Coarse logits tie all the time; torch.topk would answer otherwise for some of these tokens.
+TEST(TopK, ManyTies) {
+  constexpr std::int64_t kTokens = 500, kExperts = 128;
+  const Random random(5, 0);
+  Tensor logits(kTokens * kExperts);
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    logits[i] = round_to(random.normal(i), DType::bf16);
+  }
+  const TopK out = run(logits, kExperts, 8, RouterMode::softmax_over_topk, false, DType::bf16);
+  EXPECT_EQ(out.ids, top_k(logits, kTokens, kExperts, 8, RouterMode::softmax_over_topk));
+}
+
+// Far below the maximum all probabilities are zero in fp32, and then ids decide, not logits.
+TEST(TopK, ProbabilitiesDecideOverSoftmax) {
+  const Tensor logits = {0, -200, -150};
+  EXPECT_EQ(run(logits, 3, 3, RouterMode::softmax_over_topk).ids, (Ints{0, 2, 1}));
+  EXPECT_EQ(run(logits, 3, 3, RouterMode::topk_over_softmax).ids, (Ints{0, 1, 2}));
+}
+
+TEST(TopK, KnownScores) {
+  const double log3 = std::log(3.0);
+  const Tensor logits = {0, log3, -kInf, 0};  // exp: 1, 3, 0, 1
+  const auto expect = [](const TopK& out, const Ints& ids, const Tensor& scores) {
+    EXPECT_EQ(out.ids, ids);
+    for (std::size_t i = 0; i < scores.size(); ++i) EXPECT_NEAR(out.scores[i], scores[i], 1e-7);
+  };
+  expect(run(logits, 4, 2, RouterMode::softmax_over_topk), {1, 0}, {0.75, 0.25});
+  expect(run(logits, 4, 2, RouterMode::topk_over_softmax), {1, 0}, {0.6, 0.2});
+  expect(run(logits, 4, 2, RouterMode::topk_over_softmax, true), {1, 0}, {0.75, 0.25});
+  expect(run(logits, 4, 4, RouterMode::topk_over_softmax), {1, 0, 3, 2}, {0.6, 0.2, 0.2, 0});
+}
+
+TEST(TopK, LargeLogitsDoNotOverflow) {
+  const TopK out = run({3e38, 3e38, -3e38}, 3, 3, RouterMode::softmax_over_topk);
+  EXPECT_EQ(out.scores, (Tensor{0.5, 0.5, 0}));
+  EXPECT_EQ(run({1000, 0}, 2, 1, RouterMode::topk_over_softmax).scores, Tensor{1});
+}
+
+TEST(TopK, RefusesDataWithoutAnOrder) {
+  for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+    const Tensor bad[] = {{0, 0, 0, 0, kNan, 0},            // NaN anywhere
+                          {0, 0, 0, 0, 0, kInf},            // infinite maximum
+                          {0, 0, 0, -kInf, -kInf, -kInf}};  // no finite logit
+    for (const Tensor& logits : bad) {
+      const TopK out = run(logits, 3, 2, mode);
+      EXPECT_EQ(out.status.code(), StatusCode::invalid_data);
+      EXPECT_NE(std::string(out.status.message()).find("token 1"), std::string::npos)
+          << out.status.message();
+      EXPECT_TRUE(out.untouched);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify
