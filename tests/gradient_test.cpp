@@ -1,0 +1,116 @@
+// The library's own gradients against finite differences of its own forward, in fp32: no oracle in
+// between.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "tests/test_names.h"
+#include "verify/run.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+double dot(const Tensor& a, const Tensor& b) {
+  double sum = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+/// Routings that do not jump when an input moves a little: lists, or every expert chosen.
+std::vector<Case> cases() {
+  std::vector<Case> out;
+  const auto add = [&](const std::string& name, RouterMode router, Activation activation) {
+    Case c;
+    LayerDesc& d = c.desc;
+    d.tokens = 40;
+    d.hidden = 32;
+    d.intermediate = 24;
+    d.experts = 4;
+    d.dtype = DType::f32;
+    d.activation = activation;
+    d.router = router;
+    d.bias = true;
+    if (router == RouterMode::given) {
+      d.list_length = 150;
+      c.routing = RoutingKind::hostile;
+    } else {
+      d.top_k = 4;
+      c.outside_dlogits = true;
+    }
+    c.name = name;
+    c.seed = out.size() + 1;
+    out.push_back(c);
+  };
+  for (int a = 0; a < 9; ++a) {
+    const auto activation = static_cast<Activation>(a);
+    add(std::string("given_") + name(activation), RouterMode::given, activation);
+  }
+  add("softmax_over_topk", RouterMode::softmax_over_topk, Activation::swiglu);
+  add("topk_over_softmax", RouterMode::topk_over_softmax, Activation::swiglu);
+  add("topk_over_softmax_norm", RouterMode::topk_over_softmax, Activation::swiglu);
+  out.back().desc.norm_topk_probs = true;
+  return out;
+}
+
+double loss(const Problem& problem) {
+  const LayerRun run = run_layer(problem);
+  EXPECT_TRUE(run.status.ok()) << run.status.message();
+  return dot(problem.dout, run.tensors.o) + dot(problem.dlogits, run.tensors.logits);
+}
+
+class LayerGradient : public testing::TestWithParam<Case> {};
+
+// Moves every element of one input by +-h, signs at random, so that the slope is a random sum of
+// all its gradients, of size ||gradient||. With h = 2^-13:
+// - the outputs' rounding, 2^-24 of each of them, makes a noise of 2^-24 ||dout|| / h = 0.02, and
+//   gradients have norms of 5 and more: 0.4 %;
+// - a kink of relu inside the step spoils an element of the gradient by half; a pre-activation of
+//   size one moves by sqrt(d) h = 7e-4, so 0.06 % of the elements, sqrt(0.0006) / 2 = 1 % in norm;
+// - the truncation is of order h^2.
+// A wrong or missing term is a good part of ||gradient||, so that 4 % of it is safe on both sides.
+TEST_P(LayerGradient, AgreesWithFiniteDifferences) {
+  constexpr double h = 0x1p-13;
+  Problem problem = make_problem(GetParam());
+  const LayerRun run = run_layer(problem);
+  ASSERT_TRUE(run.status.ok()) << run.status.message();
+  const LayerTensors& g = run.tensors;
+  const auto expect = [&](const char* name, Tensor* input, const Tensor& gradient) {
+    ASSERT_EQ(input->size(), gradient.size()) << name;
+    const double norm = std::sqrt(dot(gradient, gradient));
+    EXPECT_GT(norm, 5) << name;
+    const Tensor start = *input;
+    for (std::uint64_t direction = 0; direction < 3; ++direction) {
+      const Random random(direction, 3000);
+      Tensor above = start, below = start;
+      double slope = 0, numeric = 0;
+      for (std::size_t i = 0; i < start.size(); ++i) {
+        const double sign = random.below(i, 2) == 0 ? 1 : -1;
+        // What fp32 makes of the step, so that its rounding does not count as an error.
+        above[i] = round_to(start[i] + sign * h, DType::f32);
+        below[i] = round_to(start[i] - sign * h, DType::f32);
+        slope += gradient[i] * (above[i] - below[i]) / (2 * h);
+      }
+      *input = above;
+      numeric += loss(problem);
+      *input = below;
+      numeric -= loss(problem);
+      *input = start;
+      EXPECT_NEAR(numeric / (2 * h), slope, 0.04 * norm) << name;
+    }
+  };
+  expect("x", &problem.x, g.dx);
+  expect("w1", &problem.w1, g.dw1);
+  expect("b1", &problem.b1, g.db1);
+  expect("w2", &problem.w2, g.dw2);
+  expect("b2", &problem.b2, g.db2);
+  if (problem.desc.router == RouterMode::given) {
+    expect("scores", &problem.list_scores, g.dscores);
+  } else {
+    expect("router_w", &problem.router_w, g.drouter_w);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, LayerGradient, testing::ValuesIn(cases()), test_name);
+
+}  // namespace
+}  // namespace sonicmoe::verify
