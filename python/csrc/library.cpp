@@ -29,6 +29,13 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "top_k(Tensor logits, int k, bool softmax_over_topk, bool norm_topk_probs) -> "
       "(Tensor scores, Tensor ids)");
+  library.def(
+      "token_rounding(Tensor logits, Tensor? draws, int top_k, bool softmax_over_topk, "
+      "bool norm_topk_probs, str rule, int tile) -> "
+      "(Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor counts, Tensor frequency)");
+  library.def(
+      "token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, "
+      "Tensor expert_ids, int top_k, bool softmax_over_topk, bool norm_topk_probs) -> Tensor");
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
 }
 
@@ -41,6 +48,8 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) {
   library.impl("aux_loss", TORCH_BOX(&python::aux_loss));
   library.impl("aux_loss_backward", TORCH_BOX(&python::aux_loss_backward));
   library.impl("top_k", TORCH_BOX(&python::top_k));
+  library.impl("token_rounding", TORCH_BOX(&python::token_rounding));
+  library.impl("token_rounding_backward", TORCH_BOX(&python::token_rounding_backward));
   library.impl("count_cumsum", TORCH_BOX(&python::count_cumsum));
 }
 

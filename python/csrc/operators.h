@@ -53,4 +53,13 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::int64_t k, bool softmax_ove
 /// How often each id in [0, E) occurs in ids (S) int32, and the inclusive sums: (E) int32 both.
 std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts);
 
+/// Token rounding of logits (T, E): lists scores (C) float32, token_ids and expert_ids (C) int32, C
+/// the capacity; counts after and before rounding (E) int32. draws: seed and offset, (2) int64.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
+    Tensor logits, OptionalTensor draws, std::int64_t top_k, bool softmax_over_topk,
+    bool norm_topk_probs, std::string rule, std::int64_t tile);
+/// dlogits (T, E) from the lists and their scores' gradients.
+Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, Tensor expert_ids,
+                               std::int64_t top_k, bool softmax_over_topk, bool norm_topk_probs);
+
 }  // namespace sonicmoe::python

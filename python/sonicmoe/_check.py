@@ -60,6 +60,24 @@ def activation(name: str, value: ActivationType) -> None:
         raise TypeError(f"{name}: got {value!r}, allowed: {', '.join(map(str, ActivationType))}")
 
 
+#: The published names of the rules (NR-f, SR-f, NR-s, Balance-f, UP, DOWN), and the library's.
+ROUNDING_RULES = {
+    "nr": "nearest",
+    "sr": "stochastic",
+    "nr_s": "nearest_scores",
+    "balance": "balance",
+    "up": "up",
+    "down": "down",
+}
+
+
+def rounding_rule(name: str, rule: str) -> str:
+    """The library's name of a rounding rule."""
+    if rule not in ROUNDING_RULES:
+        raise ValueError(f"{name}: got {rule!r}, allowed: {', '.join(map(repr, ROUNDING_RULES))}")
+    return ROUNDING_RULES[rule]
+
+
 def expert_weights(name: str, weights: torch.Tensor, shape: str) -> torch.Tensor:
     """The contiguous (E, out, in) tensor whose permuted view (out, in, E) the caller gave."""
     tensors(**{name: weights})

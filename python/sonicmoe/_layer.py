@@ -97,6 +97,28 @@ def routed_layer(
     return o, counts
 
 
+def token_rounding(
+    logits: torch.Tensor,
+    top_k: int,
+    rule: str,
+    tile: int,
+    softmax_over_topk: bool,
+    norm_topk_probs: bool,
+    draws: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Lists scores, token ids, expert ids; counts (E) after rounding and before."""
+    _ops.require()
+    return _ops.token_rounding(
+        logits.contiguous(),
+        draws,
+        top_k,
+        softmax_over_topk,
+        norm_topk_probs,
+        _check.rounding_rule("rule", rule),
+        tile,
+    )
+
+
 def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The load-balancing loss () fp32 of logits (T, E) and counts (E) int32."""
     _ops.require()

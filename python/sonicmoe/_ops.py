@@ -101,6 +101,28 @@ def _count_cumsum_fake(ids, experts):
     return _empty(ids, experts), _empty(ids, experts)
 
 
+def _token_rounding_fake(
+    logits, draws, top_k, softmax_over_topk, norm_topk_probs, rule, tile
+):
+    tokens, experts = logits.shape
+    chosen = tokens * top_k
+    grown = chosen + torch.sym_min(experts, chosen) * (tile - 1)
+    capacity = torch.sym_min(tokens * experts, grown)
+    return (
+        _empty(logits, capacity, dtype=torch.float32),
+        _empty(logits, capacity, dtype=torch.int32),
+        _empty(logits, capacity, dtype=torch.int32),
+        _empty(logits, experts, dtype=torch.int32),
+        _empty(logits, experts, dtype=torch.int32),
+    )
+
+
+def _token_rounding_backward_fake(
+    dscores, logits, token_ids, expert_ids, top_k, softmax_over_topk, norm_topk_probs
+):
+    return _empty(logits, *logits.shape)
+
+
 # Derivatives. Only x, H and the routing block are kept besides the parameters, and the logits where
 # a gradient needs the probabilities of all experts.
 
@@ -165,6 +187,22 @@ def _aux_loss_backward(ctx, dloss):
     return torch.ops.sonicmoe.aux_loss_backward(dloss.contiguous(), *ctx.saved_tensors), None
 
 
+def _save_for_token_rounding_backward(ctx, inputs, output):
+    logits, draws, top_k, softmax_over_topk, norm_topk_probs, rule, tile = inputs
+    scores, token_ids, expert_ids, counts, frequency = output
+    ctx.save_for_backward(logits, token_ids, expert_ids)
+    ctx.options = top_k, softmax_over_topk, norm_topk_probs
+    ctx.mark_non_differentiable(token_ids, expert_ids, counts, frequency)
+    ctx.set_materialize_grads(False)
+
+
+def _token_rounding_backward(ctx, dscores, *dlists):
+    dlogits = torch.ops.sonicmoe.token_rounding_backward(
+        dscores.contiguous(), *ctx.saved_tensors, *ctx.options
+    )
+    return dlogits, None, None, None, None, None, None
+
+
 def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:
     """The operator with its derivative; a derivative of that is refused.
 
@@ -208,8 +246,13 @@ if AVAILABLE:
         ("aux_loss_backward", _aux_loss_backward_fake),
         ("top_k", _top_k_fake),
         ("count_cumsum", _count_cumsum_fake),
+        ("token_rounding", _token_rounding_fake),
+        ("token_rounding_backward", _token_rounding_backward_fake),
     ):
         torch.library.register_fake(f"sonicmoe::{_name}", _fake)
     layer_forward = _differentiable("layer_forward", _save_for_layer_backward, _layer_backward)
     routed_forward = _differentiable("routed_forward", _save_for_routed_backward, _routed_backward)
+    token_rounding = _differentiable(
+        "token_rounding", _save_for_token_rounding_backward, _token_rounding_backward
+    )
     aux_loss = _differentiable("aux_loss", _save_for_aux_loss_backward, _aux_loss_backward)

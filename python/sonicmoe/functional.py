@@ -88,6 +88,36 @@ def moe_general_routing_inputs(
     )
 
 
+def token_rounding(
+    logits: torch.Tensor,
+    K: int,
+    *,
+    rule: str = "nr",
+    tile: int = 128,
+    softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rounds each expert's token count to a multiple of `tile`, for training.
+
+    Router logits (T, E) -> scores fp32, token ids (ascending, then by expert), expert ids, lists of
+    one static length for :func:`moe_general_routing_inputs`, padded with sentinels; and the counts
+    (E) int32 after rounding. Gradients reach the logits through kept and added entries.
+
+    `rule`: "nr" nearest, ties down; "sr" up with probability (f - floor) / tile; "nr_s" up with the
+    share of score that rounding down would drop; "balance" nearest with the running error; "up";
+    "down". `seed` and `offset` fix the draws of "sr" and "nr_s": move `offset` on at every step.
+    """
+    _check.tensors(logits=logits)
+    _check.integer("K", K)
+    _check.integer("tile", tile)
+    draws = torch.tensor([seed, offset], dtype=torch.int64, device=logits.device)
+    return _layer.token_rounding(
+        logits, K, rule, tile, softmax_over_topk, norm_topk_probs, draws
+    )[:4]
+
+
 def switch_loss(router_logits: torch.Tensor, expert_frequency: torch.Tensor) -> torch.Tensor:
     """The load-balancing loss E * sum_e (P_e / sum P)(f_e / sum f), an fp32 scalar.
 

@@ -1,9 +1,12 @@
 """The MoE module."""
 
+from types import ModuleType
+
 import torch
 from torch import nn
 
 from . import _check, _layer, _ops, reference
+from ._autocast import autocast
 from .enums import ActivationType, KernelBackendMoE, is_glu
 
 _BACKENDS = {KernelBackendMoE.sonicmoe: _layer, KernelBackendMoE.torch: reference}
@@ -48,6 +51,10 @@ class MoE(nn.Module):
 
     Scores are the softmax over the K largest logits; with `softmax_over_topk=False` the K largest
     of the softmax over all logits, divided by their sum if `norm_topk_probs`.
+
+    With `routing="token_rounding"` the layer rounds each expert's tokens to a multiple of `tile`
+    while training (see :func:`sonicmoe.functional.token_rounding` for the rules of `rounding`); in
+    `eval()` and in inference mode it is plain top-K. Draws come from PyTorch's generator.
     """
 
     def __init__(
@@ -63,6 +70,9 @@ class MoE(nn.Module):
         softmax_over_topk: bool = True,
         norm_topk_probs: bool = False,
         concat_layout: bool = False,
+        routing: str = "top_k",
+        rounding: str = "nr",
+        tile: int = 128,
     ) -> None:
         super().__init__()
         _check.integer("num_experts", num_experts)
@@ -70,6 +80,12 @@ class MoE(nn.Module):
         _check.integer("hidden_size", hidden_size)
         _check.integer("intermediate_size", intermediate_size)
         _check.activation("activation_function", activation_function)
+        _check.integer("tile", tile)
+        _check.rounding_rule("rounding", rounding)
+        if routing not in ("top_k", "token_rounding"):
+            raise ValueError(f"routing: got {routing!r}, allowed: 'top_k', 'token_rounding'")
+        if not 1 <= tile <= 1024:
+            raise ValueError(f"tile: got {tile}, allowed: 1 to 1024")
         if _ops.AVAILABLE:
             torch.ops.sonicmoe.check_layer(
                 hidden_size,
@@ -86,6 +102,9 @@ class MoE(nn.Module):
         self.softmax_over_topk = softmax_over_topk
         self.norm_topk_probs = norm_topk_probs
         self.concat_layout = concat_layout
+        self.routing = routing
+        self.rounding = rounding
+        self.tile = tile
 
         width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
@@ -109,8 +128,12 @@ class MoE(nn.Module):
         _check.tensors(x=x)
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
+        tokens = x.reshape(-1, self.hidden_size)
+        if self.routing == "token_rounding" and self.training and not is_inference_mode:
+            out, logits, counts = self._rounded(backend, tokens)
+            return out.view(x.shape), backend.switch_loss(logits, counts)
         out, logits, counts = backend.topk_layer(
-            x.reshape(-1, self.hidden_size),
+            tokens,
             self.router.weight,
             self.c_fc.weight,
             self.c_fc.bias,
@@ -126,11 +149,46 @@ class MoE(nn.Module):
         aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
         return out.view(x.shape), aux_loss
 
+    def _rounded(
+        self, backend: ModuleType, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The output, the logits and the counts before rounding."""
+        x, router_w = autocast(x, self.router.weight)
+        logits = nn.functional.linear(x, router_w)
+        # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
+        draws = None
+        if self.rounding in ("sr", "nr_s"):
+            draws = torch.randint(2**62, (2,), device=x.device)
+        scores, token_ids, expert_ids, _, frequency = backend.token_rounding(
+            logits,
+            self.top_k,
+            self.rounding,
+            self.tile,
+            self.softmax_over_topk,
+            self.norm_topk_probs,
+            draws,
+        )
+        out, _ = backend.routed_layer(
+            x,
+            scores,
+            token_ids,
+            expert_ids,
+            self.c_fc.weight,
+            self.c_fc.bias,
+            self.c_proj.weight,
+            self.c_proj.bias,
+            self.activation_function,
+            False,
+            self.concat_layout,
+        )
+        return out, logits, frequency
+
     def extra_repr(self) -> str:
         return (
             f"top_k={self.top_k}, activation_function={self.activation_function}, "
             f"softmax_over_topk={self.softmax_over_topk}, "
-            f"norm_topk_probs={self.norm_topk_probs}, concat_layout={self.concat_layout}"
+            f"norm_topk_probs={self.norm_topk_probs}, concat_layout={self.concat_layout}, "
+            f"routing={self.routing!r}, rounding={self.rounding!r}, tile={self.tile}"
         )
 
 

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 
 from ._autocast import autocast
 from .enums import ActivationType, is_glu
+from .reference_routing import route, token_rounding, wide_type
+
+__all__ = ["route", "routed_layer", "switch_loss", "token_rounding", "topk_layer"]
 
 _POINTWISE = {
     ActivationType.SWIGLU: F.silu,
@@ -24,13 +27,8 @@ _POINTWISE = {
 }
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to accumulate in: fp32, or fp64 for fp64 inputs."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _activate(h: torch.Tensor, activation: ActivationType, concat_layout: bool) -> torch.Tensor:
-    wide = h.to(_wide(h.dtype))
+    wide = h.to(wide_type(h.dtype))
     function = _POINTWISE[activation]
     if not is_glu(activation):
         return function(wide).to(h.dtype)
@@ -39,24 +37,6 @@ def _activate(h: torch.Tensor, activation: ActivationType, concat_layout: bool) 
     else:
         gate, up = wide[..., 0::2], wide[..., 1::2]
     return (function(gate) * up).to(h.dtype)
-
-
-def route(
-    logits: torch.Tensor, k: int, softmax_over_topk: bool = True, norm_topk_probs: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores (T, K), at least fp32, and expert ids (T, K) of each token, largest first.
-
-    A stable sort, because ties go to the lower expert id, which `torch.topk` does not promise.
-    """
-    logits = logits.to(_wide(logits.dtype))
-    values = logits if softmax_over_topk else logits.softmax(dim=-1)
-    values, ids = values.sort(dim=-1, descending=True, stable=True)
-    scores, ids = values[:, :k], ids[:, :k]
-    if softmax_over_topk:
-        scores = scores.softmax(dim=-1)
-    elif norm_topk_probs:
-        scores = scores / scores.sum(dim=-1, keepdim=True)
-    return scores, ids
 
 
 def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, concat_layout):
@@ -83,7 +63,7 @@ def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, concat_layo
         rows.append(F.linear(a, w2_e, b2_e))
     y = torch.cat(rows)
 
-    wide = _wide(x.dtype)
+    wide = wide_type(x.dtype)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     out = out.index_add(0, tokens, y.to(wide) * scores.to(wide).unsqueeze(-1))
     return out.to(x.dtype), counts.int()
@@ -147,7 +127,7 @@ def routed_layer(
 
 def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """E * sum_e (P_e / sum P)(f_e / sum f), P the summed softmax of logits (T, E), f the counts."""
-    probs = logits.to(_wide(logits.dtype)).softmax(dim=-1).sum(dim=0)
+    probs = logits.to(wide_type(logits.dtype)).softmax(dim=-1).sum(dim=0)
     frequency = counts.to(probs.dtype)
     # The sums are T and T*K, or zero without tokens; then so is the loss.
     probs = probs / probs.sum().clamp(min=torch.finfo(probs.dtype).tiny)

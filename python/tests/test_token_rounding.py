@@ -1,0 +1,170 @@
+"""Token rounding: the operator against the plain reference, gradients, the module, refusals.
+
+Counts, lists and the scores of top-K entries do not depend on the order of sums that matters here,
+so they are compared for equality where logits make the order of probabilities certain; scores are
+fp32 softmax terms, each a few roundings from the reference's.
+"""
+
+import pytest
+import torch
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, reference
+from sonicmoe._check import ROUNDING_RULES
+
+RULES = tuple(ROUNDING_RULES)
+EPS = torch.finfo(torch.float32).eps
+
+
+def logits_of(tokens, experts, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    # Uneven experts, so that rounding has something to do.
+    skew = torch.linspace(0, 1.5, experts)
+    return (torch.randn(tokens, experts, generator=generator) + skew).to(dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("tile", [1, 3, 16, 128])
+def test_lists_equal_the_reference(rule, mode, tile):
+    logits = logits_of(90, 11, seed=tile)
+    got = functional.token_rounding(
+        logits, 3, rule=rule, tile=tile, softmax_over_topk=mode[0], norm_topk_probs=mode[1], seed=7,
+        offset=5,
+    )  # fmt: skip
+    draws = torch.tensor([7, 5])
+    want = reference.token_rounding(logits, 3, rule, tile, *mode, draws)
+    for ours, theirs in zip(got[1:], want[1:4], strict=True):
+        assert torch.equal(ours, theirs)
+    # exp, a sum of 11 and a division: relative error below 32 eps on either side.
+    torch.testing.assert_close(got[0], want[0], rtol=64 * EPS, atol=0)
+
+
+def test_tile_one_is_plain_top_k():
+    logits = logits_of(50, 9, seed=1)
+    scores, tokens, experts, counts = functional.token_rounding(logits, 2, tile=1)
+    top_scores, ids = torch.ops.sonicmoe.top_k(logits, 2, True, False)
+    order = ids.sort(dim=1).indices
+    assert torch.equal(tokens, torch.arange(50).repeat_interleave(2).int())
+    assert torch.equal(experts.view(50, 2), ids.gather(1, order))
+    assert torch.equal(scores.view(50, 2), top_scores.gather(1, order))
+    assert torch.equal(counts, ids.flatten().bincount(minlength=9).int())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mode", [(True, False), (False, False), (False, True)])
+def test_gradient_equals_autograd_of_the_reference(rule, mode):
+    logits = logits_of(70, 8, seed=3).requires_grad_()
+    scores = functional.token_rounding(
+        logits, 2, rule=rule, tile=16, softmax_over_topk=mode[0], norm_topk_probs=mode[1]
+    )[0]
+    dscores = torch.randn(scores.shape, generator=torch.Generator().manual_seed(0))
+    scores.backward(dscores)
+    wide = logits.detach().double().requires_grad_()
+    expected = reference.token_rounding(wide, 2, rule, 16, *mode, None)
+    expected[0].backward(dscores.double())
+    # Sums of up to 8 products of numbers of unit size, in fp32.
+    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=0, atol=64 * EPS)
+
+
+def test_module_rounds_while_training_and_not_otherwise():
+    torch.manual_seed(0)
+    options = dict(routing="token_rounding", rounding="up", tile=16)
+    moe = MoE(8, 2, 16, 8, ActivationType.SWIGLU, False, 0.1, **options)
+    plain = MoE(8, 2, 16, 8, ActivationType.SWIGLU, False, 0.1)
+    plain.load_state_dict(moe.state_dict())
+    x = torch.randn(6, 20, 16)
+    assert not torch.equal(moe(x)[0], plain(x)[0])
+    assert torch.equal(moe(x, is_inference_mode=True)[0], plain(x, is_inference_mode=True)[0])
+    torch.testing.assert_close(moe(x)[1], plain(x)[1])  # the loss counts what top-K chose
+    moe.eval()
+    assert torch.equal(moe(x)[0], plain(x)[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_module_equals_the_torch_backend(rule):
+    torch.manual_seed(0)
+    moe = MoE(
+        6, 2, 16, 24, ActivationType.SWIGLU, True, 0.3, routing="token_rounding", rounding=rule,
+        tile=16,
+    )  # fmt: skip
+    x = torch.randn(100, 16)
+    gradients = []
+    for backend in (KernelBackendMoE.sonicmoe, KernelBackendMoE.torch):
+        torch.manual_seed(1)  # the draws
+        moe.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out, loss = moe(inputs, backend)
+        (out.square().sum() + loss).backward()
+        gradients.append([out, loss, inputs.grad, *(p.grad for p in moe.parameters())])
+    for ours, theirs in zip(*gradients, strict=True):
+        error = (ours - theirs).norm() / theirs.norm().clamp_min(1e-30)
+        assert error < 1e-5  # fp32 in other orders: sums of at most 600 terms
+
+
+def test_draws_follow_the_generator():
+    moe = MoE(
+        16, 2, 16, 8, ActivationType.SWIGLU, False, 0.3, routing="token_rounding", rounding="sr",
+        tile=16,
+    )  # fmt: skip
+    x = torch.randn(200, 16)
+    outputs = []
+    for seed in (0, 0, 1, 2, 3):
+        torch.manual_seed(seed)
+        outputs.append(moe(x)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not all(torch.equal(outputs[0], other) for other in outputs[2:])
+
+
+def test_opcheck_and_compile():
+    logits = logits_of(33, 8, seed=2).requires_grad_()
+    draws = torch.tensor([1, 2])
+    torch.library.opcheck(
+        torch.ops.sonicmoe.token_rounding.default, (logits, draws, 2, True, False, "stochastic", 16)
+    )
+    moe = MoE(8, 2, 16, 8, ActivationType.SWIGLU, False, 0.3, routing="token_rounding", tile=16)
+    x = torch.randn(64, 16)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x)[0], moe(x)[0])
+
+
+def test_no_tokens():
+    scores, tokens, experts, counts = functional.token_rounding(torch.empty(0, 4), 2)
+    assert scores.numel() == tokens.numel() == experts.numel() == 0
+    assert torch.equal(counts, torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tile": 0}, "tile: got 0, allowed: 1 to 1024"),
+        ({"tile": 1025}, "tile: got 1025, allowed: 1 to 1024"),
+        ({"K": 5}, "top_k: got 5, allowed: 1 to experts (4)"),
+        (
+            {"rule": "nearest"},
+            "rule: got 'nearest', allowed: 'nr', 'sr', 'nr_s', 'balance', 'up', 'down'",
+        ),
+        (
+            {"logits": torch.tensor([[0.0, float("nan"), 0.0, 0.0]])},
+            "logits: got a NaN in the row of token 0, allowed: numbers below +inf, at least one "
+            "of them finite",
+        ),
+    ],
+)
+def test_refusals(changes, message):
+    arguments = {"logits": torch.zeros(6, 4), "K": 2, **changes}
+    with pytest.raises(ValueError) as error:
+        functional.token_rounding(**arguments)
+    assert str(error.value) == message
+
+
+def test_module_refusals():
+    for options, message in [
+        ({"routing": "expert_choice"}, "routing: got 'expert_choice', allowed: 'top_k', 'token_rounding'"),
+        ({"tile": 0}, "tile: got 0, allowed: 1 to 1024"),
+        (
+            {"rounding": "x"},
+            "rounding: got 'x', allowed: 'nr', 'sr', 'nr_s', 'balance', 'up', 'down'",
+        ),
+    ]:
+        with pytest.raises(ValueError) as error:
+            MoE(4, 2, 8, 8, ActivationType.SWIGLU, False, 0.1, **options)
+        assert str(error.value) == message
