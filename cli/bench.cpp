@@ -231,8 +231,8 @@ Subcommand add_bench(CLI::App& app) {
       ->excludes(parser->get_option("--thiek"));
   parser->add_flag("--ops", state->operations, "Time each operation by itself, too")
       ->check(no_value());
-  parser->add_option("--repeats", state->repeats, "Timed repeats of everything (default: 20)")
-      ->check(integer_in(1, 1000000));
+  add_integer(*parser, "--repeats", state->repeats, 1, 1000000,
+              "Timed repeats of everything (default: 20)");
   return {parser,
           [state] { return run_bench(state->settings, state->operations, state->repeats); }};
 }

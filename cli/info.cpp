@@ -6,6 +6,14 @@
 namespace sonicmoe::cli {
 namespace {
 
+constexpr const char* kHelp =
+    "Kernels are listed best first within an operation; a plan takes the first that fits.\n"
+    "JSON: version, command, devices [{id, name, details, usable, reason}], kernels [{op, name,\n"
+    "device, compiled, reason}]; with --thiek also layer {thiek, dtype, activation, w1_layout,\n"
+    "router, norm_topk_probs, bias, inference} and explain, the plan as printed. reason says why "
+    "a\n"
+    "device is not usable or a kernel not compiled, else it is empty.";
+
 Json device_list() {
   Json list = Json::array();
   std::printf("devices:\n");
@@ -63,6 +71,7 @@ int run_info(Settings& settings) {
 Subcommand add_info(CLI::App& app) {
   auto* parser = app.add_subcommand(
       "info", "Version, devices and kernels; with --thiek, which kernels a plan takes and why");
+  parser->footer(kHelp);
   auto settings = std::make_shared<Settings>();
   settings->add_to(*parser, nullptr);
   return {parser, [settings] { return run_info(*settings); }};

@@ -30,11 +30,40 @@ std::string unknown(const CLI::App& app, const std::string& word) {
   return "argument: got '" + word + "', allowed: options only (" + join(option_names(app)) + ")";
 }
 
+/// What the parser refuses, in the words of every other message; checks of values have them
+/// already.
+std::string refusal(const CLI::App& app, const CLI::ParseError& error) {
+  const std::string text = error.what();
+  const auto parsed = app.get_subcommands();
+  if (parsed.empty()) return text;
+  if (error.get_name() == "ArgumentMismatch") {
+    const auto* option = parsed.front()->get_option_no_throw(text.substr(0, text.find(':')));
+    if (option == nullptr) return text;
+    const bool repeated = option->count() > 1;
+    return option->get_name() + ": got " +
+           (repeated ? std::to_string(option->count()) + " values, allowed: one"
+                     : "nothing, allowed: " + option->get_type_name());
+  }
+  if (error.get_name() != "RequiresError" && error.get_name() != "ExcludesError") return text;
+  for (const auto* option : parsed.front()->get_options()) {
+    if (option->count() == 0) continue;
+    const std::string got = option->get_name() + ": got '" + option->results().front() + "'";
+    for (const auto* other : option->get_needs()) {
+      if (other->count() == 0) return got + ", allowed: only with " + other->get_name();
+    }
+    for (const auto* other : option->get_excludes()) {
+      if (other->count() > 0) return got + ", allowed: only without " + other->get_name();
+    }
+  }
+  return text;
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Checks, times and describes sonicmoe's Mixture-of-Experts layer.", "sonicmoe");
   app.footer(kFooter);
   app.set_version_flag("--version", version());
-  const std::vector<Subcommand> all = {add_check(app), add_bench(app), add_info(app)};
+  const std::vector<Subcommand> all = {add_check(app), add_bench(app), add_info(app),
+                                       add_route(app)};
   app.require_subcommand(0, 1);
   app.allow_extras();
   for (const auto& sub : all) sub.parser->allow_extras();
@@ -44,7 +73,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {
-    throw UsageError(error.what());
+    throw UsageError(refusal(app, error));
   }
   for (const auto& sub : all) {
     if (!sub.parser->parsed()) continue;

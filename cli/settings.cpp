@@ -1,13 +1,14 @@
 #include "settings.h"
 
+#include <fcntl.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
-#include <optional>
 #include <thread>
 
 namespace sonicmoe::cli {
@@ -22,39 +23,28 @@ std::optional<T> parse_integer(const std::string& text) {
   return value;
 }
 
-/// The names of an enum whose values count up from 0.
-template <class Enum>
-std::vector<std::string> names() {
-  std::vector<std::string> all;
-  for (int i = 0; name(static_cast<Enum>(i)) != std::string("?"); ++i) {
-    all.emplace_back(name(static_cast<Enum>(i)));
-  }
-  return all;
-}
-
 template <class Enum>
 Enum from_name(const std::string& text) {
   const auto all = names<Enum>();
   return static_cast<Enum>(std::find(all.begin(), all.end(), text) - all.begin());
 }
 
-std::optional<std::array<std::int64_t, 5>> parse_thiek(const std::string& text) {
-  std::array<std::int64_t, 5> sizes{};
-  std::size_t begin = 0;
-  for (std::size_t i = 0; i < sizes.size(); ++i) {
-    const bool last = i + 1 == sizes.size();
-    const std::size_t end = last ? text.size() : text.find(',', begin);
-    if (end == std::string::npos) return std::nullopt;
-    const auto size = parse_integer<std::int64_t>(text.substr(begin, end - begin));
-    if (!size) return std::nullopt;
-    sizes[i] = *size;
-    begin = end + 1;
-  }
-  return sizes;
+std::string check_thiek(std::string& text) {
+  return parse_integers(text, 5) ? "" : "got '" + text + "', allowed: five integers T,H,I,E,K";
 }
 
-std::string check_thiek(std::string& text) {
-  return parse_thiek(text) ? "" : "got '" + text + "', allowed: five integers T,H,I,E,K";
+/// Whether write_json() can succeed, without touching an old report and without leaving an empty
+/// file behind if there is never anything to write.
+bool can_write(const std::filesystem::path& path) {
+  const auto may = [](const std::filesystem::path& p, int mode) {
+    return faccessat(AT_FDCWD, p.c_str(), mode, AT_EACCESS) == 0;
+  };
+  std::error_code ignored;
+  if (std::filesystem::exists(path, ignored)) {
+    return !std::filesystem::is_directory(path, ignored) && may(path, W_OK);
+  }
+  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  return std::filesystem::is_directory(folder, ignored) && may(folder, W_OK | X_OK);
 }
 
 int usable_threads() {
@@ -64,6 +54,22 @@ int usable_threads() {
 }
 
 }  // namespace
+
+std::optional<std::vector<std::int64_t>> parse_integers(const std::string& text,
+                                                        std::size_t count) {
+  std::vector<std::int64_t> values;
+  std::size_t begin = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const bool last = i + 1 == count;
+    const std::size_t end = last ? text.size() : text.find(',', begin);
+    if (end == std::string::npos) return std::nullopt;
+    const auto value = parse_integer<std::int64_t>(text.substr(begin, end - begin));
+    if (!value) return std::nullopt;
+    values.push_back(*value);
+    begin = end + 1;
+  }
+  return values;
+}
 
 CLI::Validator integer_in(std::int64_t low, std::int64_t high) {
   const std::string range = std::to_string(low) + " to " + std::to_string(high);
@@ -99,92 +105,119 @@ std::string join(const std::vector<std::string>& words) {
   return text;
 }
 
-void Settings::add_to(CLI::App& app, const char* default_thiek) {
-  const auto set_thiek = [this](const std::string& text) {
-    const auto [tokens, hidden, intermediate, experts, top_k] = *parse_thiek(text);
-    desc.tokens = tokens, desc.hidden = hidden, desc.intermediate = intermediate;
-    desc.experts = experts, desc.top_k = top_k;
+CLI::Option* Settings::add_thiek(CLI::App& app, const char* default_thiek) {
+  const auto set = [this](const std::string& text) {
+    const auto sizes = *parse_integers(text, 5);
+    desc.tokens = sizes[0], desc.hidden = sizes[1], desc.intermediate = sizes[2];
+    desc.experts = sizes[3], desc.top_k = sizes[4];
     has_shape = true;
   };
-  const auto text_option = [&app](const char* option, auto set, const char* help) {
-    return app.add_option_function<std::string>(option, set, help);
-  };
-  auto* thiek =
-      text_option("--thiek", set_thiek, "Tokens, hidden, intermediate, experts, experts a token")
-          ->check(CLI::Validator(check_thiek, ""))
-          ->type_name("T,H,I,E,K");
+  auto* option = app.add_option_function<std::string>(
+      "--thiek", set, "Tokens, hidden, intermediate, experts, experts a token");
+  option->check(CLI::Validator(check_thiek, ""))->type_name("T,H,I,E,K");
   if (default_thiek != nullptr) {
-    set_thiek(default_thiek);
-    thiek->default_str(default_thiek);
+    set(default_thiek);
+    option->default_str(default_thiek);
   }
+  return option;
+}
 
-  const auto set_dtype = [this](const std::string& text) {
+CLI::Option* Settings::add_dtype(CLI::App& app) {
+  const auto set = [this](const std::string& text) {
     desc.dtype = from_name<DType>(text);
     dtype_given_ = true;
   };
-  const auto set_activation = [this](const std::string& text) {
-    desc.activation = from_name<Activation>(text);
-  };
-  const std::vector<CLI::Option*> of_layer = {
-      text_option("--dtype", set_dtype, "Of all tensors (default: f32 on cpu, bf16 on cuda)")
-          ->check(one_of(names<DType>()))
-          ->type_name(join(names<DType>())),
-      text_option("--activation", set_activation, "Default: swiglu")
-          ->check(one_of(names<Activation>()))
-          ->type_name(join(names<Activation>())),
-      app.add_flag_callback(
-             "--topk_over_softmax", [this] { desc.router = RouterMode::topk_over_softmax; },
-             "Scores are the K largest of the softmax over all experts")
-          ->check(no_value()),
-      app.add_flag("--norm_topk_probs", desc.norm_topk_probs,
-                   "With --topk_over_softmax: divide the K scores by their sum")
-          ->check(no_value()),
-      app.add_flag_callback(
-             "--concat_layout", [this] { desc.w1_layout = W1Layout::concatenated; },
-             "W1 rows are [gate | up] instead of gate and up in turn")
-          ->check(no_value()),
-      app.add_flag("--add_bias", desc.bias, "Experts have biases b1 and b2")->check(no_value()),
-      app.add_flag("--inference", desc.inference, "Forward only, nothing kept for backward")
-          ->check(no_value()),
-  };
-  if (default_thiek == nullptr) {
-    for (auto* option : of_layer) option->needs(thiek);
-  }
+  return app
+      .add_option_function<std::string>("--dtype", set,
+                                        "Of all tensors (default: f32 on cpu, bf16 on cuda)")
+      ->check(one_of(names<DType>()))
+      ->type_name(join(names<DType>()));
+}
 
+std::vector<CLI::Option*> Settings::add_router(CLI::App& app) {
+  return {app.add_flag_callback(
+                 "--topk_over_softmax", [this] { desc.router = RouterMode::topk_over_softmax; },
+                 "Scores are the K largest of the softmax over all experts")
+              ->check(no_value()),
+          app.add_flag("--norm_topk_probs", desc.norm_topk_probs,
+                       "With --topk_over_softmax: divide the K scores by their sum")
+              ->check(no_value())};
+}
+
+CLI::Option* Settings::add_tile(CLI::App& app) {
+  return add_integer(app, "--tile", tile, 1, 1024,
+                     "Token rounding to multiples of this many rows an expert (default: 128)");
+}
+
+void Settings::add_run(CLI::App& app) {
   const auto set_device = [this](const std::string& text) {
     device.type = from_name<DeviceType>(text);
   };
-  text_option("--device", set_device, "Default: cpu")
+  app.add_option_function<std::string>("--device", set_device, "Default: cpu")
       ->check(one_of(names<DeviceType>()))
       ->type_name(join(names<DeviceType>()));
-  app.add_option("--threads", threads, "CPU threads (default: all this process may use)")
-      ->check(integer_in(1, 4096));
-  app.add_option("--seed", seed, "Of the random inputs (default: 0)")
-      ->check(integer_in(0, std::int64_t{1} << 53));
+  add_integer(app, "--threads", threads, 1, 4096,
+              "CPU threads (default: all this process may use)");
+  add_integer(app, "--seed", seed, 0, kMaxSeed, "Of everything random (default: 0)");
   app.add_option("--json", json, "Write the results to this file")->type_name("FILE");
+}
+
+void Settings::add_to(CLI::App& app, const char* default_thiek) {
+  auto* thiek = add_thiek(app, default_thiek);
+  std::vector<CLI::Option*> of_layer = {add_dtype(app)};
+  const auto set_activation = [this](const std::string& text) {
+    desc.activation = from_name<Activation>(text);
+  };
+  of_layer.push_back(
+      app.add_option_function<std::string>("--activation", set_activation, "Default: swiglu")
+          ->check(one_of(names<Activation>()))
+          ->type_name(join(names<Activation>())));
+  for (auto* option : add_router(app)) of_layer.push_back(option);
+  of_layer.push_back(app.add_flag_callback(
+                            "--concat_layout", [this] { desc.w1_layout = W1Layout::concatenated; },
+                            "W1 rows are [gate | up] instead of gate and up in turn")
+                         ->check(no_value()));
+  of_layer.push_back(
+      app.add_flag("--add_bias", desc.bias, "Experts have biases b1 and b2")->check(no_value()));
+  of_layer.push_back(
+      app.add_flag("--inference", desc.inference, "Forward only, nothing kept for backward")
+          ->check(no_value()));
+  if (default_thiek == nullptr) {
+    for (auto* option : of_layer) option->needs(thiek);
+  }
+  add_run(app);
 }
 
 void Settings::resolve() {
   if (threads == 0) threads = usable_threads();
   if (!dtype_given_) desc.dtype = device.type == DeviceType::cpu ? DType::f32 : DType::bf16;
-  // Appending does not destroy an old report before there is a new one.
-  if (!json.empty() && !std::ofstream(json, std::ios::app)) {
+  if (!json.empty() && !can_write(json)) {
     throw UsageError("--json: got '" + json + "', allowed: a file that can be written");
   }
 }
 
-std::string Settings::layer_line() const {
+std::string Settings::thiek_line() const {
   std::string line = "--thiek";
   char separator = ' ';
   for (auto size : {desc.tokens, desc.hidden, desc.intermediate, desc.experts, desc.top_k}) {
     line += separator + std::to_string(size);
     separator = ',';
   }
-  line += std::string(" --dtype ") + name(desc.dtype);
-  if (desc.activation != Activation::swiglu)
-    line += std::string(" --activation ") + name(desc.activation);
+  return line;
+}
+
+std::string Settings::router_line() const {
+  std::string line;
   if (desc.router == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
   if (desc.norm_topk_probs) line += " --norm_topk_probs";
+  return line;
+}
+
+std::string Settings::layer_line() const {
+  std::string line = thiek_line() + " --dtype " + name(desc.dtype);
+  if (desc.activation != Activation::swiglu)
+    line += std::string(" --activation ") + name(desc.activation);
+  line += router_line();
   if (desc.w1_layout == W1Layout::concatenated) line += " --concat_layout";
   if (desc.bias) line += " --add_bias";
   if (desc.inference) line += " --inference";

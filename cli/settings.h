@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,13 @@ struct Settings {
   /// Adds the shared options to a subcommand. A null `default_thiek` means that the subcommand also
   /// works without a shape; the options that describe a layer then need --thiek.
   void add_to(CLI::App& app, const char* default_thiek);
+  /// Parts of it, for a subcommand that needs no whole layer: --thiek; --dtype;
+  /// --topk_over_softmax and --norm_topk_probs; --tile; --device, --threads, --seed and --json.
+  CLI::Option* add_thiek(CLI::App& app, const char* default_thiek);
+  CLI::Option* add_dtype(CLI::App& app);
+  std::vector<CLI::Option*> add_router(CLI::App& app);
+  CLI::Option* add_tile(CLI::App& app);
+  void add_run(CLI::App& app);
   /// Fills in what depends on several options. Refuses, now and not after minutes of work, a report
   /// that cannot be written.
   void resolve();
@@ -44,16 +52,32 @@ struct Settings {
 
   /// The options that describe the layer: "--thiek 64,64,64,8,2 --dtype bf16 ...".
   std::string layer_line() const;
+  std::string thiek_line() const;   ///< "--thiek 64,64,64,8,2"
+  std::string router_line() const;  ///< " --topk_over_softmax --norm_topk_probs", or less of it
   std::string device_line() const;  ///< " --device cuda", or "" for the default
   Json layer_json() const;
+
+  std::int64_t tile = 128;  ///< of token rounding, wherever it is asked for
 
  private:
   bool dtype_given_ = false;
 };
 
+inline constexpr std::int64_t kMaxSeed = std::int64_t{1} << 53;  // JSON's exact integers end there
+
 /// A check for CLI11: an integer in [low, high]. Checks carry no description of their own: the
 /// options' type names say what is allowed.
 CLI::Validator integer_in(std::int64_t low, std::int64_t high);
+/// An option whose value is an integer in [low, high].
+template <class T>
+CLI::Option* add_integer(CLI::App& app, const std::string& option, T& value, std::int64_t low,
+                         std::int64_t high, const std::string& help) {
+  return app.add_option(option, value, help)
+      ->check(integer_in(low, high))
+      ->type_name(std::to_string(low) + " to " + std::to_string(high));
+}
+/// "1,2,3" as `count` integers.
+std::optional<std::vector<std::int64_t>> parse_integers(const std::string& text, std::size_t count);
 /// A check for CLI11: one of these words.
 CLI::Validator one_of(std::vector<std::string> allowed);
 /// A check for flags: "--flag=value" is refused.
@@ -61,6 +85,16 @@ CLI::Validator no_value();
 
 /// "a, b, c".
 std::string join(const std::vector<std::string>& words);
+
+/// The names of an enum whose values count up from 0.
+template <class Enum>
+std::vector<std::string> names() {
+  std::vector<std::string> all;
+  for (int i = 0; name(static_cast<Enum>(i)) != std::string("?"); ++i) {
+    all.emplace_back(name(static_cast<Enum>(i)));
+  }
+  return all;
+}
 
 /// What devices() calls it.
 std::string device_name(Device wanted);

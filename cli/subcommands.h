@@ -16,5 +16,6 @@ struct Subcommand {
 Subcommand add_check(CLI::App& app);
 Subcommand add_bench(CLI::App& app);
 Subcommand add_info(CLI::App& app);
+Subcommand add_route(CLI::App& app);
 
 }  // namespace sonicmoe::cli

@@ -1,7 +1,6 @@
 """The command-line tool from outside: exit codes, messages, reports, Ctrl-C."""
 
 import json
-import os
 import pathlib
 import re
 import signal
@@ -10,8 +9,8 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-BINARY = os.environ.get("SONICMOE_CLI", str(ROOT / "build" / "bin" / "sonicmoe"))
+from tool import BINARY, assert_refused, run
+
 SMALL = "64,32,16,8,2"
 COMMON = (
     "--help, --thiek, --dtype, --activation, --topk_over_softmax, --norm_topk_probs, "
@@ -20,20 +19,14 @@ COMMON = (
 ACTIVATIONS = "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu"
 
 
-def run(*arguments, timeout=300):
-    return subprocess.run(
-        [BINARY, *arguments], capture_output=True, text=True, timeout=timeout, check=False
-    )
-
-
 def layer(shape):
     return f"--thiek {shape} --dtype f32"
 
 
 BAD = [
     # (arguments, the line on stderr after "sonicmoe: ")
-    ("", "subcommand: got '', allowed: check, bench, info"),
-    ("benchmark", "subcommand: got 'benchmark', allowed: check, bench, info"),
+    ("", "subcommand: got '', allowed: check, bench, info, route"),
+    ("benchmark", "subcommand: got 'benchmark', allowed: check, bench, info, route"),
     ("--speed", "option: got '--speed', allowed: --help, --version"),
     ("info extra", f"argument: got 'extra', allowed: options only ({COMMON})"),
     ("info info", f"argument: got 'info', allowed: options only ({COMMON})"),
@@ -41,14 +34,24 @@ BAD = [
     ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
     ("--json x info", "option: got '--json', allowed: --help, --version"),
     ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --ops, --repeats"),
-    ("bench --thiek", "--thiek: 1 required T,H,I,E,K missing"),
+    ("bench --thiek", "--thiek: got nothing, allowed: T,H,I,E,K"),
+    ("bench --threads", "--threads: got nothing, allowed: 1 to 4096"),
+    ("bench --dtype", "--dtype: got nothing, allowed: f32, bf16, f16"),
+    ("bench --seed 1 --seed 2", "--seed: got 2 values, allowed: one"),
     ("bench --thiek 1,2,3", "--thiek: got '1,2,3', allowed: five integers T,H,I,E,K"),
     ("bench --thiek 8,8,8,8,x", "--thiek: got '8,8,8,8,x', allowed: five integers T,H,I,E,K"),
     ("bench --thiek 8,8,8,8,1,1", "--thiek: got '8,8,8,8,1,1', allowed: five integers T,H,I,E,K"),
-    ("info --dtype f32", "--dtype requires --thiek"),
-    ("check --add_bias", "--add_bias requires --thiek"),
+    ("info --dtype f32", "--dtype: got 'f32', allowed: only with --thiek"),
+    ("check --add_bias", "--add_bias: got 'true', allowed: only with --thiek"),
     ("check --case nothing", "--case: got 'nothing', allowed: what --list_cases prints"),
-    (f"check --case inference/topk/f32 --thiek {SMALL}", "--thiek excludes --case"),
+    (
+        f"check --case inference/topk/f32 --thiek {SMALL}",
+        f"--thiek: got '{SMALL}', allowed: only without --case",
+    ),
+    (
+        "check --case inference/topk/f32 --seed 3",
+        "--seed: got '3', allowed: only without --case",
+    ),
     (
         "bench --case huge",
         "--case: got 'huge', allowed: 1.4B-n256, 1.4B-n512, 1.4B-n1024, 7B-n256, 7B-n512, "
@@ -84,23 +87,58 @@ BAD = [
 
 @pytest.mark.parametrize("arguments, message", BAD, ids=[case[0] or "nothing" for case in BAD])
 def test_bad_options_end_with_one_line(arguments, message):
-    result = run(*arguments.split())
-    assert result.returncode == 2
-    assert result.stderr == f"sonicmoe: {message}\n"
-    assert result.stdout == ""
+    assert_refused(run(*arguments.split()), message)
+
+
+def test_a_refusal_leaves_reports_alone(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("{}")
+    for path in [new, old]:
+        assert run("info", "--thiek", "16,12,8,4,2", "--json", path).returncode == 2
+    assert not new.exists()
+    assert old.read_text() == "{}"
+    assert run("info", "--json", tmp_path).stderr == (
+        f"sonicmoe: --json: got '{tmp_path}', allowed: a file that can be written\n"
+    )
 
 
 def test_version_and_help():
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", run("--version").stdout)
-    for arguments in [["--help"], ["check", "--help"], ["bench", "--help"], ["info", "--help"]]:
-        result = run(*arguments)
+    for subcommand in [[], ["check"], ["bench"], ["info"], ["route"]]:
+        result = run(*subcommand, "--help")
         assert result.returncode == 0
         assert "--help" in result.stdout
 
 
+def fields(report):
+    """Names at every level of a report."""
+    if isinstance(report, list):
+        return set().union(*map(fields, report))
+    if isinstance(report, dict):
+        return set(report).union(*map(fields, report.values()))
+    return set()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f"check --thiek {SMALL}",
+        f"bench --thiek {SMALL} --repeats 1",
+        f"info --thiek {SMALL}",
+        f"route --thiek {SMALL}",
+    ],
+)
+def test_help_names_every_field_of_the_report(tmp_path, arguments):
+    path = tmp_path / "report.json"
+    assert run(*arguments.split(), "--json", path).returncode == 0
+    text = run(arguments.split()[0], "--help").stdout
+    documented = set(re.findall(r"\w+", text[text.index("JSON:") :]))
+    assert fields(json.loads(path.read_text())) <= documented
+
+
 def test_info_lists_devices_kernels_and_explains_a_plan(tmp_path):
     path = tmp_path / "info.json"
-    result = run("info", "--thiek", SMALL, "--dtype", "bf16", "--json", str(path))
+    result = run("info", "--thiek", SMALL, "--dtype", "bf16", "--json", path)
     assert result.returncode == 0, result.stderr
     report = json.loads(path.read_text())
     assert report["devices"][0]["id"] == "cpu:0" and report["devices"][0]["usable"]
@@ -111,7 +149,7 @@ def test_info_lists_devices_kernels_and_explains_a_plan(tmp_path):
 
 
 def check_report(path, *arguments):
-    result = run("check", *arguments, "--json", str(path))
+    result = run("check", *arguments, "--json", path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""
     report = json.loads(path.read_text())
@@ -166,7 +204,7 @@ def test_listed_cases_can_be_run_by_name(tmp_path):
 def test_bench_reports_every_operation(tmp_path, dtype, rest):
     path = tmp_path / "bench.json"
     arguments = f"--thiek {SMALL} --dtype {dtype} {rest} --ops --repeats 3".split()
-    result = run("bench", *arguments, "--json", str(path))
+    result = run("bench", *arguments, "--json", path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""  # no progress line when it is not a terminal
     report = json.loads(path.read_text())
@@ -193,7 +231,7 @@ def test_bench_reports_every_operation(tmp_path, dtype, rest):
 
 def test_bench_takes_shapes_by_name(tmp_path):
     path = tmp_path / "bench.json"
-    result = run("bench", "--case", "cpu", "--inference", "--repeats", "1", "--json", str(path))
+    result = run("bench", "--case", "cpu", "--inference", "--repeats", "1", "--json", path)
     assert result.returncode == 0, result.stderr
     assert json.loads(path.read_text())["layer"]["thiek"] == [4096, 512, 256, 32, 4]
 
@@ -201,7 +239,7 @@ def test_bench_takes_shapes_by_name(tmp_path):
 def test_bench_inference_times_forward_alone(tmp_path):
     path = tmp_path / "bench.json"
     arguments = f"--thiek {SMALL} --inference --repeats 2".split()
-    assert run("bench", *arguments, "--json", str(path)).returncode == 0
+    assert run("bench", *arguments, "--json", path).returncode == 0
     report = json.loads(path.read_text())
     assert [row["what"] for row in report["results"]] == ["forward"]
     assert report["saved_bytes"]["total"] == 0
