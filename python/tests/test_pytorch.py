@@ -1,11 +1,17 @@
 """Living with PyTorch: tracing, compilation, autocast, what is kept, threads, modules."""
 
 import copy
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROUTERS, make_layer, permuted, run
 
+import sonicmoe
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu
 
 T, D, N, E, K = 40, 24, 16, 6, 2
@@ -277,9 +283,10 @@ def test_second_derivative_is_refused():
     o, _ = module(x)
     with pytest.raises(RuntimeError, match="has no second derivative: got create_graph=True"):
         torch.autograd.grad(o.sum(), x, create_graph=True)
-    x = torch.ops.sonicmoe.aux_loss(torch.randn(3, 4, requires_grad=True), torch.ones(4).int())
+    logits = torch.randn(3, 4, requires_grad=True)
+    loss = torch.ops.sonicmoe.aux_loss(logits, torch.ones(4).int())
     with pytest.raises(RuntimeError, match="aux_loss has no second derivative"):
-        x.backward(create_graph=True)
+        torch.autograd.grad(loss, logits, create_graph=True)
 
 
 # Determinism.
@@ -361,3 +368,43 @@ def test_training_lowers_the_loss_as_plain_pytorch_does(dtype):
     # Adam turns a rounding difference in a tiny gradient into a whole step of its size, so curves
     # drift apart: they are held to a part of the distance that training covers.
     assert (ours - plain).abs().max() < 0.02 * (ours[0] - ours[-1])
+
+
+# The package.
+
+
+def test_version_is_that_of_the_library():
+    cmake = Path(__file__).parents[2] / "CMakeLists.txt"
+    version = re.search(r"project\(sonicmoe VERSION ([0-9.]+)", cmake.read_text()).group(1)
+    assert sonicmoe.__version__ == version
+
+
+def test_threads_are_those_of_torch():
+    # A second OpenMP runtime would bring its own team, and the teams would fight for the cores.
+    script = (
+        "import sonicmoe, torch\n"
+        "sonicmoe.count_cumsum(torch.tensor([1]), 2)\n"
+        "print({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line\n"
+        "       and 'torch' not in line.split('/')[-1]})"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.count("libgomp") + run.stdout.count("libiomp") == 1, run.stdout
+
+
+def test_without_the_extension_the_torch_backend_works(tmp_path):
+    shutil.copytree(
+        Path(sonicmoe.__file__).parent, tmp_path / "sonicmoe", ignore=lambda *_: ["lib"]
+    )
+    script = (
+        "import sonicmoe, torch\n"
+        "m = sonicmoe.MoE(4, 2, 16, 8, sonicmoe.ActivationType.SWIGLU, False, 0.02)\n"
+        "x = torch.randn(3, 16)\n"
+        "m(x, sonicmoe.KernelBackendMoE.torch)\n"
+        "m(x)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert "RuntimeError: sonicmoe's extension is missing" in run.stderr
+    assert "run `make build` in a source tree" in run.stderr and "line 5" in run.stderr
