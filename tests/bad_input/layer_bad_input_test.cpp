@@ -1,0 +1,363 @@
+// Everything that a layer refuses, with the exact words, and that it writes nothing then.
+#include <gtest/gtest.h>
+
+#include <climits>
+#include <limits>
+
+#include "sonicmoe/info.h"
+#include "tests/bad_input/pointer_rows.h"
+#include "tests/plain_layer.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+constexpr StatusCode kArgument = StatusCode::invalid_argument;
+constexpr StatusCode kUnsupported = StatusCode::unsupported;
+constexpr StatusCode kData = StatusCode::invalid_data;
+
+LayerDesc router_desc() {
+  LayerDesc d;
+  d.tokens = 5;
+  d.hidden = 16;
+  d.intermediate = 8;
+  d.experts = 4;
+  d.top_k = 2;
+  d.dtype = DType::f32;
+  return d;
+}
+
+LayerDesc given_desc() {
+  LayerDesc d = router_desc();
+  d.router = RouterMode::given;
+  d.top_k = 0;
+  d.list_length = 7;
+  return d;
+}
+
+/// What make_plan is asked for.
+struct Request {
+  LayerDesc desc;
+  Device device;
+  Options options;
+};
+
+struct BadPlan {
+  StatusCode code;
+  const char* message;
+  std::function<void(Request*)> spoil;
+};
+
+void expect_refused(const LayerDesc& good, const std::vector<BadPlan>& table) {
+  ASSERT_TRUE(make_plan(good).ok());
+  for (const BadPlan& row : table) {
+    Request request{good, {}, {}};
+    row.spoil(&request);
+    const auto plan = make_plan(request.desc, request.device, request.options);
+    ASSERT_FALSE(plan.ok()) << row.message;
+    EXPECT_EQ(plan.status().code(), row.code) << row.message;
+    EXPECT_STREQ(plan.status().message(), row.message);
+  }
+}
+
+TEST(BadLayer, Sizes) {
+  expect_refused(
+      router_desc(),
+      {{kArgument, "tokens: got -1, allowed: 0 to 2147483647",
+        [](Request* r) { r->desc.tokens = -1; }},
+       {kArgument, "tokens: got 2147483648, allowed: 0 to 2147483647",
+        [](Request* r) { r->desc.tokens = 1L << 31; }},
+       {kArgument, "hidden: got 0, allowed: multiples of 8 from 8 to 1048576",
+        [](Request* r) { r->desc.hidden = 0; }},
+       {kArgument, "hidden: got -8, allowed: multiples of 8 from 8 to 1048576",
+        [](Request* r) { r->desc.hidden = -8; }},
+       {kArgument, "hidden: got 12, allowed: multiples of 8 from 8 to 1048576",
+        [](Request* r) { r->desc.hidden = 12; }},
+       {kArgument, "hidden: got 1048584, allowed: multiples of 8 from 8 to 1048576",
+        [](Request* r) { r->desc.hidden = (1 << 20) + 8; }},
+       {kArgument, "intermediate: got 7, allowed: multiples of 8 from 8 to 1048576",
+        [](Request* r) { r->desc.intermediate = 7; }},
+       {kArgument, "experts: got 0, allowed: 1 to 65536", [](Request* r) { r->desc.experts = 0; }},
+       {kArgument, "experts: got 65537, allowed: 1 to 65536",
+        [](Request* r) { r->desc.experts = 65537; }},
+       {kArgument, "top_k: got 0, allowed: 1 to experts (4)",
+        [](Request* r) { r->desc.top_k = 0; }},
+       {kArgument, "top_k: got 5, allowed: 1 to experts (4)",
+        [](Request* r) { r->desc.top_k = 5; }},
+       {kArgument, "top_k: got -2, allowed: 1 to experts (4)",
+        [](Request* r) { r->desc.top_k = -2; }},
+       {kArgument, "tokens * top_k: got 2147483648, allowed: at most 2147483647",
+        [](Request* r) { r->desc.tokens = 1 << 30; }},
+       {kArgument, "tokens: got 9223372036854775807, allowed: 0 to 2147483647",
+        [](Request* r) { r->desc.tokens = INT64_MAX; }},
+       {kArgument, "list_length: got 3, allowed: 0", [](Request* r) { r->desc.list_length = 3; }}});
+  expect_refused(given_desc(),
+                 {{kArgument, "list_length: got -1, allowed: 0 to 2147483647",
+                   [](Request* r) { r->desc.list_length = -1; }},
+                  {kArgument, "list_length: got 2147483648, allowed: 0 to 2147483647",
+                   [](Request* r) { r->desc.list_length = 1L << 31; }},
+                  {kArgument, "top_k: got 2, allowed: 0", [](Request* r) { r->desc.top_k = 2; }}});
+}
+
+TEST(BadLayer, EnumsAndCombinations) {
+  expect_refused(
+      router_desc(),
+      {{kArgument, "dtype: got 3, allowed: f32, bf16, f16",
+        [](Request* r) { r->desc.dtype = static_cast<DType>(3); }},
+       {kUnsupported, "dtype: got f16, allowed: f32, bf16 (on the CPU)",
+        [](Request* r) { r->desc.dtype = DType::f16; }},
+       {kArgument,
+        "activation: got 9, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
+        "gelu_tanh, silu",
+        [](Request* r) { r->desc.activation = static_cast<Activation>(9); }},
+       {kArgument,
+        "activation: got -1, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
+        "gelu_tanh, silu",
+        [](Request* r) { r->desc.activation = static_cast<Activation>(-1); }},
+       {kArgument, "w1_layout: got 3, allowed: interleaved, concatenated, separate",
+        [](Request* r) { r->desc.w1_layout = static_cast<W1Layout>(3); }},
+       {kArgument,
+        "w1_layout: got separate, allowed: interleaved or concatenated for an activation without "
+        "a gate",
+        [](Request* r) {
+          r->desc.activation = Activation::relu;
+          r->desc.w1_layout = W1Layout::separate;
+        }},
+       {kArgument, "router: got 3, allowed: softmax_over_topk, topk_over_softmax, given",
+        [](Request* r) { r->desc.router = static_cast<RouterMode>(3); }},
+       {kArgument, "assume_sorted: got true, allowed: false unless the routing is given",
+        [](Request* r) { r->desc.assume_sorted = true; }}});
+  expect_refused(given_desc(),
+                 {{kArgument, "norm_topk_probs: got true, allowed: false when the routing is given",
+                   [](Request* r) { r->desc.norm_topk_probs = true; }},
+                  {kArgument, "rounding_tile: got 128, allowed: 0",
+                   [](Request* r) { r->desc.rounding_tile = 128; }}});
+}
+
+TEST(BadLayer, DevicesAndOptions) {
+  expect_refused(
+      router_desc(),
+      {{kUnsupported, "device: got cuda, allowed: cpu (this build has no CUDA kernels)",
+        [](Request* r) { r->device.type = DeviceType::cuda; }},
+       {kArgument, "device.type: got 2, allowed: cpu, cuda",
+        [](Request* r) { r->device.type = static_cast<DeviceType>(2); }},
+       {kArgument, "device.index: got 1, allowed: 0", [](Request* r) { r->device.index = 1; }},
+       {kArgument, "device.index: got -1, allowed: 0 to 2147483647",
+        [](Request* r) {
+          r->device.type = DeviceType::cuda;
+          r->device.index = -1;
+        }},
+       {kArgument, "threads: got -1, allowed: 0 to 4096",
+        [](Request* r) { r->options.threads = -1; }},
+       {kArgument, "threads: got 4097, allowed: 0 to 4096",
+        [](Request* r) { r->options.threads = 4097; }},
+       {kUnsupported, "kernel: got cpu.nothing, allowed: a name or backend of sonicmoe::kernels()",
+        [](Request* r) { r->options.kernel = "cpu.nothing"; }},
+       {kUnsupported, "dtype: got f32, allowed: bf16",
+        [](Request* r) { r->options.kernel = "cpu-avx512bf16.up_proj"; }}});
+}
+
+Case make_case(const LayerDesc& desc) {
+  Case c = custom_case(desc, 1);
+  c.outside_dlogits = desc.router != RouterMode::given;
+  return c;
+}
+
+/// Refused with this message, and neither an output nor the workspace was touched.
+void expect_forward(PlainLayer* layer, const ForwardArgs& args, Workspace workspace,
+                    StatusCode code, const std::string& message) {
+  const Status status = layer->plan.forward(args, workspace);
+  EXPECT_EQ(status.code(), code) << message;
+  EXPECT_EQ(status.message(), message);
+  EXPECT_TRUE(layer->arena.outputs_untouched()) << message;
+}
+
+void expect_backward(PlainLayer* layer, const BackwardArgs& args, Workspace workspace,
+                     StatusCode code, const std::string& message) {
+  const Status status = layer->plan.backward(args, workspace);
+  EXPECT_EQ(status.code(), code) << message;
+  EXPECT_EQ(status.message(), message);
+  EXPECT_TRUE(layer->arena.outputs_untouched()) << message;
+}
+
+/// A layer that needs every pointer there is, but for the lists.
+LayerDesc demanding_desc() {
+  LayerDesc d = router_desc();
+  d.router = RouterMode::topk_over_softmax;
+  d.w1_layout = W1Layout::separate;
+  d.bias = true;
+  return d;
+}
+
+TEST(BadLayer, ForwardPointers) {
+  using A = ForwardArgs;
+  const auto check = [](const LayerDesc& desc, const std::vector<PointerRow<A>>& rows) {
+    PlainLayer layer(make_case(desc), 2);
+    for_each_bad_pointer(layer.forward, rows, [&](const A& args, const std::string& message) {
+      expect_forward(&layer, args, layer.workspace, kArgument, message);
+    });
+    EXPECT_TRUE(layer.plan.forward(layer.forward, layer.workspace).ok());
+  };
+  check(demanding_desc(),
+        {pointer_row("x", &A::x, "(T, d)"), pointer_row("router_w", &A::router_w, "(E, d)"),
+         pointer_row("w1", &A::w1, "the gate rows (E, n, d)"),
+         pointer_row("w1_up", &A::w1_up, "the up rows (E, n, d)"),
+         pointer_row("b1", &A::b1, "the gate biases (E, n)"),
+         pointer_row("b1_up", &A::b1_up, "the up biases (E, n)"),
+         pointer_row("w2", &A::w2, "(E, d, n)"), pointer_row("b2", &A::b2, "(E, d)"),
+         pointer_row("o", &A::o, "(T, d)"), pointer_row("logits", &A::logits, "(T, E)"),
+         pointer_row("counts", &A::counts, "(E) int32", 4),
+         pointer_row("scores", &A::scores, "", 4, true),
+         pointer_row("expert_ids", &A::expert_ids, "", 4, true),
+         pointer_row("preact", &A::preact, "(R, 2n or n)"),
+         pointer_row("routing", &A::routing, "saved_bytes().routing bytes")});
+  LayerDesc given = given_desc();
+  given.bias = true;
+  check(given,
+        {pointer_row("w1", &A::w1, "(E, 2n or n, d)"), pointer_row("b1", &A::b1, "(E, 2n or n)"),
+         pointer_row("list_tokens", &A::list_tokens, "(L) int32", 4),
+         pointer_row("list_experts", &A::list_experts, "(L) int32", 4),
+         pointer_row("list_scores", &A::list_scores, "(L) float", 4)});
+}
+
+TEST(BadLayer, BackwardPointers) {
+  using A = BackwardArgs;
+  const auto check = [](const LayerDesc& desc, const std::vector<PointerRow<A>>& rows) {
+    PlainLayer layer(make_case(desc), 2);
+    for_each_bad_pointer(layer.backward, rows, [&](const A& args, const std::string& message) {
+      expect_backward(&layer, args, layer.workspace, kArgument, message);
+    });
+    EXPECT_TRUE(layer.plan.forward(layer.forward, layer.workspace).ok());
+    EXPECT_TRUE(layer.plan.backward(layer.backward, layer.workspace).ok());
+  };
+  check(demanding_desc(),
+        {pointer_row("x", &A::x, "(T, d)"), pointer_row("router_w", &A::router_w, "(E, d)"),
+         pointer_row("w1", &A::w1, "the gate rows (E, n, d)"),
+         pointer_row("w1_up", &A::w1_up, "the up rows (E, n, d)"),
+         pointer_row("w2", &A::w2, "(E, d, n)"), pointer_row("b2", &A::b2, "(E, d)"),
+         pointer_row("logits", &A::logits, "(T, E)"),
+         pointer_row("preact", &A::preact, "(R, 2n or n)"),
+         pointer_row("routing", &A::routing, "saved_bytes().routing bytes"),
+         pointer_row("dout", &A::dout, "(T, d)"), pointer_row("dlogits", &A::dlogits, "", 16, true),
+         pointer_row("dx", &A::dx, "(T, d)"), pointer_row("drouter_w", &A::drouter_w, "(E, d)"),
+         pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
+         pointer_row("dw1_up", &A::dw1_up, "the up rows (E, n, d)"),
+         pointer_row("db1", &A::db1, "the gate biases (E, n)"),
+         pointer_row("db1_up", &A::db1_up, "the up biases (E, n)"),
+         pointer_row("dw2", &A::dw2, "(E, d, n)"), pointer_row("db2", &A::db2, "(E, d)")});
+  check(given_desc(), {pointer_row("dw1", &A::dw1, "(E, 2n or n, d)"),
+                       pointer_row("dscores", &A::dscores, "(L) float", 4)});
+}
+
+TEST(BadLayer, Workspaces) {
+  PlainLayer layer(make_case(router_desc()), 2);
+  const auto check = [&](std::size_t needed, auto expect) {
+    const std::string bytes = std::to_string(needed);
+    expect(Workspace{layer.workspace.data, needed - 1},
+           "workspace: got " + std::to_string(needed - 1) + " bytes, allowed: at least " + bytes);
+    expect(Workspace{nullptr, 0}, "workspace: got 0 bytes, allowed: at least " + bytes);
+    expect(Workspace{nullptr, needed},
+           "workspace: got null, allowed: a pointer to memory of the plan's device");
+    char text[128];
+    char* const misaligned = static_cast<char*>(layer.workspace.data) + 128;
+    std::snprintf(text, sizeof text, "workspace: got address %p, allowed: multiples of 256 bytes",
+                  static_cast<void*>(misaligned));
+    expect(Workspace{misaligned, needed}, text);
+  };
+  check(layer.plan.forward_workspace_bytes(), [&](Workspace w, const std::string& message) {
+    expect_forward(&layer, layer.forward, w, kArgument, message);
+  });
+  check(layer.plan.backward_workspace_bytes(), [&](Workspace w, const std::string& message) {
+    expect_backward(&layer, layer.backward, w, kArgument, message);
+  });
+}
+
+TEST(BadLayer, BackwardOfAnInferencePlan) {
+  LayerDesc desc = router_desc();
+  desc.inference = true;
+  PlainLayer layer(make_case(desc), 2);
+  expect_backward(&layer, layer.backward, layer.workspace, kArgument,
+                  "inference: got true, allowed: false: an inference plan keeps nothing");
+}
+
+TEST(BadLayer, Lists) {
+  struct Row {
+    const char* message;
+    std::size_t position;
+    std::int32_t token, expert;
+    bool sorted;
+  };
+  const Row rows[] = {
+      {"expert ids: got -1 at position 3, allowed: at least 0 (ids of 4 or more are sentinels)", 3,
+       0, -1, false},
+      {"expert ids: got -2147483648 at position 6, allowed: at least 0 (ids of 4 or more are "
+       "sentinels)",
+       6, 0, INT_MIN, false},
+      {"token ids: got 5 at position 0, allowed: 0 to 4", 0, 5, 0, false},
+      {"token ids: got -1 at position 6, allowed: 0 to 4", 6, -1, 0, false},
+      // A sentinel's token must be one too.
+      {"token ids: got 7 at position 2, allowed: 0 to 4", 2, 7, 4, false},
+      {"token ids: got 0 after 4 at position 6, allowed: ascending ids with assume_sorted", 6, 0, 0,
+       true}};
+  for (const Row& row : rows) {
+    LayerDesc desc = given_desc();
+    desc.assume_sorted = row.sorted;
+    PlainLayer layer(make_case(desc), 2);
+    std::vector<std::int32_t> tokens = {0, 1, 1, 2, 3, 4, 4}, experts = {0, 1, 2, 3, 0, 1, 2};
+    tokens[row.position] = row.token;
+    experts[row.position] = row.expert;
+    layer.forward.list_tokens = tokens.data();
+    layer.forward.list_experts = experts.data();
+    expect_forward(&layer, layer.forward, layer.workspace, kData, row.message);
+  }
+}
+
+// The logits are an output of the layer itself, so they are there to be looked at; nothing else
+// is.
+TEST(BadLayer, Logits) {
+  const auto nan = std::numeric_limits<float>::quiet_NaN();
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    LayerDesc desc = router_desc();
+    desc.dtype = dtype;
+    PlainLayer layer(make_case(desc), 2);
+    layer.problem.x[3 * 16 + 5] = nan;
+    layer.forward.x = layer.arena.input("x with a NaN", layer.problem.x, dtype);
+    const Status status = layer.plan.forward(layer.forward, layer.workspace);
+    EXPECT_EQ(status.code(), kData);
+    EXPECT_STREQ(status.message(),
+                 "logits: got a NaN in the row of token 3, allowed: numbers below +inf, at least "
+                 "one of them finite");
+    for (const char* output : {"o", "counts", "scores", "expert_ids", "preact"}) {
+      EXPECT_TRUE(layer.arena[output].untouched()) << output;
+    }
+  }
+}
+
+TEST(BadLayer, ManyThreadsNameTheFirstBadToken) {
+  LayerDesc desc = router_desc();
+  desc.tokens = 1000;
+  PlainLayer layer(make_case(desc), 7);
+  for (const std::int64_t token : {400, 401, 700, 999}) {
+    layer.problem.x[token * 16] = std::numeric_limits<double>::quiet_NaN();
+  }
+  layer.forward.x = layer.arena.input("x with NaNs", layer.problem.x, DType::f32);
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    EXPECT_STREQ(layer.plan.forward(layer.forward, layer.workspace).message(),
+                 "logits: got a NaN in the row of token 400, allowed: numbers below +inf, at "
+                 "least one of them finite");
+  }
+}
+
+// Every refusal names its argument, what it got and what is allowed. The tables above show the
+// words; this holds the pattern for texts that are cut or built from user input.
+TEST(BadLayer, LongNamesAreCutNotOverrun) {
+  Options options;
+  options.kernel = std::string(1000, 'k');
+  const auto plan = make_plan(router_desc(), {}, options);
+  ASSERT_FALSE(plan.ok());
+  const std::string message = plan.status().message();
+  EXPECT_EQ(message.size(), 255u);
+  EXPECT_EQ(message.substr(0, 15), "kernel: got kkk");
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify

@@ -1,0 +1,69 @@
+#pragma once
+
+#include "sonicmoe/layer.h"
+#include "verify/run.h"
+
+namespace sonicmoe::verify {
+
+/// A layer with every tensor that any call may want, made once: for calls that are watched, or
+/// spoilt one argument at a time.
+struct PlainLayer {
+  LayerPlan plan;
+  Problem problem;
+  Arena arena;
+  ForwardArgs forward;
+  BackwardArgs backward;
+  Workspace workspace;
+
+  PlainLayer(const Case& c, int threads)
+      : plan(make_plan(c.desc, {}, {.threads = threads, .checked = true, .kernel = ""}).value()),
+        problem(make_problem(c)) {
+    const LayerDesc& d = c.desc;
+    const DType type = d.dtype;
+    auto [w1, w1_up] = pack_w1(problem.w1, d, d.hidden);
+    forward.x = arena.input("x", problem.x, type);
+    forward.router_w = arena.input("router_w", problem.router_w, type);
+    forward.w1 = arena.input("w1", w1, type);
+    forward.w1_up = arena.input("w1_up", w1_up, type);
+    auto [b1, b1_up] = pack_w1(problem.b1, d, 1);
+    forward.b1 = arena.input("b1", b1, type);
+    forward.b1_up = arena.input("b1_up", b1_up, type);
+    forward.w2 = arena.input("w2", problem.w2, type);
+    forward.b2 = arena.input("b2", problem.b2, type);
+    forward.list_tokens = arena.input("list_tokens", problem.lists.tokens);
+    forward.list_experts = arena.input("list_experts", problem.lists.experts);
+    forward.list_scores =
+        static_cast<const float*>(arena.input("list_scores", problem.list_scores, DType::f32));
+    const SavedBytes saved = plan.saved_bytes();
+    forward.o = arena.output("o", problem.x.size(), type);
+    forward.logits = arena.output("logits", d.tokens * d.experts, type);
+    forward.counts = arena.output_int32("counts", d.experts);
+    forward.scores = arena.output_float("scores", d.rows());
+    forward.expert_ids = arena.output_int32("expert_ids", d.rows());
+    forward.preact = arena.output("preact", saved.preact);
+    forward.routing = arena.output("routing", saved.routing);
+    backward.x = forward.x;
+    backward.router_w = forward.router_w;
+    backward.w1 = forward.w1;
+    backward.w1_up = forward.w1_up;
+    backward.w2 = forward.w2;
+    backward.b2 = forward.b2;
+    backward.logits = forward.logits;
+    backward.preact = forward.preact;
+    backward.routing = forward.routing;
+    backward.dout = arena.input("dout", problem.dout, type);
+    backward.dx = arena.output("dx", problem.x.size(), type);
+    backward.drouter_w = arena.output("drouter_w", problem.router_w.size(), type);
+    backward.dw1 = arena.output("dw1", w1.size(), type);
+    backward.dw1_up = arena.output("dw1_up", w1_up.size(), type);
+    backward.db1 = arena.output("db1", b1.size(), type);
+    backward.db1_up = arena.output("db1_up", b1_up.size(), type);
+    backward.dw2 = arena.output("dw2", problem.w2.size(), type);
+    backward.db2 = arena.output("db2", problem.b2.size(), type);
+    backward.dscores = arena.output_float("dscores", d.list_length);
+    workspace.bytes = plan.workspace_bytes();
+    workspace.data = arena.output("workspace", workspace.bytes, 256);
+  }
+};
+
+}  // namespace sonicmoe::verify
