@@ -61,6 +61,10 @@ class Checker {
     }
     return *this;
   }
+  /// All pairs of a router mode. The product fits once rows() has passed.
+  Checker& all_rows(std::int64_t value, std::int64_t tokens, std::int64_t top_k) {
+    return status_.ok() ? range("rows", value, tokens * top_k, tokens * top_k) : *this;
+  }
 
   template <class Enum>
   Checker& known(const char* argument, Enum value, const char* allowed) {
@@ -240,7 +244,7 @@ Status validate(const AggregateDesc& d) {
   Checker check;
   check.tokens(d.tokens).range("rows", d.rows, 0, kMaxIndex).width("hidden", d.hidden);
   check.range("top_k", d.top_k, 0, kMaxExperts).rows(d.tokens, d.top_k);
-  if (d.top_k > 0) check.range("rows", d.rows, d.tokens * d.top_k, d.tokens * d.top_k);
+  if (d.top_k > 0) check.all_rows(d.rows, d.tokens, d.top_k);
   return check.dtype(d.dtype).status();
 }
 
@@ -250,8 +254,7 @@ Status validate(const ScoreGradDesc& d) {
   if (d.mode == RouterMode::given) {
     check.range("top_k", d.top_k, 0, 0).range("rows", d.rows, 0, kMaxIndex);
   } else {
-    check.top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
-    check.range("rows", d.rows, d.tokens * d.top_k, d.tokens * d.top_k);
+    check.top_k(d.top_k, d.experts).rows(d.tokens, d.top_k).all_rows(d.rows, d.tokens, d.top_k);
   }
   return check.status();
 }
