@@ -1,0 +1,147 @@
+// Descriptors of every kind with any values: make_plan accepts or refuses with a reason, and what
+// it accepts has bounded sizes. Small layers run forward and backward in guarded memory.
+#include <cstddef>
+
+#include "fuzz/fuzz.h"
+#include "sonicmoe/sonicmoe.h"
+#include "verify/run.h"
+
+namespace sonicmoe::fuzz {
+namespace {
+
+constexpr std::size_t kSane = std::size_t{1} << 62;
+
+Device any_device(FuzzedDataProvider* in) {
+  Device device;
+  if (in->ConsumeIntegralInRange(0, 15) == 0) {
+    device.type = pick<DeviceType>(in, 2);
+    device.index = in->ConsumeIntegral<std::int32_t>();
+  }
+  return device;
+}
+
+Options any_options(FuzzedDataProvider* in) {
+  Options options = few_threads(in);
+  if (in->ConsumeIntegralInRange(0, 15) == 0) {
+    options.threads = in->ConsumeIntegral<std::int32_t>();
+    options.checked = in->ConsumeBool();
+  }
+  if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = in->ConsumeRandomLengthString(20);
+  if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = "cpu";
+  return options;
+}
+
+/// Any operation's plan. Returns whether there is one.
+template <class Desc>
+void plan_operation(FuzzedDataProvider* in, const Desc& desc) {
+  const Device device = any_device(in);
+  const Options options = any_options(in);
+  const auto plan = make_plan(desc, device, options);
+  if (!plan.ok()) return require_good_refusal(plan.status());
+  require(plan.value().desc() == desc, "the plan's descriptor is another");
+  require(plan.value().workspace_bytes() < kSane, "workspace_bytes overflowed");
+  require(!plan.value().explain().empty(), "no explanation");
+}
+
+LayerDesc layer_desc(FuzzedDataProvider* in) {
+  LayerDesc d;
+  d.router = pick<RouterMode>(in, 3);
+  d.tokens = number(in, 40);
+  d.hidden = width(in);
+  d.intermediate = width(in);
+  d.experts = number(in, 20);
+  d.top_k = d.router == RouterMode::given ? number(in, 0) : number(in, 6);
+  d.dtype = pick<DType>(in, 2);
+  d.activation = pick<Activation>(in, 9);
+  d.w1_layout = pick<W1Layout>(in, 3);
+  d.norm_topk_probs = d.router != RouterMode::given && in->ConsumeBool();
+  d.bias = in->ConsumeBool();
+  d.inference = in->ConsumeIntegralInRange(0, 7) == 0;
+  d.list_length = d.router == RouterMode::given ? number(in, 100) : number(in, 0);
+  d.assume_sorted = in->ConsumeIntegralInRange(0, 3) == 0;
+  d.rounding_tile = in->ConsumeIntegralInRange(0, 3) == 0 ? number(in, 40) : 0;
+  d.rounding_rule = pick<RoundingRule>(in, 6);
+  return d;
+}
+
+bool small(const LayerDesc& d) {
+  return d.tokens <= 40 && d.hidden <= 40 && d.intermediate <= 40 && d.experts <= 20 &&
+         d.rows() <= 300 && (d.tokens > 0 || d.rows() == 0);
+}
+
+void run_small(const LayerDesc& desc, std::uint64_t seed, const Options& options) {
+  const verify::Problem problem = verify::make_problem(verify::custom_case(desc, seed));
+  const verify::LayerRun run = verify::run_layer(problem, {}, options);
+  require(run.status.ok(), run.status.message());
+  require_none(run.damage);
+  if (desc.rounding_tile > 0) {
+    for (const std::int32_t count : run.counts) {
+      require(count >= 0 && count <= desc.tokens && count % desc.rounding_tile == 0,
+              "count is no multiple of the tile: " + std::to_string(count));
+    }
+  } else {
+    const verify::Grouping g = verify::group(run.routing, desc.tokens, desc.experts);
+    require(run.counts == g.counts, "counts are not those of the routing");
+  }
+}
+
+void layer(FuzzedDataProvider* in) {
+  const LayerDesc desc = layer_desc(in);
+  const Device device = any_device(in);
+  const Options options = any_options(in);
+  const auto plan = make_plan(desc, device, options);
+  if (!plan.ok()) return require_good_refusal(plan.status());
+  require(plan.value().desc() == desc, "the plan's descriptor is another");
+  require(plan.value().workspace_bytes() < kSane, "workspace_bytes overflowed");
+  require(plan.value().saved_bytes().total() < kSane, "saved_bytes overflowed");
+  require(!plan.value().explain().empty(), "no explanation");
+  if (!small(desc) || options.threads > 8) return;
+  run_small(desc, in->ConsumeIntegral<std::uint64_t>(), options);
+}
+
+void operation(FuzzedDataProvider* in) {
+  const std::int64_t tokens = number(in, 100), rows = number(in, 1000), hidden = width(in);
+  const std::int64_t intermediate = width(in), experts = number(in, 300), top_k = number(in, 300);
+  const auto dtype = pick<DType>(in, 3);
+  const auto activation = pick<Activation>(in, 9);
+  const auto layout = pick<W1Layout>(in, 3);
+  const auto mode = pick<RouterMode>(in, 3);
+  const bool flag = in->ConsumeBool(), other = in->ConsumeBool();
+  switch (in->ConsumeIntegralInRange(0, 9)) {
+    case 0:
+      return plan_operation(in,
+                            RouterGemmDesc{pick<GemmPass>(in, 3), tokens, hidden, experts, dtype});
+    case 1:
+      return plan_operation(in, TopKDesc{tokens, experts, top_k, dtype, mode, flag});
+    case 2:
+      return plan_operation(in, MetadataDesc{tokens, experts, flag ? top_k : 0, rows, other});
+    case 3:
+      return plan_operation(
+          in, GroupedGemmDesc{pick<GemmOp>(in, 6), tokens, rows, hidden, intermediate, experts,
+                              dtype, activation, layout, flag, other});
+    case 4:
+      return plan_operation(
+          in, BiasGradDesc{tokens, rows, hidden, intermediate, experts, dtype, activation, layout});
+    case 5:
+      return plan_operation(in, AggregateDesc{tokens, rows, hidden, top_k, dtype});
+    case 6:
+      return plan_operation(in, ScoreGradDesc{tokens, experts, top_k, rows, dtype, mode, flag});
+    case 7:
+      return plan_operation(in, AuxLossDesc{tokens, experts, dtype, flag});
+    case 8:
+      return plan_operation(in, TokenRoundingDesc{tokens, experts, top_k, dtype, mode, flag,
+                                                  pick<RoundingRule>(in, 6), number(in, 1030)});
+    default:
+      return plan_operation(in,
+                            TokenRoundingGradDesc{tokens, experts, top_k, dtype, mode, flag, rows});
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  FuzzedDataProvider in(data, size);
+  in.ConsumeBool() ? sonicmoe::fuzz::layer(&in) : sonicmoe::fuzz::operation(&in);
+  return 0;
+}
