@@ -42,7 +42,7 @@ mutants: setup  ## break the sources in six ways; each must turn a test red
 	python tools/mutants.py
 
 bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound
-	python benchmarks/bench_layer.py $(ARGS)
+	python benchmarks/moe_cpu.py $(ARGS)
 
 format: setup  ## clang-format every C++ file in place
 	@clang-format -i $(CXX_FILES)
