@@ -1,0 +1,148 @@
+// Plans, statuses, names and the kernel list.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "core/ledger.h"
+#include "sonicmoe/sonicmoe.h"
+
+namespace sonicmoe {
+namespace {
+
+LayerDesc small(DType dtype) {
+  LayerDesc d;
+  d.tokens = 5;
+  d.hidden = 16;
+  d.intermediate = 8;
+  d.experts = 4;
+  d.top_k = 2;
+  d.dtype = dtype;
+  return d;
+}
+
+TEST(Status, CarriesItsText) {
+  EXPECT_TRUE(Status().ok());
+  EXPECT_STREQ(Status().message(), "");
+  const Status bad = Status::error(StatusCode::invalid_data, "x: got %d, allowed: %s", 3, "4");
+  EXPECT_FALSE(bad.ok());
+  EXPECT_EQ(bad.code(), StatusCode::invalid_data);
+  EXPECT_STREQ(bad.message(), "x: got 3, allowed: 4");
+  const Status device = Status::device(700, "an illegal access");
+  EXPECT_EQ(device.code(), StatusCode::device_error);
+  EXPECT_EQ(device.device_code(), 700);
+  EXPECT_NE(std::string(device.message()).find("an illegal access"), std::string::npos);
+}
+
+TEST(Status, CutsLongTexts) {
+  const Status bad =
+      Status::error(StatusCode::invalid_argument, "%s", std::string(300, 'x').c_str());
+  EXPECT_EQ(std::string(bad.message()), std::string(255, 'x'));
+}
+
+TEST(Types, NamesAndParsingAreInverse) {
+  for (int i = 0; i < 3; ++i) {
+    DType parsed{};
+    EXPECT_TRUE(parse(name(static_cast<DType>(i)), &parsed));
+    EXPECT_EQ(parsed, static_cast<DType>(i));
+  }
+  std::set<std::string> names;
+  for (int i = 0; i < 9; ++i) {
+    const auto activation = static_cast<Activation>(i);
+    Activation parsed{};
+    EXPECT_TRUE(parse(name(activation), &parsed));
+    EXPECT_EQ(parsed, activation);
+    names.insert(name(activation));
+    EXPECT_EQ(is_glu(activation), i < 4);
+  }
+  EXPECT_EQ(names.size(), 9u);
+  DType dtype{};
+  Activation activation{};
+  EXPECT_FALSE(parse("fp8", &dtype));
+  EXPECT_FALSE(parse("SwiGLU", &activation));
+  EXPECT_FALSE(parse("", &activation));
+  EXPECT_STREQ(name(static_cast<DType>(7)), "?");
+  EXPECT_STREQ(name(static_cast<Activation>(-1)), "?");
+  EXPECT_STREQ(name(static_cast<W1Layout>(3)), "?");
+  EXPECT_STREQ(name(static_cast<RouterMode>(3)), "?");
+  EXPECT_STREQ(name(static_cast<DeviceType>(2)), "?");
+  EXPECT_EQ(size_of(DType::f32), 4u);
+  EXPECT_EQ(size_of(DType::bf16), 2u);
+  EXPECT_EQ(size_of(DType::f16), 2u);
+  EXPECT_EQ(size_of(static_cast<DType>(3)), 0u);
+}
+
+TEST(Ledger, BooksAlignedRegionsAndReusesThem) {
+  Ledger ledger;
+  EXPECT_EQ(ledger.book("a", 1), 0u);
+  EXPECT_EQ(ledger.book("empty", 0), 256u);
+  EXPECT_EQ(ledger.book("b", 257), 256u);
+  const std::size_t shared = ledger.end();
+  EXPECT_EQ(shared, 768u);
+  EXPECT_EQ(ledger.book("c", 1000), shared);
+  ledger.restart_at(shared);
+  EXPECT_EQ(ledger.book("d", 10), shared);  // over c
+  EXPECT_EQ(ledger.size(), 768u + 1024u);   // the highest end seen
+  EXPECT_NE(ledger.explain().find("768 + 1000 c"), std::string::npos) << ledger.explain();
+}
+
+TEST(Explain, NamesEveryOperationRegionAndTerm) {
+  LayerDesc desc = small(DType::f32);
+  desc.bias = true;
+  const LayerPlan plan = make_plan(desc).value();
+  const std::string text = plan.explain();
+  for (const char* word :
+       {"router_gemm", "top_k", "metadata", "up_proj", "down_proj", "aggregate", "down_proj_dgrad",
+        "bias_grad", "score_grad", "down_proj_wgrad", "up_proj_wgrad", "up_proj_dgrad",
+        "cpu.up_proj: runs", "cpu-avx512bf16.up_proj: dtype: got f32, allowed: bf16", "expert_out",
+        "dpreact", "preact 640"}) {
+    EXPECT_NE(text.find(word), std::string::npos) << word << "\n" << text;
+  }
+  EXPECT_NE(text.find(std::to_string(plan.forward_workspace_bytes())), std::string::npos);
+}
+
+TEST(Options, AKernelOrABackendCanBeForced) {
+  Options options;
+  options.kernel = "cpu";
+  const auto backend = make_plan(small(DType::bf16), {}, options);
+  ASSERT_TRUE(backend.ok()) << backend.status().message();
+  EXPECT_EQ(backend.value().explain().find("cpu-avx512bf16.up_proj: runs"), std::string::npos);
+  options.kernel = "cpu.up_proj";
+  const auto kernel = make_plan(small(DType::bf16), {}, options);
+  ASSERT_TRUE(kernel.ok()) << kernel.status().message();
+  EXPECT_NE(kernel.value().explain().find("cpu.up_proj: runs"), std::string::npos);
+}
+
+// Fewer threads need less scratch; the number of threads is part of the plan.
+TEST(Options, ThreadsDecideTheWorkspace) {
+  const auto bytes = [](int threads) {
+    Options options;
+    options.threads = threads;
+    return make_plan(small(DType::f32), {}, options).value().workspace_bytes();
+  };
+  EXPECT_LT(bytes(1), bytes(2));
+  EXPECT_EQ(bytes(3), bytes(3));
+}
+
+TEST(Info, ListsDevicesAndKernels) {
+  const std::vector<DeviceInfo> all = devices();
+  ASSERT_GE(all.size(), 2u);
+  EXPECT_EQ(all[0].device.type, DeviceType::cpu);
+  EXPECT_TRUE(all[0].usable);
+  EXPECT_FALSE(all[0].name.empty());
+  for (const DeviceInfo& device : all) EXPECT_EQ(device.usable, device.reason.empty());
+  std::set<std::string> names, ops;
+  for (const KernelInfo& kernel : kernels()) {
+    EXPECT_TRUE(names.insert(kernel.name).second) << kernel.name;
+    EXPECT_EQ(kernel.name.substr(kernel.name.find('.') + 1), kernel.op);
+    ops.insert(kernel.op);
+  }
+  for (const char* op : {"router_gemm", "top_k", "metadata", "up_proj", "down_proj",
+                         "down_proj_dgrad", "up_proj_dgrad", "down_proj_wgrad", "up_proj_wgrad",
+                         "bias_grad", "aggregate", "score_grad", "aux_loss"}) {
+    EXPECT_TRUE(ops.contains(op)) << op;
+  }
+  EXPECT_STRNE(version(), "");
+}
+
+}  // namespace
+}  // namespace sonicmoe
