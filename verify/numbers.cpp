@@ -11,19 +11,20 @@ namespace sonicmoe::verify {
 namespace {
 
 struct Format {
-  int precision;     // significant bits
-  int min_exponent;  // of the smallest normal number
-  double max;        // largest finite value
+  int precision;   // significant bits
+  double normal;   // smallest normal number
+  double spacing;  // of the numbers below it
+  double max;      // largest finite value
 };
 
 Format format_of(DType type) {
   switch (type) {
     case DType::bf16:
-      return {8, -126, 0x1.fep127};
+      return {8, 0x1p-126, 0x1p-133, 0x1.fep127};
     case DType::f16:
-      return {11, -14, 65504.0};
+      return {11, 0x1p-14, 0x1p-24, 65504.0};
     case DType::f32:
-      return {24, -126, 0x1.fffffep127};
+      return {24, 0x1p-126, 0x1p-149, 0x1.fffffep127};
   }
   throw std::invalid_argument("unknown dtype");
 }
@@ -76,10 +77,8 @@ double round_to(double value, DType type) {
   if (value == 0 || !std::isfinite(value)) return value;
   const Format format = format_of(type);
   double rounded;
-  if (std::fabs(value) < std::ldexp(1.0, format.min_exponent)) {
-    // Below the normal numbers the spacing is constant.
-    const int spacing = format.min_exponent - format.precision + 1;
-    rounded = std::ldexp(std::nearbyint(std::ldexp(value, -spacing)), spacing);
+  if (std::fabs(value) < format.normal) {
+    rounded = std::nearbyint(value / format.spacing) * format.spacing;
   } else {
     // Cuts `drop` bits off the mantissa, after adding almost half of what they are worth; a carry
     // into the exponent is right.
