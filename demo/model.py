@@ -37,7 +37,8 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    def __init__(self, settings):
+    def __init__(self, settings, moe_options):
+        """`moe_options` are keyword arguments of every MoE block beyond its sizes."""
         super().__init__()
         s = settings
         self.bytes = nn.Embedding(VOCABULARY, s.hidden)
@@ -54,6 +55,7 @@ class ByteModel(nn.Module):
                     activation_function=ActivationType.SWIGLU,
                     add_bias=False,
                     std=s.std,
+                    **moe_options,
                 ),
             )
             for _ in range(s.layers)

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Trains a small byte-level MoE language model on real text, once with each MoE backend.
 
+A third curve, "rounded", is our backend with token rounding, evaluated with plain top-K.
 Prints a table, writes a picture of the curves and checks its own claims: exit code 0 if they
 hold, 1 if one does not, 2 for bad options, 130 after Ctrl-C (with what there is so far).
 """
@@ -58,11 +59,16 @@ def make_variants(backend):
     def run_with(kernel_backend):
         return lambda moe, x: moe(x, kernel_backend_moe=kernel_backend)
 
-    variants = [
-        Variant("sonicmoe", run_with(KernelBackendMoE.sonicmoe)),
-        Variant("torch", run_with(KernelBackendMoE.torch), same_as="sonicmoe"),
-    ]
-    return [v for v in variants if backend in (v.name, "both")]
+    # 2048 tokens, 16 experts, 2 a token: 256 rows an expert, two tiles.
+    rounding = {"routing": "token_rounding", "rounding": "nr", "tile": 128}
+    variants = {
+        "sonicmoe": [
+            Variant("sonicmoe", run_with(KernelBackendMoE.sonicmoe)),
+            Variant("rounded", run_with(KernelBackendMoE.sonicmoe), moe_options=rounding),
+        ],
+        "torch": [Variant("torch", run_with(KernelBackendMoE.torch), same_as="sonicmoe")],
+    }
+    return [v for name, some in variants.items() if backend in (name, "both") for v in some]
 
 
 def choose_device(name, variants, settings):

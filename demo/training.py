@@ -46,6 +46,7 @@ class Variant:
     name: str
     run_moe: Callable  # (moe, x) -> (y, aux_loss)
     same_as: str | None = None  # the variant that computes the same function, if there is one
+    moe_options: dict = field(default_factory=dict)  # of the MoE blocks: another routing, say
 
 
 @dataclass
@@ -135,13 +136,15 @@ def experts_zeroed(model):
 
 @torch.no_grad()
 def evaluate(model, run_moe, batches, stop):
-    """Mean nats a byte over the batches."""
+    """Mean nats a byte over the batches, in evaluation mode: routing is plain top-K there."""
     total, count = 0.0, 0
+    model.eval()
     for inputs, targets in batches:
         stop.check()
         logits, _ = model(inputs, run_moe)
         total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         count += targets.numel()
+    model.train()
     return total / count
 
 
@@ -149,7 +152,7 @@ def runs_on(device, variant, settings):
     """None if the variant's MoE block runs there, forward and backward; else the reason."""
     s = replace(settings, context=8)
     try:
-        model = ByteModel(s).to(device)
+        model = ByteModel(s, variant.moe_options).to(device)
         tokens = torch.zeros(1, s.context, dtype=torch.long, device=device)
         logits, aux_loss = model(tokens, variant.run_moe)
         (logits.sum() + aux_loss).backward()
@@ -170,7 +173,7 @@ def train(curve, settings, corpus, device, stop, progress):
     """Trains a fresh model and fills the curve step by step. `progress(curve)` after each step."""
     s, run_moe = settings, curve.variant.run_moe
     torch.manual_seed(s.seed)
-    model = ByteModel(s).to(device)  # initialised on the CPU: the same numbers on every device
+    model = ByteModel(s, curve.variant.moe_options).to(device)  # initialised on the CPU: the same numbers on every device
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )

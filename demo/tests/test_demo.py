@@ -106,7 +106,7 @@ def test_unigram_entropy_of_a_fair_pair():
 
 def test_backends_start_alike_and_agree(text):
     curves = [train_tiny(variant, text) for variant in make_variants("both")]
-    assert [curve.variant.name for curve in curves] == ["sonicmoe", "torch"]
+    assert [curve.variant.name for curve in curves] == ["sonicmoe", "rounded", "torch"]
     agree = report.make_checks(curves, entropy=0.0)[0]
     assert "agree over 3 steps" in agree.what
     assert agree.passed
@@ -114,7 +114,7 @@ def test_backends_start_alike_and_agree(text):
 
 
 def test_curves_that_differ_fail_the_check(text):
-    ours, plain = make_variants("both")
+    ours, _, plain = make_variants("both")
     wrong = Variant("wrong", lambda moe, x: ours.run_moe(moe, 1.5 * x), same_as=plain.name)
     settings = replace(TINY, steps=20, learning_rate=0.1)
     curves = [train_tiny(variant, text, settings) for variant in (plain, wrong)]
@@ -123,7 +123,7 @@ def test_curves_that_differ_fail_the_check(text):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_checks_fail_on_what_is_not_a_number(bad):
-    ours, plain = make_variants("both")
+    ours, _, plain = make_variants("both")
     curves = [
         Curve(v, train_loss=[3.0, loss], held_out_loss=[(2, loss)], loss_without_experts=loss)
         for v, loss in ((ours, bad), (plain, bad))
@@ -144,9 +144,9 @@ def test_kept_bytes_count_storages_once_and_no_parameters():
 
 
 def test_our_layer_keeps_only_x_h_and_routing():
-    model = ByteModel(TINY)
+    model = ByteModel(TINY, {})
     tokens = torch.zeros(2, TINY.context, dtype=torch.long)
-    ours, plain = (
+    ours, _, plain = (
         training.measure_kept_bytes(model, lambda v=v: model(tokens, v.run_moe))
         for v in make_variants("both")
     )
@@ -161,7 +161,7 @@ def test_our_layer_keeps_only_x_h_and_routing():
 
 
 def test_zeroed_experts_come_back(text):
-    model = ByteModel(TINY)
+    model = ByteModel(TINY, {})
     variant = make_variants("torch")[0]
     moe, x = model.blocks[0].moe, torch.randn(2, 16, TINY.hidden)
     with training.experts_zeroed(model):
@@ -199,3 +199,15 @@ def test_ctrl_c_ends_with_what_there_is(text, tmp_path):
     assert re.search(r"^sonicmoe +[1-9]", stdout, re.MULTILINE), stdout
     assert "Interrupted" in stdout
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounding_trains_other_routing_and_evaluates_the_same():
+    ours, rounded, _ = make_variants("both")
+    torch.manual_seed(0)
+    model = ByteModel(replace(TINY, experts=4), {**rounded.moe_options, "tile": 16})
+    tokens = torch.randint(256, (2, TINY.context))
+    plain = ByteModel(replace(TINY, experts=4), ours.moe_options)
+    plain.load_state_dict(model.state_dict())
+    assert not torch.equal(model(tokens, rounded.run_moe)[0], plain(tokens, ours.run_moe)[0])
+    model.eval()
+    assert torch.equal(model(tokens, rounded.run_moe)[0], plain(tokens, ours.run_moe)[0])
