@@ -10,10 +10,12 @@ export CCACHE_BASEDIR := $(CURDIR)
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 CONFIGURE = cmake -G Ninja --log-level=NOTICE $(CCACHE) -S .
 JOBS := $(shell nproc)
-CXX_FILES = $(shell find benchmarks cli examples include python src tests verify \
+CXX_FILES = $(shell find benchmarks cli examples fuzz include python src tests verify \
               -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help setup build demo test sanitize mutants bench format lint headers install-check snippets clean
+SECONDS ?= 60
+
+.PHONY: help setup build demo test sanitize fuzz mutants bench format lint headers install-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -37,6 +39,13 @@ sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSaniti
 	  -DSONICMOE_SANITIZE=address,undefined
 	ninja -C build-asan
 	ctest --test-dir build-asan --output-on-failure --no-tests=error -j $(JOBS)
+
+fuzz:  ## fuzz descriptors, routing lists and token rounding (Clang): make fuzz SECONDS=60
+	@tools/setup.sh clang libclang-rt-dev libomp-dev
+	$(CONFIGURE) -B build-fuzz -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DSONICMOE_FUZZ=ON -DSONICMOE_TESTS=OFF -DSONICMOE_CLI=OFF
+	ninja -C build-fuzz
+	@tools/fuzz.sh $(SECONDS)
 
 mutants: setup  ## break the sources in six ways; each must turn a test red
 	python tools/mutants.py

@@ -21,9 +21,17 @@ struct Lists {
 
   explicit Lists(FuzzedDataProvider* in)
       : tokens(in->ConsumeIntegralInRange(0, 20)), experts(in->ConsumeIntegralInRange(1, 70)) {
-    const auto id = [&](std::int64_t bound) {
-      if (in->ConsumeIntegralInRange(0, 31) == 0) return in->ConsumeIntegral<std::int32_t>();
-      return static_cast<std::int32_t>(in->ConsumeIntegralInRange<std::int64_t>(0, bound));
+    const auto id = [&](std::int64_t bound) -> std::int32_t {
+      switch (in->ConsumeIntegralInRange(0, 63)) {
+        case 0:
+          return in->ConsumeIntegral<std::int32_t>();
+        case 1:
+          return in->PickValueInArray({INT32_MIN, -2, -1, INT32_MAX - 1, INT32_MAX});
+        case 2:
+          return static_cast<std::int32_t>(bound) + 1;
+        default:
+          return static_cast<std::int32_t>(in->ConsumeIntegralInRange<std::int64_t>(0, bound));
+      }
     };
     const std::int64_t length = in->ConsumeIntegralInRange(0, 100);
     for (std::int64_t i = 0; i < length; ++i) {
@@ -140,7 +148,10 @@ void rounding_gradient(const Lists& lists, const Options& options) {
   const verify::Random random(lists.length(), 98);
   verify::Tensor logits(d.tokens * d.experts), dscores(d.list_length);
   for (std::size_t i = 0; i < logits.size(); ++i) logits[i] = random.normal(i);
-  for (std::size_t i = 0; i < dscores.size(); ++i) dscores[i] = random.normal(i + logits.size());
+  for (std::size_t i = 0; i < dscores.size(); ++i) {
+    const bool sentinel = lists.routing.experts[i] >= d.experts;
+    dscores[i] = sentinel ? std::nan("") : random.normal(i + logits.size());
+  }
   args.logits = arena.input("logits", logits, d.dtype);
   args.token_ids = arena.input("token_ids", lists.routing.tokens);
   args.expert_ids = arena.input("expert_ids", lists.routing.experts);

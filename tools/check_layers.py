@@ -31,6 +31,7 @@ RULES = {
     "demo": (("include",), ANY),
     "examples": (("include",), ANY),
     "benchmarks": (("include",), ANY),
+    "fuzz": (("include", "verify"), HOST),
     "tests": (("include", "src", "verify", "cli"), ANY),
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
