@@ -170,6 +170,42 @@ void add_lists(CaseList* list) {
   }
 }
 
+void add_rounding(CaseList* list) {
+  constexpr std::array kRules = {
+      RoundingRule::nearest, RoundingRule::stochastic, RoundingRule::nearest_scores,
+      RoundingRule::balance, RoundingRule::up,         RoundingRule::down};
+  const auto rounded = [](LayerDesc desc, RoundingRule rule, std::int64_t tile) {
+    desc.rounding_rule = rule;
+    desc.rounding_tile = tile;
+    return desc;
+  };
+  for (std::size_t i = 0; i < kRules.size(); ++i) {
+    const Mode& mode = kModes[i % kModes.size()];
+    LayerDesc desc = rounded(shape(150, 72, 40, 7, 3), kRules[i], 16);
+    desc.router = mode.router;
+    desc.norm_topk_probs = mode.norm;
+    desc.bias = i >= kModes.size();
+    list->add(std::string("rounding/") + sonicmoe::name(kRules[i]) + "-" + mode.name, desc,
+              RoutingKind::random, true);
+  }
+  const auto nearest = [&](LayerDesc desc, std::int64_t tile) {
+    return rounded(desc, RoundingRule::nearest, tile);
+  };
+  list->add("rounding/tile1", nearest(usual(), 1));
+  list->add("rounding/tile128", nearest(shape(300, 24, 16, 5, 2), 128));
+  list->add("rounding/ties", nearest(shape(61, 24, 16, 9, 2), 8), RoutingKind::ties);
+  list->add("rounding/all_equal", nearest(shape(61, 24, 16, 9, 2), 8), RoutingKind::all_equal);
+  // 33 tokens are no whole number of tiles, and there is no token to add.
+  list->add("rounding/clamped", rounded(shape(33, 24, 16, 4, 1), RoundingRule::up, 32),
+            RoutingKind::one_expert);
+  list->add("rounding/no_rows", rounded(shape(33, 24, 16, 4, 2), RoundingRule::down, 1024));
+  list->add("rounding/one_token", rounded(shape(1, 24, 16, 33, 3), RoundingRule::up, 1));
+  list->add("rounding/no_tokens", nearest(shape(0, 24, 16, 5, 2), 8));
+  LayerDesc inference = nearest(usual(), 8);
+  inference.inference = true;
+  list->add("rounding/inference", inference);
+}
+
 const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "activation/swiglu-interleaved/bf16",
                                       "activation/geglu-separate-bias/f32",
@@ -181,7 +217,10 @@ const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "shape/large/bf16",
                                       "given/hostile/f32",
                                       "given/hostile-bias-swiglu/bf16",
-                                      "inference/topk/f32"};
+                                      "inference/topk/f32",
+                                      "rounding/nearest-softmax_over_topk/f32",
+                                      "rounding/stochastic-topk_over_softmax/bf16",
+                                      "rounding/balance-softmax_over_topk/bf16"};
 
 }  // namespace
 
@@ -191,6 +230,7 @@ std::vector<Case> full_cases() {
   add_routers(&list);
   add_shapes(&list);
   add_lists(&list);
+  add_rounding(&list);
   return list.take();
 }
 
@@ -262,6 +302,10 @@ std::string repro_command(const Case& c, int threads) {
     if (d.norm_topk_probs) line += " --norm_topk_probs";
     if (d.w1_layout == W1Layout::concatenated) line += " --concat_layout";
     if (d.bias) line += " --add_bias";
+    if (d.rounding_tile > 0) {
+      line += std::string(" --rounding ") + name(d.rounding_rule) + " --tile " +
+              std::to_string(d.rounding_tile);
+    }
     if (d.inference) line += " --inference";
     line += " --seed " + std::to_string(c.seed);
   }

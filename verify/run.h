@@ -26,9 +26,10 @@ Tensor unpack_w1(const Tensor& first, const Tensor& second, const LayerDesc& des
 struct LayerRun {
   Status status;       ///< of the first step that failed, plan, forward or backward
   std::string damage;  ///< what was written outside its bounds, or which input was changed
-  Routing routing;     ///< the lists, or the experts that the library chose
+  Routing routing;     ///< the lists, or the experts that the library chose; not if rounded
   std::vector<std::int32_t> counts;
-  LayerTensors tensors;  ///< those that the library returns, and preact
+  std::vector<std::int32_t> frequency;  ///< token rounding only
+  LayerTensors tensors;                 ///< those that the library returns, and preact
 };
 LayerRun run_layer(const Problem& problem, Device device = {}, const Options& options = {});
 
@@ -82,6 +83,9 @@ std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool w
 
 /// Each operation that the case's layer is made of, fed with the oracle's rounded tensors.
 std::vector<Report> check_ops(const Case& test_case, Device device = {},
+                              const Options& options = {});
+/// The same for a problem that no case describes.
+std::vector<Report> check_ops(const Problem& problem, Device device = {},
                               const Options& options = {});
 
 }  // namespace sonicmoe::verify

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "verify/inputs.h"
+#include "verify/rounded_layer.h"
 #include "verify/run.h"
 
 namespace sonicmoe::verify {
@@ -33,8 +34,14 @@ void run_forward(const Problem& p, const LayerPlan& plan, Arena* arena, LayerRun
   if (router) {
     args.router_w = arena->input("router_w", p.router_w, type);
     args.logits = arena->output("logits", desc.tokens * desc.experts, type);
-    args.scores = arena->output_float("scores", desc.rows());
-    args.expert_ids = arena->output_int32("expert_ids", desc.rows());
+    if (desc.rounding_tile > 0) {
+      args.seed = kRoundingSeed;
+      args.offset = kRoundingOffset;
+      args.frequency = arena->output_int32("frequency", desc.experts);
+    } else {
+      args.scores = arena->output_float("scores", desc.rows());
+      args.expert_ids = arena->output_int32("expert_ids", desc.rows());
+    }
   } else {
     args.list_tokens = arena->input("list_tokens", p.lists.tokens);
     args.list_experts = arena->input("list_experts", p.lists.experts);
@@ -52,11 +59,12 @@ void run_forward(const Problem& p, const LayerPlan& plan, Arena* arena, LayerRun
   LayerTensors& out = run->tensors;
   run->routing = p.lists;
   out.scores = p.list_scores;
-  if (router) {
+  if (router) out.logits = arena->tensor("logits", type);
+  if (router && desc.rounding_tile == 0) {
     run->routing = routing_of_ids(arena->int32("expert_ids"), desc.top_k);
-    out.logits = arena->tensor("logits", type);
     out.scores = arena->tensor("scores", DType::f32);
   }
+  if (desc.rounding_tile > 0) run->frequency = arena->int32("frequency");
   run->counts = arena->int32("counts");
   out.o = arena->tensor("o", type);
   if (!desc.inference) out.preact = arena->tensor("preact", type);
@@ -186,6 +194,7 @@ std::string first_difference(const LayerRun& a, const LayerRun& b) {
   };
   if (a.routing.experts != b.routing.experts) return "expert_ids";
   if (a.counts != b.counts) return "counts";
+  if (a.frequency != b.frequency) return "frequency";
   const LayerTensors &p = a.tensors, &q = b.tensors;
   if (!same(p.logits, q.logits)) return "logits";
   if (!same(p.scores, q.scores)) return "scores";
@@ -222,6 +231,7 @@ std::string Report::text() const {
 
 Report check_layer(const Case& test_case, Device device, const Options& options) {
   const LayerDesc& desc = test_case.desc;
+  if (desc.rounding_tile > 0) return check_rounded_layer(test_case, device, options);
   const Problem problem = make_problem(test_case);
   const LayerRun run = run_layer(problem, device, options);
   Report report{"layer", run.damage, {}};

@@ -1,16 +1,17 @@
 #include <algorithm>
 #include <limits>
 
+#include "verify/rounded_layer.h"
 #include "verify/run.h"
 
 namespace sonicmoe::verify {
 namespace {
 
-/// The tensors of a case's layer, as a backend would have them, and where to run its operations.
+/// The tensors of a layer, as a backend would have them, and where to run its operations.
 class OpChecker {
  public:
-  OpChecker(const Case& test_case, Device device, const Options& options)
-      : problem_(make_problem(test_case)),
+  OpChecker(const Problem& problem, Device device, const Options& options)
+      : problem_(problem),
         desc_(problem_.desc),
         routing_(own_routing(problem_, Precision::rounded)),
         g_(group(routing_, desc_.tokens, desc_.experts)),
@@ -371,7 +372,12 @@ class OpChecker {
 }  // namespace
 
 std::vector<Report> check_ops(const Case& test_case, Device device, const Options& options) {
-  return OpChecker(test_case, device, options).check_all();
+  if (test_case.desc.rounding_tile > 0) return check_rounded_ops(test_case, device, options);
+  return check_ops(make_problem(test_case), device, options);
+}
+
+std::vector<Report> check_ops(const Problem& problem, Device device, const Options& options) {
+  return OpChecker(problem, device, options).check_all();
 }
 
 }  // namespace sonicmoe::verify

@@ -21,7 +21,7 @@ TEST(Cases, NamesAreUniqueAndFound) {
     EXPECT_EQ(find_case(c.name)->seed, c.seed);
   }
   EXPECT_EQ(find_case("no such case"), nullptr);
-  EXPECT_EQ(smoke_cases().size(), 12u);
+  EXPECT_EQ(smoke_cases().size(), 15u);
 }
 
 TEST(Cases, ReproCommands) {
@@ -42,6 +42,12 @@ TEST(Cases, ReproCommands) {
   EXPECT_EQ(repro_command(custom_case(desc, 7)),
             "sonicmoe check --thiek 10,16,24,4,2 --dtype f32 --activation geglu "
             "--topk_over_softmax --norm_topk_probs --concat_layout --add_bias --seed 7");
+  desc.rounding_tile = 16;
+  desc.rounding_rule = RoundingRule::balance;
+  EXPECT_EQ(repro_command(custom_case(desc, 7)),
+            "sonicmoe check --thiek 10,16,24,4,2 --dtype f32 --activation geglu "
+            "--topk_over_softmax --norm_topk_probs --concat_layout --add_bias "
+            "--rounding balance --tile 16 --seed 7");
 }
 
 /// Rows of each expert in the case's own routing.
