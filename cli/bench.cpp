@@ -16,19 +16,19 @@ namespace {
 constexpr const char* kDefaultShape = "4096,512,256,32,4";
 
 constexpr const char* kHelp =
-    "Times forward, backward and their sum on random data, and beside them, interleaved in the\n"
-    "same process with the same threads, the dense bound: the six GEMMs as dense fp32 GEMMs\n"
-    "(OpenBLAS) with perfectly even experts, the faster of two ways to use the threads. Caches "
-    "are\n"
-    "flushed before each timing. ms: median, +-: median absolute deviation; TFLOP/s counts the\n"
-    "GEMMs of the experts (6TKnd forward, 12TKnd backward; 4 and 8 without a gate; the router's "
-    "own\n"
-    "for router_*); GB/s counts every input and output once; 'of bound' is bound time / time.\n"
-    "JSON: version, command, device, threads, seed, repeats, interrupted, layer {thiek, dtype,\n"
-    "activation, w1_layout, router, norm_topk_probs, bias, inference}, results [{what, runs, ms,\n"
-    "mad_ms, tflops, gbps, bound_ms, of_bound}], dense_bound [{gemm, way, runs, ms, mad_ms,\n"
-    "tflops}], saved_bytes {x, preact, routing, logits, total}, workspace_bytes {forward,\n"
-    "backward}. A figure that does not exist is null.";
+    "Times forward, backward and their sum on random data, and beside them, interleaved in\n"
+    "the same process with the same threads, the dense bound: the six GEMMs as dense fp32\n"
+    "GEMMs (OpenBLAS) with perfectly even experts, the faster of two ways to use the threads.\n"
+    "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
+    "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
+    "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
+    "counts every input and output once; 'of bound' is bound time / time.\n"
+    "JSON: version, command, device, threads, seed, repeats, interrupted, layer {thiek,\n"
+    "dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile} or null,\n"
+    "bias, inference}, rows, results [{what, runs, ms, mad_ms, tflops, gbps, bound_ms,\n"
+    "of_bound}], dense_bound [{gemm, way, runs, ms, mad_ms, tflops}], saved_bytes {x, preact,\n"
+    "routing, logits, total}, workspace_bytes {forward, backward}. A figure that does not\n"
+    "exist is null.";
 
 struct Row {
   Task task;
@@ -44,13 +44,13 @@ std::string cell(double value, const char* format) {
 
 Json print_rows(const std::vector<Row>& rows) {
   Json results = Json::array();
-  std::printf("%-18s %10s %9s %9s %8s %10s %9s\n", "", "ms", "+-", "TFLOP/s", "GB/s", "bound ms",
+  std::printf("%-19s %10s %9s %9s %8s %10s %9s\n", "", "ms", "+-", "TFLOP/s", "GB/s", "bound ms",
               "of bound");
   for (const auto& [task, bound] : rows) {
     if (task.seconds.empty()) continue;
     const double seconds = median(task.seconds), spread = mad(task.seconds);
     const double tflops = task.flops / seconds * 1e-12, gbps = task.bytes / seconds * 1e-9;
-    std::printf("%-18s %10s %9s %9s %8s %10s %9s\n", task.name.c_str(),
+    std::printf("%-19s %10s %9s %9s %8s %10s %9s\n", task.name.c_str(),
                 cell(seconds * 1e3, "%.3f").c_str(), cell(spread * 1e3, "%.3f").c_str(),
                 cell(tflops, "%.4f").c_str(), cell(gbps, "%.2f").c_str(),
                 cell(bound * 1e3, "%.3f").c_str(), cell(bound / seconds, "%.2f").c_str());
@@ -73,7 +73,7 @@ Json print_bound(const DenseBound& bound, DType dtype) {
   for (const auto& [task, way] : bound.gemms()) {
     const double seconds = median(task->seconds), spread = mad(task->seconds);
     const double tflops = task->flops / seconds * 1e-12;
-    std::printf("%-18s %10.3f %9.3f %9s   %s\n", task->name.c_str(), seconds * 1e3, spread * 1e3,
+    std::printf("%-19s %10.3f %9.3f %9s   %s\n", task->name.c_str(), seconds * 1e3, spread * 1e3,
                 cell(tflops, "%.4f").c_str(), way);
     list.push_back({{"gemm", task->name},
                     {"way", way},
@@ -104,11 +104,15 @@ Json print_memory(const LayerPlan& plan, bool inference) {
       {"workspace_bytes", {{"forward", plan.forward_workspace_bytes()}, {"backward", backward}}}};
 }
 
-/// Forward and backward, one group each.
+/// Forward and backward, one group each. `l.counts` is right already.
 std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Workspace workspace) {
   const LayerDesc& desc = plan.desc();
-  const double flops = 2.0 * static_cast<double>(desc.rows()) * static_cast<double>(desc.hidden) *
+  const auto rows = static_cast<double>(l.rows());
+  const double flops = 2.0 * rows * static_cast<double>(desc.hidden) *
                        static_cast<double>(desc.preact_width() + desc.intermediate);
+  const double preact_bytes = desc.inference ? 0
+                                             : rows * static_cast<double>(desc.preact_width()) *
+                                                   static_cast<double>(size_of(desc.dtype));
   const auto forward = [&plan, args = l.forward_args(), workspace] {
     return plan.forward(args, workspace);
   };
@@ -116,18 +120,19 @@ std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Wo
     return plan.backward(args, workspace);
   };
   std::vector<Group> groups(desc.inference ? 1 : 2);
-  groups[0].tasks = {{.name = "forward",
-                      .run = forward,
-                      .flops = flops,
-                      .bytes = total_bytes({&l.x, &l.router_w, &l.w1, &l.b1, &l.w2, &l.b2, &l.o,
-                                            &l.logits, &l.counts, &l.preact, &l.routing})}};
+  groups[0].tasks = {
+      {.name = "forward",
+       .run = forward,
+       .flops = flops,
+       .bytes = preact_bytes + total_bytes({&l.x, &l.router_w, &l.w1, &l.b1, &l.w2, &l.b2, &l.o,
+                                            &l.logits, &l.counts, &l.routing})}};
   if (desc.inference) return groups;
-  groups[1].tasks = {
-      {.name = "backward",
-       .run = backward,
-       .flops = 2 * flops,
-       .bytes = total_bytes({&l.x, &l.router_w, &l.w1, &l.w2, &l.b2, &l.preact, &l.routing, &l.dout,
-                             &l.dx, &l.drouter_w, &l.dw1, &l.db1, &l.dw2, &l.db2})}};
+  groups[1].tasks = {{.name = "backward",
+                      .run = backward,
+                      .flops = 2 * flops,
+                      .bytes = preact_bytes + total_bytes({&l.x, &l.router_w, &l.w1, &l.w2, &l.b2,
+                                                           &l.routing, &l.dout, &l.dx, &l.drouter_w,
+                                                           &l.dw1, &l.db1, &l.dw2, &l.db2})}};
   return groups;
 }
 
@@ -168,11 +173,11 @@ int run_bench(Settings& settings, bool with_operations, int repeats) {
   const LayerPlan plan = settings.plan(desc, settings.layer_line());
   const LayerTensors tensors(desc, plan.saved_bytes(), settings.seed);
   const Buffer workspace(plan.workspace_bytes());
-  std::vector<Group> layer = layer_groups(plan, tensors, workspace.workspace());
-  // Backward reads what forward wrote, and so do the operations.
-  const Status status = layer[0].tasks[0].run();
+  // Backward reads what forward wrote, and so do the operations; and forward counts the rows.
+  const Status status = plan.forward(tensors.forward_args(), workspace.workspace());
   if (!status.ok()) throw std::runtime_error(std::string("forward: ") + status.message());
-  DenseBound bound(desc, settings.threads, settings.seed);
+  std::vector<Group> layer = layer_groups(plan, tensors, workspace.workspace());
+  DenseBound bound(desc, tensors.rows(), settings.threads, settings.seed);
   std::unique_ptr<Operations> operations;
   if (with_operations) operations = std::make_unique<Operations>(settings, tensors);
   std::vector<Group> none;
@@ -187,6 +192,12 @@ int run_bench(Settings& settings, bool with_operations, int repeats) {
   std::printf("sonicmoe %s bench %s --threads %d --seed %llu\n", version(),
               settings.layer_line().c_str(), settings.threads,
               static_cast<unsigned long long>(settings.seed));
+  if (desc.rounding_tile > 0) {
+    std::printf("%lld rows after token rounding, %lld before, room for %lld\n",
+                static_cast<long long>(tensors.rows()),
+                static_cast<long long>(desc.tokens * desc.top_k),
+                static_cast<long long>(desc.rows()));
+  }
   Json report = {{"version", version()},
                  {"command", "bench"},
                  {"device", device_name(settings.device)},
@@ -194,7 +205,8 @@ int run_bench(Settings& settings, bool with_operations, int repeats) {
                  {"seed", settings.seed},
                  {"repeats", repeats},
                  {"interrupted", interrupted()},
-                 {"layer", settings.layer_json()}};
+                 {"layer", settings.layer_json()},
+                 {"rows", tensors.rows()}};
   report["results"] = print_rows(make_rows(layer, operation_groups, bound));
   report["dense_bound"] = print_bound(bound, desc.dtype);
   report.update(print_memory(plan, desc.inference));

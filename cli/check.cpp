@@ -11,13 +11,14 @@ namespace sonicmoe::cli {
 namespace {
 
 constexpr const char* kHelp =
-    "Runs the layer, then each operation by itself, and compares every tensor with an fp64 oracle\n"
-    "that shares no code with the library. error and bound: Frobenius norms relative to the exact\n"
-    "tensor, of its worst expert or block. The bound is twice the error of plain loops in the "
-    "same\n"
-    "precision. Without --thiek and --case: a short list of cases of every kind.\n"
-    "JSON: version, command, device, threads, interrupted, passed, failed, cases [{name, repro,\n"
-    "reports [{name, pass, failure, checks [{tensor, error, bound, pass, note}]}]}].";
+    "Runs the layer, then each operation by itself, and compares every tensor with an fp64\n"
+    "oracle that shares no code with the library. error and bound: Frobenius norms relative\n"
+    "to the exact tensor, of its worst expert or block. The bound is twice the error of plain\n"
+    "loops in the same precision. With --rounding, as_given: the same bits as the layer with\n"
+    "its entries given as lists. Without --thiek and --case: a short list of cases of every\n"
+    "kind.\n"
+    "JSON: version, command, device, threads, interrupted, passed, failed, cases [{name,\n"
+    "repro, reports [{name, pass, failure, checks [{tensor, error, bound, pass, note}]}]}].";
 
 struct CheckSettings : Settings {
   std::string case_name;

@@ -36,8 +36,9 @@ struct EvenGemm {
 }  // namespace
 
 struct DenseBound::Data {
-  Data(const LayerDesc& desc, int thread_count, std::uint64_t seed)
+  Data(const LayerDesc& desc, std::int64_t row_count, int thread_count, std::uint64_t seed)
       : sizes(desc), threads(thread_count) {
+    sizes.r = row_count;
     const Sizes& s = sizes;
     const auto random = [&](std::int64_t rows, std::int64_t columns) {
       return make_random(rows * columns, DType::f32, 0.02, seed++);
@@ -102,8 +103,8 @@ struct DenseBound::Data {
   std::array<EvenGemm, 6> gemms;
 };
 
-DenseBound::DenseBound(const LayerDesc& desc, int threads, std::uint64_t seed)
-    : data_(std::make_shared<Data>(desc, threads, seed)) {
+DenseBound::DenseBound(const LayerDesc& desc, std::int64_t rows, int threads, std::uint64_t seed)
+    : data_(std::make_shared<Data>(desc, rows, threads, seed)) {
   openblas_set_num_threads(1);
   for (const bool experts_in_parallel : {true, false}) {
     for (const bool backward : {false, true}) {

@@ -13,7 +13,8 @@ namespace sonicmoe::cli {
 /// all threads; the faster one counts.
 class DenseBound {
  public:
-  DenseBound(const LayerDesc& desc, int threads, std::uint64_t seed);
+  /// `rows` of all experts together: fewer than the layer's capacity if its tokens were rounded.
+  DenseBound(const LayerDesc& desc, std::int64_t rows, int threads, std::uint64_t seed);
 
   /// The groups to time.
   std::vector<Group>& groups() { return groups_; }

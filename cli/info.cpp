@@ -8,11 +8,11 @@ namespace {
 
 constexpr const char* kHelp =
     "Kernels are listed best first within an operation; a plan takes the first that fits.\n"
-    "JSON: version, command, devices [{id, name, details, usable, reason}], kernels [{op, name,\n"
-    "device, compiled, reason}]; with --thiek also layer {thiek, dtype, activation, w1_layout,\n"
-    "router, norm_topk_probs, bias, inference} and explain, the plan as printed. reason says why "
-    "a\n"
-    "device is not usable or a kernel not compiled, else it is empty.";
+    "JSON: version, command, devices [{id, name, details, usable, reason}], kernels [{op,\n"
+    "name, device, compiled, reason}]; with --thiek also layer {thiek, dtype, activation,\n"
+    "w1_layout, router, norm_topk_probs, rounding {rule, tile} or null, bias, inference} and\n"
+    "explain, the plan as printed. reason says why a device is not usable or a kernel not\n"
+    "compiled, else it is empty.";
 
 Json device_list() {
   Json list = Json::array();
@@ -36,7 +36,7 @@ Json kernel_list() {
   std::printf("kernels, best first within an operation:\n");
   for (const auto& info : kernels()) {
     const std::string state = info.compiled ? "compiled" : "not compiled: " + info.reason;
-    std::printf("  %-5s %-16s %-32s %s\n", name(info.device), info.op.c_str(), info.name.c_str(),
+    std::printf("  %-5s %-19s %-32s %s\n", name(info.device), info.op.c_str(), info.name.c_str(),
                 state.c_str());
     list.push_back({{"op", info.op},
                     {"name", info.name},

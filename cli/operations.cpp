@@ -11,7 +11,7 @@ Buffer words(std::int64_t count) { return Buffer(static_cast<std::size_t>(count)
 }  // namespace
 
 Operations::Operations(const Settings& settings, const LayerTensors& layer)
-    : settings_(settings), layer_(layer), s_(settings.desc) {
+    : settings_(settings), layer_(layer), s_(settings.desc), rows_(layer.rows()) {
   const auto rows_of = [&](std::int64_t columns) {
     return make_tensor(s_.r * columns, settings_.desc.dtype);
   };
@@ -25,6 +25,12 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer)
   preact_ = rows_of(s_.w);
   act_ = rows_of(s_.n);
   expert_out_ = rows_of(s_.d);
+  if (rounded()) {
+    slot_tokens_ = words(s_.r);
+    token_offsets_ = words(s_.t + 1);
+    token_slots_ = words(s_.r);
+    dscores_ = words(s_.r);
+  }
   add_routing();
   add_forward();
   if (settings_.desc.inference) return;
@@ -37,6 +43,17 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer)
   add_backward();
 }
 
+/// Of a tensor of grouped rows only the rows in use move.
+double Operations::moved_bytes(const Buffer& buffer) const {
+  const auto bytes = static_cast<double>(buffer.bytes());
+  if (rows_ == s_.r) return bytes;
+  for (const Buffer* rows : {&preact_, &act_, &expert_out_, &dpreact_, &scaled_act_, &row_dscores_,
+                             &row_scores_, &dx_rows_}) {
+    if (&buffer == rows) return bytes * static_cast<double>(rows_) / static_cast<double>(s_.r);
+  }
+  return bytes;
+}
+
 template <class Desc>
 void Operations::add(std::string name, const Desc& desc, const typename Desc::Args& args,
                      double flops, std::initializer_list<const Buffer*> moved) {
@@ -44,8 +61,8 @@ void Operations::add(std::string name, const Desc& desc, const typename Desc::Ar
   const auto workspace = std::make_shared<Buffer>(plan.workspace_bytes());
   Task task{.name = std::move(name),
             .run = [plan, args, workspace] { return plan.run(args, workspace->workspace()); },
-            .flops = flops,
-            .bytes = total_bytes(moved)};
+            .flops = flops};
+  for (const Buffer* buffer : moved) task.bytes += moved_bytes(*buffer);
   const Status status = task.run();
   if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
   groups_.push_back({.tasks = {std::move(task)}});
@@ -63,29 +80,68 @@ void Operations::add_routing() {
   add("router_gemm", router, router_args, router_flops,
       {&layer_.x, &layer_.router_w, &layer_.logits});
 
+  if (rounded()) {
+    add_rounding();
+  } else {
+    add_top_k();
+  }
+  add_metadata();
+}
+
+void Operations::add_top_k() {
+  const LayerDesc& desc = settings_.desc;
   TopKDesc top_k;
   top_k.tokens = s_.t, top_k.experts = s_.e, top_k.top_k = s_.k, top_k.dtype = desc.dtype;
   top_k.mode = desc.router, top_k.norm_topk_probs = desc.norm_topk_probs;
-  TopKArgs top_k_args;
-  top_k_args.logits = layer_.logits.data();
-  top_k_args.scores = scores_.as<float>();
-  top_k_args.ids = ids_.as<std::int32_t>();
-  add("top_k", top_k, top_k_args, 0, {&layer_.logits, &scores_, &ids_});
+  TopKArgs args;
+  args.logits = layer_.logits.data();
+  args.scores = scores_.as<float>();
+  args.ids = ids_.as<std::int32_t>();
+  add("top_k", top_k, args, 0, {&layer_.logits, &scores_, &ids_});
+}
 
+void Operations::add_rounding() {
+  const LayerDesc& desc = settings_.desc;
+  const TokenRoundingDesc rounding{s_.t,
+                                   s_.e,
+                                   s_.k,
+                                   desc.dtype,
+                                   desc.router,
+                                   desc.norm_topk_probs,
+                                   desc.rounding_rule,
+                                   desc.rounding_tile};
+  TokenRoundingArgs args;
+  args.logits = layer_.logits.data();
+  args.seed = layer_.draws;
+  args.scores = scores_.as<float>();
+  args.token_ids = slot_tokens_.as<std::int32_t>();
+  args.expert_ids = ids_.as<std::int32_t>();
+  args.counts = layer_.counts.as<std::int32_t>();
+  add("token_rounding", rounding, args, 0,
+      {&layer_.logits, &scores_, &slot_tokens_, &ids_, &layer_.counts});
+}
+
+void Operations::add_metadata() {
   MetadataDesc metadata;
-  metadata.tokens = s_.t, metadata.experts = s_.e, metadata.top_k = s_.k;
-  MetadataArgs metadata_args;
-  metadata_args.slot_experts = ids_.as<std::int32_t>();
-  metadata_args.slot_scores = scores_.as<float>();
-  metadata_args.counts = layer_.counts.as<std::int32_t>();
-  metadata_args.offsets = offsets_.as<std::int32_t>();
-  metadata_args.row_tokens = row_tokens_.as<std::int32_t>();
-  metadata_args.row_slots = row_slots_.as<std::int32_t>();
-  metadata_args.slot_rows = slot_rows_.as<std::int32_t>();
-  metadata_args.row_scores = row_scores_.as<float>();
-  add("metadata", metadata, metadata_args, 0,
-      {&ids_, &scores_, &layer_.counts, &offsets_, &row_tokens_, &row_slots_, &slot_rows_,
-       &row_scores_});
+  metadata.tokens = s_.t, metadata.experts = s_.e;
+  metadata.top_k = rounded() ? 0 : s_.k;
+  metadata.list_length = rounded() ? s_.r : 0;
+  metadata.assume_sorted = rounded();
+  MetadataArgs args;
+  args.slot_experts = ids_.as<std::int32_t>();
+  args.slot_tokens = slot_tokens_.as<std::int32_t>();
+  args.slot_scores = scores_.as<float>();
+  args.counts = layer_.counts.as<std::int32_t>();
+  args.offsets = offsets_.as<std::int32_t>();
+  args.row_tokens = row_tokens_.as<std::int32_t>();
+  args.row_slots = row_slots_.as<std::int32_t>();
+  args.slot_rows = slot_rows_.as<std::int32_t>();
+  args.row_scores = row_scores_.as<float>();
+  args.token_offsets = token_offsets_.as<std::int32_t>();
+  args.token_slots = token_slots_.as<std::int32_t>();
+  add("metadata", metadata, args, 0,
+      {&ids_, &slot_tokens_, &scores_, &layer_.counts, &offsets_, &row_tokens_, &row_slots_,
+       &slot_rows_, &row_scores_, &token_offsets_, &token_slots_});
 }
 
 GroupedGemmDesc Operations::gemm_desc(GemmOp op) const {
@@ -123,15 +179,23 @@ GroupedGemmArgs Operations::gemm_args() const {
 
 AggregateDesc Operations::aggregate_desc() const {
   AggregateDesc desc;
-  desc.tokens = s_.t, desc.rows = s_.r, desc.hidden = s_.d, desc.top_k = s_.k;
+  desc.tokens = s_.t, desc.rows = s_.r, desc.hidden = s_.d, desc.top_k = rounded() ? 0 : s_.k;
   desc.dtype = settings_.desc.dtype;
   return desc;
 }
 
+AggregateArgs Operations::aggregate_args() const {
+  AggregateArgs args;
+  args.slot_rows = slot_rows_.as<std::int32_t>();
+  args.token_offsets = token_offsets_.as<std::int32_t>();
+  args.token_slots = token_slots_.as<std::int32_t>();
+  return args;
+}
+
 void Operations::add_forward() {
   const LayerTensors& l = layer_;
-  const double up_flops = 2.0 * static_cast<double>(s_.r * s_.w) * static_cast<double>(s_.d);
-  const double down_flops = 2.0 * static_cast<double>(s_.r * s_.d) * static_cast<double>(s_.n);
+  const double up_flops = 2.0 * static_cast<double>(rows_ * s_.w) * static_cast<double>(s_.d);
+  const double down_flops = 2.0 * static_cast<double>(rows_ * s_.d) * static_cast<double>(s_.n);
   const Buffer none;
   const Buffer* kept_preact = settings_.desc.inference ? &none : &preact_;
   add("up_proj", gemm_desc(GemmOp::up_proj), gemm_args(), up_flops,
@@ -139,19 +203,52 @@ void Operations::add_forward() {
   add("down_proj", gemm_desc(GemmOp::down_proj), gemm_args(), down_flops,
       {&act_, &l.w2, &l.b2, &expert_out_});
 
-  AggregateArgs args;
+  AggregateArgs args = aggregate_args();
   args.rows = expert_out_.data();
-  args.slot_rows = slot_rows_.as<std::int32_t>();
   args.slot_scores = scores_.as<float>();
   args.out = l.o.data();
-  add("aggregate_o", aggregate_desc(), args, 0, {&expert_out_, &slot_rows_, &scores_, &l.o});
+  add("aggregate_o", aggregate_desc(), args, 0,
+      {&expert_out_, &slot_rows_, &token_offsets_, &token_slots_, &scores_, &l.o});
+}
+
+void Operations::add_score_grad() {
+  const LayerDesc& desc = settings_.desc;
+  ScoreGradDesc score;
+  score.tokens = s_.t, score.experts = s_.e, score.rows = s_.r, score.dtype = desc.dtype;
+  ScoreGradArgs args;
+  args.row_dscores = row_dscores_.as<float>();
+  args.slot_rows = slot_rows_.as<std::int32_t>();
+  if (rounded()) {
+    // Lists take their gradients in slot order, and rounding takes them from there to the logits.
+    score.mode = RouterMode::given;
+    args.dscores = dscores_.as<float>();
+    add("score_grad", score, args, 0, {&row_dscores_, &slot_rows_, &dscores_});
+
+    const TokenRoundingGradDesc grad{
+        s_.t, s_.e, s_.k, desc.dtype, desc.router, desc.norm_topk_probs, s_.r};
+    TokenRoundingGradArgs grad_args;
+    grad_args.logits = layer_.logits.data();
+    grad_args.token_ids = slot_tokens_.as<std::int32_t>();
+    grad_args.expert_ids = ids_.as<std::int32_t>();
+    grad_args.dscores = dscores_.as<float>();
+    grad_args.dlogits = dlogits_.data();
+    add("token_rounding_grad", grad, grad_args, 0,
+        {&layer_.logits, &slot_tokens_, &ids_, &dscores_, &dlogits_});
+    return;
+  }
+  score.top_k = s_.k, score.mode = desc.router, score.norm_topk_probs = desc.norm_topk_probs;
+  args.slot_scores = scores_.as<float>();
+  args.slot_experts = ids_.as<std::int32_t>();
+  args.logits = layer_.logits.data();
+  args.dlogits = dlogits_.data();
+  add("score_grad", score, args, 0, {&row_dscores_, &slot_rows_, &scores_, &ids_, &dlogits_});
 }
 
 void Operations::add_backward() {
   const LayerDesc& desc = settings_.desc;
   const LayerTensors& l = layer_;
-  const double up_flops = 2.0 * static_cast<double>(s_.r * s_.w) * static_cast<double>(s_.d);
-  const double down_flops = 2.0 * static_cast<double>(s_.r * s_.d) * static_cast<double>(s_.n);
+  const double up_flops = 2.0 * static_cast<double>(rows_ * s_.w) * static_cast<double>(s_.d);
+  const double down_flops = 2.0 * static_cast<double>(rows_ * s_.d) * static_cast<double>(s_.n);
   const double router_flops = 2.0 * static_cast<double>(s_.t * s_.e) * static_cast<double>(s_.d);
 
   add("down_proj_dgrad", gemm_desc(GemmOp::down_proj_dgrad), gemm_args(), down_flops,
@@ -181,19 +278,7 @@ void Operations::add_backward() {
     add("bias_grad", bias, args, 0, {&dpreact_, &l.dout, &l.b2, &row_dscores_, &l.db1, &l.db2});
   }
 
-  ScoreGradDesc score;
-  score.tokens = s_.t, score.experts = s_.e, score.top_k = s_.k, score.rows = s_.r;
-  score.dtype = desc.dtype, score.mode = desc.router;
-  score.norm_topk_probs = desc.norm_topk_probs;
-  ScoreGradArgs score_args;
-  score_args.row_dscores = row_dscores_.as<float>();
-  score_args.slot_rows = slot_rows_.as<std::int32_t>();
-  score_args.slot_scores = scores_.as<float>();
-  score_args.slot_experts = ids_.as<std::int32_t>();
-  score_args.logits = l.logits.data();
-  score_args.dlogits = dlogits_.data();
-  add("score_grad", score, score_args, 0, {&row_dscores_, &slot_rows_, &scores_, &ids_, &dlogits_});
-
+  add_score_grad();
   RouterGemmDesc router;
   router.tokens = s_.t, router.hidden = s_.d, router.experts = s_.e, router.dtype = desc.dtype;
   RouterGemmArgs router_args;
@@ -207,12 +292,12 @@ void Operations::add_backward() {
   router.pass = GemmPass::wgrad;
   add("router_wgrad", router, router_args, router_flops, {&dlogits_, &l.x, &l.drouter_w});
 
-  AggregateArgs args;
+  AggregateArgs args = aggregate_args();
   args.rows = dx_rows_.data();
-  args.slot_rows = slot_rows_.as<std::int32_t>();
   args.addend = l.dx.data();
   args.out = l.dx.data();
-  add("aggregate_dx", aggregate_desc(), args, 0, {&dx_rows_, &slot_rows_, &l.dx, &l.dx});
+  add("aggregate_dx", aggregate_desc(), args, 0,
+      {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});
 }
 
 }  // namespace sonicmoe::cli

@@ -6,7 +6,8 @@
 namespace sonicmoe::cli {
 
 /// One group for each operation that the layer is made of, in the layer's order, on the layer's own
-/// tensors. The constructor runs each once, so that every operation reads realistic data.
+/// tensors, which forward has filled. The constructor runs each once, so that every operation reads
+/// realistic data.
 class Operations {
  public:
   Operations(const Settings& settings, const LayerTensors& layer);
@@ -17,17 +18,26 @@ class Operations {
   void add(std::string name, const Desc& desc, const typename Desc::Args& args, double flops,
            std::initializer_list<const Buffer*> moved);
   void add_routing();
+  void add_top_k();
+  void add_rounding();
+  void add_metadata();
   void add_forward();
   void add_backward();
+  void add_score_grad();
 
   GroupedGemmDesc gemm_desc(GemmOp op) const;
   GroupedGemmArgs gemm_args() const;
   AggregateDesc aggregate_desc() const;
+  AggregateArgs aggregate_args() const;
+  bool rounded() const { return settings_.desc.rounding_tile > 0; }
+  double moved_bytes(const Buffer& buffer) const;
 
   const Settings& settings_;
   const LayerTensors& layer_;
   Sizes s_;
+  std::int64_t rows_;  ///< in use, of s_.r
   Buffer scores_, ids_, offsets_, row_tokens_, row_slots_, slot_rows_, row_scores_;
+  Buffer slot_tokens_, token_offsets_, token_slots_, dscores_;  // token rounding only
   Buffer preact_, act_, expert_out_, dpreact_, scaled_act_, row_dscores_, dx_rows_, dlogits_;
   std::vector<Group> groups_;
 };

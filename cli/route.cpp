@@ -78,7 +78,7 @@ class Comparison {
     }
     const TopKDesc top_k{desc_.tokens, desc_.experts, desc_.top_k,
                          desc_.dtype,  desc_.router,  desc_.norm_topk_probs};
-    settings_.plan(top_k, settings_.line());  // refuses sizes before they are allocated
+    const auto plan = settings_.plan(top_k, settings_.line());  // refuses what cannot be allocated
     if (!logits) {
       logits = random_logits(desc_.tokens, desc_.experts, settings_.skew, settings_.seed);
     }
@@ -89,7 +89,7 @@ class Comparison {
     const std::int64_t slots = desc_.tokens * desc_.top_k;
     scores_ = make_tensor(slots, DType::f32);
     ids_ = make_tensor(slots, DType::f32);
-    run(top_k,
+    run(plan,
         {.logits = logits_.data(), .scores = scores_.as<float>(), .ids = ids_.as<std::int32_t>()});
     frequency_.resize(static_cast<std::size_t>(desc_.experts));
     for (std::int64_t i = 0; i < slots; ++i) {
@@ -103,17 +103,18 @@ class Comparison {
     const TokenRoundingDesc rounding{desc_.tokens, desc_.experts, desc_.top_k,
                                      desc_.dtype,  desc_.router,  desc_.norm_topk_probs,
                                      rule,         settings_.tile};
+    const auto plan = settings_.plan(rounding, settings_.line());
     const Buffer scores = make_tensor(rounding.capacity(), DType::f32);
     const Buffer tokens = make_tensor(rounding.capacity(), DType::f32);
     const Buffer experts = make_tensor(rounding.capacity(), DType::f32);
     Counts counts(frequency_.size());
-    run(rounding, {.logits = logits_.data(),
-                   .seed = settings_.seed,
-                   .offset = settings_.offset,
-                   .scores = scores.as<float>(),
-                   .token_ids = tokens.as<std::int32_t>(),
-                   .expert_ids = experts.as<std::int32_t>(),
-                   .counts = counts.data()});
+    run(plan, {.logits = logits_.data(),
+               .seed = settings_.seed,
+               .offset = settings_.offset,
+               .scores = scores.as<float>(),
+               .token_ids = tokens.as<std::int32_t>(),
+               .expert_ids = experts.as<std::int32_t>(),
+               .counts = counts.data()});
     Outcome out = count(name(rule), counts);
     // The entries themselves say what was dropped and added, not the counts.
     std::vector<bool> kept(static_cast<std::size_t>(desc_.tokens * desc_.top_k));
@@ -145,8 +146,7 @@ class Comparison {
 
  private:
   template <class Desc>
-  void run(const Desc& desc, const typename Desc::Args& args) const {
-    const auto plan = settings_.plan(desc, settings_.line());
+  void run(const OpPlan<Desc>& plan, const typename Desc::Args& args) const {
     const Buffer workspace(plan.workspace_bytes());
     const Status status = plan.run(args, workspace.workspace());
     if (!status.ok()) throw UsageError(settings_.line() + ": " + status.message());

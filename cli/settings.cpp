@@ -146,7 +146,7 @@ std::vector<CLI::Option*> Settings::add_router(CLI::App& app) {
 
 CLI::Option* Settings::add_tile(CLI::App& app) {
   return add_integer(app, "--tile", tile, 1, 1024,
-                     "Token rounding to multiples of this many rows an expert (default: 128)");
+                     "Rows of an expert are rounded to multiples of this (default: 128)");
 }
 
 void Settings::add_run(CLI::App& app) {
@@ -173,6 +173,16 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
           ->check(one_of(names<Activation>()))
           ->type_name(join(names<Activation>())));
   for (auto* option : add_router(app)) of_layer.push_back(option);
+  const auto set_rounding = [this](const std::string& text) {
+    desc.rounding_rule = from_name<RoundingRule>(text);
+    rounding_given_ = true;
+  };
+  auto* rounding = app.add_option_function<std::string>("--rounding", set_rounding,
+                                                        "Token rounding (default: plain top-K)")
+                       ->check(one_of(names<RoundingRule>()))
+                       ->type_name(join(names<RoundingRule>()));
+  of_layer.push_back(rounding);
+  add_tile(app)->needs(rounding);
   of_layer.push_back(app.add_flag_callback(
                             "--concat_layout", [this] { desc.w1_layout = W1Layout::concatenated; },
                             "W1 rows are [gate | up] instead of gate and up in turn")
@@ -191,6 +201,7 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
 void Settings::resolve() {
   if (threads == 0) threads = usable_threads();
   if (!dtype_given_) desc.dtype = device.type == DeviceType::cpu ? DType::f32 : DType::bf16;
+  if (rounding_given_) desc.rounding_tile = tile;
   if (!json.empty() && !can_write(json)) {
     throw UsageError("--json: got '" + json + "', allowed: a file that can be written");
   }
@@ -220,6 +231,10 @@ std::string Settings::layer_line() const {
   line += router_line();
   if (desc.w1_layout == W1Layout::concatenated) line += " --concat_layout";
   if (desc.bias) line += " --add_bias";
+  if (desc.rounding_tile > 0) {
+    line += std::string(" --rounding ") + name(desc.rounding_rule) + " --tile " +
+            std::to_string(desc.rounding_tile);
+  }
   if (desc.inference) line += " --inference";
   return line + device_line();
 }
@@ -229,12 +244,17 @@ std::string Settings::device_line() const {
 }
 
 Json Settings::layer_json() const {
+  Json rounding;  // null: plain top-K
+  if (desc.rounding_tile > 0) {
+    rounding = {{"rule", name(desc.rounding_rule)}, {"tile", desc.rounding_tile}};
+  }
   return {{"thiek", {desc.tokens, desc.hidden, desc.intermediate, desc.experts, desc.top_k}},
           {"dtype", name(desc.dtype)},
           {"activation", name(desc.activation)},
           {"w1_layout", name(desc.w1_layout)},
           {"router", name(desc.router)},
           {"norm_topk_probs", desc.norm_topk_probs},
+          {"rounding", rounding},
           {"bias", desc.bias},
           {"inference", desc.inference}};
 }

@@ -57,10 +57,11 @@ struct Settings {
   std::string device_line() const;  ///< " --device cuda", or "" for the default
   Json layer_json() const;
 
-  std::int64_t tile = 128;  ///< of token rounding, wherever it is asked for
+  std::int64_t tile = 128;  ///< of token rounding, where it is asked for
 
  private:
   bool dtype_given_ = false;
+  bool rounding_given_ = false;
 };
 
 inline constexpr std::int64_t kMaxSeed = std::int64_t{1} << 53;  // JSON's exact integers end there

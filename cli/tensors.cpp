@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include <numeric>
+
 namespace sonicmoe::cli {
 
 Sizes::Sizes(const LayerDesc& desc)
@@ -11,7 +13,8 @@ Sizes::Sizes(const LayerDesc& desc)
       r(desc.rows()),
       w(desc.preact_width()) {}
 
-LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed) {
+LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed)
+    : draws(seed) {
   constexpr double kActivationScale = 0.2;
   constexpr double kWeightScale = 0.02;
   const Sizes s(desc);
@@ -59,7 +62,13 @@ ForwardArgs LayerTensors::forward_args() const {
   args.counts = counts.as<std::int32_t>();
   args.preact = preact.data();
   args.routing = routing.data();
+  args.seed = draws;
   return args;
+}
+
+std::int64_t LayerTensors::rows() const {
+  const auto* begin = counts.as<std::int32_t>();
+  return std::accumulate(begin, begin + counts.bytes() / sizeof(*begin), std::int64_t{0});
 }
 
 BackwardArgs LayerTensors::backward_args() const {

@@ -19,10 +19,13 @@ struct LayerTensors {
 
   ForwardArgs forward_args() const;
   BackwardArgs backward_args() const;
+  /// Rows of all experts, once forward has written `counts`.
+  std::int64_t rows() const;
 
   Buffer x, router_w, w1, b1, w2, b2, dout;   // inputs
   Buffer o, logits, counts, preact, routing;  // written by forward
   Buffer dx, drouter_w, dw1, db1, dw2, db2;   // written by backward
+  std::uint64_t draws;                        // seed of token rounding
 };
 
 /// Sum of sizes, for GB/s.

@@ -14,8 +14,10 @@ from tool import BINARY, assert_refused, run
 SMALL = "64,32,16,8,2"
 COMMON = (
     "--help, --thiek, --dtype, --activation, --topk_over_softmax, --norm_topk_probs, "
-    "--concat_layout, --add_bias, --inference, --device, --threads, --seed, --json"
+    "--rounding, --tile, --concat_layout, --add_bias, --inference, --device, --threads, --seed, "
+    "--json"
 )
+RULES = "nearest, stochastic, nearest_scores, balance, up, down"
 ACTIVATIONS = "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu"
 
 
@@ -59,6 +61,10 @@ BAD = [
     ),
     ("bench --dtype f64", "--dtype: got 'f64', allowed: f32, bf16, f16"),
     ("bench --activation tanh", f"--activation: got 'tanh', allowed: {ACTIVATIONS}"),
+    ("bench --rounding sr", f"--rounding: got 'sr', allowed: {RULES}"),
+    ("check --rounding up", "--rounding: got 'up', allowed: only with --thiek"),
+    ("bench --tile 64", "--tile: got '64', allowed: only with --rounding"),
+    ("bench --rounding up --tile 1025", "--tile: got '1025', allowed: integers from 1 to 1024"),
     ("bench --device tpu", "--device: got 'tpu', allowed: cpu, cuda"),
     ("bench --threads 0", "--threads: got '0', allowed: integers from 1 to 4096"),
     ("bench --threads two", "--threads: got 'two', allowed: integers from 1 to 4096"),
@@ -123,8 +129,8 @@ def fields(report):
     "arguments",
     [
         f"check --thiek {SMALL}",
-        f"bench --thiek {SMALL} --repeats 1",
-        f"info --thiek {SMALL}",
+        f"bench --thiek {SMALL} --repeats 1 --rounding up",
+        f"info --thiek {SMALL} --rounding up",
         f"route --thiek {SMALL}",
     ],
 )
@@ -144,8 +150,17 @@ def test_info_lists_devices_kernels_and_explains_a_plan(tmp_path):
     assert report["devices"][0]["id"] == "cpu:0" and report["devices"][0]["usable"]
     operations = {kernel["op"] for kernel in report["kernels"] if kernel["compiled"]}
     assert {"up_proj", "down_proj_dgrad", "top_k", "metadata"} <= operations
-    assert report["layer"]["dtype"] == "bf16"
+    assert report["layer"]["dtype"] == "bf16" and report["layer"]["rounding"] is None
     assert report["explain"] in result.stdout
+
+
+def test_info_explains_a_rounded_layer(tmp_path):
+    path = tmp_path / "info.json"
+    arguments = f"--thiek {SMALL} --rounding balance --tile 16".split()
+    assert run("info", *arguments, "--json", path).returncode == 0
+    report = json.loads(path.read_text())
+    assert report["layer"]["rounding"] == {"rule": "balance", "tile": 16}
+    assert "\ntoken_rounding," in report["explain"] and "\ntop_k," not in report["explain"]
 
 
 def check_report(path, *arguments):
@@ -191,6 +206,23 @@ def test_check_of_one_shape_covers_layer_and_operations(tmp_path):
     assert {"up_proj_dgrad", "down_proj_wgrad", "up_proj_wgrad", "bias_grad"} <= operations
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("rest", ["stochastic --tile 8", "up --add_bias --topk_over_softmax"])
+def test_check_of_a_rounded_layer(tmp_path, dtype, rest):
+    arguments = f"--thiek 300,32,16,8,2 --dtype {dtype} --rounding {rest}".split()
+    report, checks = check_report(tmp_path / "check.json", *arguments)
+    repro = report["cases"][0]["repro"]
+    assert f" --rounding {arguments[5]} --tile {8 if '--tile' in rest else 128}" in repro
+    of_layer = {check["tensor"]: check for _, part, check in checks if part == "layer"}
+    assert {"lists", "frequency", "scores", "o", "dx", "drouter_w", "dw1", "dw2"} <= set(of_layer)
+    smallest = {"f32": 1e-8, "bf16": 1e-4}[dtype]
+    for tensor in ["o", "dx", "drouter_w", "dw1"]:
+        assert smallest < of_layer[tensor]["error"] <= of_layer[tensor]["bound"] < 200 * smallest
+    exact = {check["tensor"]: check for _, part, check in checks if part == "as_given"}
+    assert {"counts", "o", "preact", "dx", "drouter_w", "dw1", "dw2"} <= set(exact)
+    assert all(check["error"] == check["bound"] == 0 for check in exact.values())
+
+
 def test_listed_cases_can_be_run_by_name(tmp_path):
     names = run("check", "--list_cases").stdout.splitlines()
     assert len(names) == len(set(names)) > 100
@@ -227,6 +259,33 @@ def test_bench_reports_every_operation(tmp_path, dtype, rest):
     assert saved["total"] == sum(saved[term] for term in ["x", "preact", "routing", "logits"])
     assert ("bias_grad" in rows) == ("--add_bias" in rest)
     assert not report["interrupted"]
+
+
+@pytest.mark.parametrize("rule", ["up", "down"])
+def test_bench_counts_the_rows_that_rounding_leaves(tmp_path, rule):
+    path = tmp_path / "bench.json"
+    arguments = f"--thiek {SMALL} --rounding {rule} --tile 16 --ops --repeats 2".split()
+    result = run("bench", *arguments, "--json", path)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    tokens, hidden, width, _, top_k = (int(word) for word in SMALL.split(","))
+    rows = report["rows"]
+    assert rows % 16 == 0
+    assert rows > tokens * top_k if rule == "up" else rows < tokens * top_k
+    assert f"\n{rows} rows after token rounding, 128 before, room for" in result.stdout
+    times = {row["what"]: row for row in report["results"]}
+    assert {"token_rounding", "token_rounding_grad", "metadata", "score_grad"} <= set(times)
+    assert "top_k" not in times
+    flops = 6 * rows * hidden * width
+    for what, share in [("forward", 1), ("backward", 2), ("up_proj", 2 / 3), ("down_proj", 1 / 3)]:
+        assert times[what]["tflops"] * times[what]["ms"] * 1e9 == pytest.approx(share * flops)
+    for gemm in report["dense_bound"]:
+        assert gemm["ms"] * gemm["tflops"] * 1e9 == pytest.approx(
+            flops * (2 / 3 if gemm["gemm"].startswith("up") else 1 / 3)
+        )
+    # Reads the rows in use and weights, writes the rows in use.
+    moved = 4 * (rows * width + 8 * hidden * width + rows * hidden)
+    assert times["down_proj"]["gbps"] * times["down_proj"]["ms"] * 1e6 == pytest.approx(moved)
 
 
 def test_bench_takes_shapes_by_name(tmp_path):

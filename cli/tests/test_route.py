@@ -33,7 +33,8 @@ def raw(rows):
 def npy(data, shape="(8, 3)", descr="<f4", fortran=False, version=1):
     header = f"{{'descr': '{descr}', 'fortran_order': {fortran}, 'shape': {shape}, }}"
     header = header.ljust(117) + "\n"
-    return b"\x93NUMPY" + bytes([version, 0]) + struct.pack("<H", len(header)) + header.encode() + data
+    prefix = b"\x93NUMPY" + bytes([version, 0]) + struct.pack("<H", len(header))
+    return prefix + header.encode() + data
 
 
 def route(tmp_path, *arguments):
@@ -207,7 +208,11 @@ BAD_FILES = [
         "",
         "--logits: got '{file}' of type '<f8', allowed: '<f4' (little-endian float32)",
     ),
-    (npy(raw(LOGITS), fortran=True), "", "--logits: got '{file}' in Fortran order, allowed: C order"),
+    (
+        npy(raw(LOGITS), fortran=True),
+        "",
+        "--logits: got '{file}' in Fortran order, allowed: C order",
+    ),
     (
         npy(raw(LOGITS), shape="(24,)"),
         "",
@@ -216,7 +221,7 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize("data, options, message", BAD_FILES)
+@pytest.mark.parametrize("data, options, message", BAD_FILES, ids=range(len(BAD_FILES)))
 def test_bad_files(tmp_path, data, options, message):
     path = tmp_path / "logits"
     if data is not None:
