@@ -10,7 +10,7 @@ export CCACHE_BASEDIR := $(CURDIR)
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 CONFIGURE = cmake -G Ninja --log-level=NOTICE $(CCACHE) -S .
 JOBS := $(shell nproc)
-CXX_FILES = $(shell find benchmarks cli examples fuzz include python src tests verify \
+CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src tests verify \
               -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 SECONDS ?= 60

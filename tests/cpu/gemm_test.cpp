@@ -13,7 +13,8 @@ namespace sonicmoe::cpu {
 namespace {
 
 // The BLAS below has scratch buffers of its own. Handed to two threads at once they give wrong
-// products: without the lock of cmake/private_openblas.cpp tens to hundreds in one run of this test.
+// products: without the lock of cmake/private_openblas.cpp tens to hundreds in one run of this
+// test.
 TEST(Sgemm, ThreadsDoNotShareBuffers) {
   constexpr int kThreads = 4;
   constexpr int kProducts = 100000;
