@@ -3,11 +3,15 @@
 #include <gtest/gtest.h>
 
 #include <cctype>
+#include <ostream>
 #include <string>
 
 #include "verify/cases.h"
 
 namespace sonicmoe::verify {
+
+/// How GoogleTest shows a case.
+inline void PrintTo(const Case& value, std::ostream* out) { *out << value.name; }
 
 /// A case's name as GoogleTest allows it.
 inline std::string test_name(const testing::TestParamInfo<Case>& param) {

@@ -14,13 +14,14 @@ namespace sonicmoe::cpu {
 template <class F>
 void parallel_for(int threads, std::int64_t count, F&& f) {
   if (count <= 0) return;
-  const int team = static_cast<int>(std::min<std::int64_t>(threads, count));
-  if (team == 1) {
+  if (threads == 1 || count == 1) {
     for (std::int64_t i = 0; i < count; ++i) f(0, i);
     return;
   }
   std::atomic<std::int64_t> next{0};
-#pragma omp parallel num_threads(team)
+  // All threads, even where some find no piece: libgomp ends those that a smaller team leaves over
+  // and makes new ones for the next larger team, with allocations and 30 us each.
+#pragma omp parallel num_threads(threads)
   {
     const int thread = omp_get_thread_num();
     for (std::int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) f(thread, i);
@@ -81,10 +82,8 @@ void for_each_row_block(int threads, const std::int32_t* offsets, std::int64_t e
         (piece - first) % parts);
     }
   };
-  const std::int64_t most = (total_rows / 8 + experts) * parts;
-  const int team = static_cast<int>(std::min<std::int64_t>(threads, most));
-  if (team == 1) return work(0);
-#pragma omp parallel num_threads(team)
+  if (threads == 1) return work(0);
+#pragma omp parallel num_threads(threads)
   work(omp_get_thread_num());
 }
 
