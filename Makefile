@@ -9,13 +9,17 @@ export CCACHE_BASEDIR := $(CURDIR)
 # Looked up when a recipe runs: `make setup` may just have installed it.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 CONFIGURE = cmake -G Ninja --log-level=NOTICE $(CCACHE) -S .
+# The CUDA backend: AUTO (when there is an nvcc; `make setup` brings one), ON or OFF.
+CUDA ?= AUTO
+export CUDA
+WITH_CUDA = -DSONICMOE_CUDA=$(CUDA) -DCMAKE_CUDA_COMPILER_LAUNCHER=$(CURDIR)/tools/compile_device.py
 JOBS := $(shell nproc)
 CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src tests verify \
               -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 SECONDS ?= 60
 
-.PHONY: help setup build demo test sanitize fuzz mutants bench format lint headers install-check snippets clean
+.PHONY: help setup build device-build demo test sanitize fuzz mutants bench format lint headers install-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -24,8 +28,12 @@ setup:  ## install what is missing: Debian packages, Python packages into .venv
 	@tools/setup.sh
 
 build: setup  ## library, command-line tool, PyTorch extension and tests into build/
-	$(CONFIGURE) -B build -DSONICMOE_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	$(CONFIGURE) -B build $(WITH_CUDA) -DSONICMOE_PYTHON=ON \
+	  -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	ninja -C build
+
+device-build: build  ## what compiling the device files cost and said; fails on spills and the like
+	python tools/check_device_build.py build
 
 demo: build  ## train a small MoE language model; options: make demo ARGS='--text PATH'
 	python demo/train.py $(ARGS)
@@ -35,7 +43,7 @@ test: build  ## every test that needs no GPU
 	python -m pytest -q cli/tests python/tests demo/tests tools/tests
 
 sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(CONFIGURE) -B build-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	$(CONFIGURE) -B build-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSONICMOE_CUDA=OFF \
 	  -DSONICMOE_SANITIZE=address,undefined
 	ninja -C build-asan
 	ctest --test-dir build-asan --output-on-failure --no-tests=error -j $(JOBS)
@@ -43,7 +51,7 @@ sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSaniti
 fuzz:  ## fuzz descriptors, routing lists and token rounding (Clang): make fuzz SECONDS=60
 	@tools/setup.sh clang libclang-rt-dev libomp-dev
 	$(CONFIGURE) -B build-fuzz -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -DSONICMOE_FUZZ=ON -DSONICMOE_TESTS=OFF -DSONICMOE_CLI=OFF
+	  -DSONICMOE_CUDA=OFF -DSONICMOE_FUZZ=ON -DSONICMOE_TESTS=OFF -DSONICMOE_CLI=OFF
 	ninja -C build-fuzz
 	@tools/fuzz.sh $(SECONDS)
 

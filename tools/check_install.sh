@@ -6,12 +6,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 configure=(cmake -G Ninja --log-level=NOTICE -DCMAKE_BUILD_TYPE=Release)
 command -v ccache >/dev/null && configure+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+cuda=(-DSONICMOE_CUDA="${CUDA:-AUTO}"
+  -DCMAKE_CUDA_COMPILER_LAUNCHER="$PWD/tools/compile_device.py")
 
 for kind in static shared; do
   folder=$PWD/build-install/$kind
   prefix=$folder/prefix
   rm -rf "$prefix" "$folder/consumer"
-  "${configure[@]}" -S . -B "$folder/library" -DCMAKE_INSTALL_PREFIX="$prefix" \
+  "${configure[@]}" "${cuda[@]}" -S . -B "$folder/library" -DCMAKE_INSTALL_PREFIX="$prefix" \
     -DSONICMOE_TESTS=OFF -DSONICMOE_CLI=OFF \
     -DBUILD_SHARED_LIBS="$([[ $kind == shared ]] && echo ON || echo OFF)"
   cmake --build "$folder/library"

@@ -91,7 +91,7 @@ def build():
     if not (BUILD / "build.ninja").is_file():
         launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
         commands.insert(0, ["cmake", "-G", "Ninja", "-S", TREE, "-B", BUILD, "-DSONICMOE_CLI=OFF",
-                            *launcher])
+                            "-DSONICMOE_CUDA=OFF", *launcher])
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:

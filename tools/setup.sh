@@ -2,6 +2,7 @@
 # Installs what the build, the tests and the demo need, and only what is missing: Debian packages
 # (as root; otherwise prints the line to run and fails) and Python packages into .venv.
 # Usage: tools/setup.sh [PACKAGE...]    further Debian packages to install
+# CUDA=OFF tools/setup.sh               without what the CUDA backend is compiled with
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -47,4 +48,30 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   # `import sonicmoe` finds the package of this tree.
   echo "$PWD/python" >"$(.venv/bin/python -c 'import site; print(site.getsitepackages()[0])')/sonicmoe.pth"
   echo "$wanted" >"$stamp"
+fi
+
+# The CUDA backend is compiled with nvcc of the PATH or /usr/local/cuda, else with the Python wheels
+# that make up a toolkit beside the runtime that torch brought.
+if [[ ${CUDA:-AUTO} != OFF ]]; then
+  pip=(.venv/bin/python -m pip install --disable-pip-version-check --no-deps -q)
+  packages=$(.venv/bin/python -c 'import site; print(site.getsitepackages()[0])')
+  version() { "$1" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p'; }
+  nvcc=
+  for candidate in $(command -v nvcc) /usr/local/cuda/bin/nvcc; do
+    [[ $(version "$candidate") != 1[3-9].* ]] || { nvcc=$candidate && break; }
+  done
+  if [[ -z $nvcc ]]; then
+    nvcc=$packages/nvidia/cu13/bin/nvcc
+    wheels=$(<tools/requirements-nvcc.txt)
+    if [[ ! -x $nvcc || $(cat .venv/nvcc-stamp 2>/dev/null) != "$wheels" ]]; then
+      echo "setup: there is no nvcc of CUDA 13; its Python wheels go into .venv (0.3 GB)"
+      "${pip[@]}" -r tools/requirements-nvcc.txt
+      echo "$wheels" >.venv/nvcc-stamp
+    fi
+  fi
+  if [[ ! -e $packages/cutlass_library/source/include/cute/tensor.hpp ]]; then
+    echo "setup: CUTLASS headers into .venv"
+    "${pip[@]}" nvidia-cutlass==4.2.0.0
+  fi
+  echo "setup: CUDA backend with $nvcc, CUDA $(version "$nvcc")"
 fi

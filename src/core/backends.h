@@ -1,6 +1,9 @@
 #pragma once
 
+#include <vector>
+
 #include "core/kernel.h"
+#include "sonicmoe/info.h"
 
 /// What each backend offers to the kernel list. The objects are defined in src/cpu (and src/cuda),
 /// each beside its kernel; core names them and includes nothing from there.
@@ -38,5 +41,18 @@ std::string processor_details();
 std::string missing_feature();  ///< what the plain kernels need and the processor lacks, or empty
 void copy(void* to, const void* from, std::size_t bytes);
 }  // namespace cpu
+
+#if SONICMOE_HAS_CUDA
+namespace cuda {
+/// Every device the driver knows, or one entry that says why there is none.
+std::vector<DeviceInfo> devices();
+/// Why this build runs nothing on the device, or empty.
+std::string device_reason(int index);
+/// Makes a device current; returns the one that was, or -1 if nothing is to be put back.
+int enter(int index) noexcept;
+void leave(int previous) noexcept;
+Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
+}  // namespace cuda
+#endif
 
 }  // namespace sonicmoe

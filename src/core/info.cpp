@@ -1,5 +1,7 @@
 #include "sonicmoe/info.h"
 
+#include <utility>
+
 #include "core/backends.h"
 #include "core/kernel.h"
 
@@ -23,12 +25,14 @@ std::vector<DeviceInfo> devices() {
   cpu.details = cpu::processor_details();
   cpu.reason = device_reason(cpu.device);
   cpu.usable = cpu.reason.empty();
-  DeviceInfo cuda;
-  cuda.device.type = DeviceType::cuda;
-  cuda.name = "CUDA";
-  cuda.reason = device_reason(cuda.device);
-  cuda.usable = cuda.reason.empty();
-  return {cpu, cuda};
+  std::vector<DeviceInfo> all = {cpu};
+#if SONICMOE_HAS_CUDA
+  for (DeviceInfo& info : cuda::devices()) all.push_back(std::move(info));
+#else
+  const Device device{DeviceType::cuda, 0};
+  all.push_back({device, "CUDA", "", false, device_reason(device)});
+#endif
+  return all;
 }
 
 std::vector<KernelInfo> kernels() {

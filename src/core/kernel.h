@@ -31,6 +31,11 @@ struct Kernel {
   /// `workspace` has at least the bytes promised. Arguments are validated.
   Status (*run)(const Desc& desc, const typename Desc::Args& args, void* workspace,
                 const Exec& exec) noexcept;
+  /// Optional. Done once, when a plan is made and this kernel was chosen: function attributes.
+  Status (*prepare)(const Desc& desc, const Exec& exec) = nullptr;
+  /// Optional. Why a later entry is better for `desc`, or empty. Not asked when the options name
+  /// this very entry; of no weight when no later entry takes it.
+  std::string (*yield)(const Desc& desc) = nullptr;
 };
 
 /// All kernels of a kind of operation, best first. Defined in kernel_list.cpp; nothing else
@@ -50,6 +55,21 @@ const char* op_name(const AuxLossDesc& desc);
 const char* op_name(const TokenRoundingDesc& desc);
 const char* op_name(const TokenRoundingGradDesc& desc);
 
+/// Makes the device of a call the current one of this thread, and puts the old one back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device) noexcept;
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = -1;  // -1: nothing to put back
+};
+
+/// Copies within the memory of a call's device, in the order of its stream.
+Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
+
 /// Why no kernel of this build runs on `device`, or empty.
 std::string device_reason(Device device);
 
@@ -63,7 +83,8 @@ struct Choice {
   std::string walk;                      ///< one line per entry looked at
 };
 
-/// Walks the kernel list: the first entry of this op and device that matches and does not reject.
+/// Walks the kernel list: the first entry of this op and device that matches, does not reject and
+/// does not yield; if all of them yield, the first.
 template <class Desc>
 Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted);
 

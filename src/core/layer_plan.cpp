@@ -6,7 +6,6 @@
 #include <optional>
 #include <utility>
 
-#include "core/backends.h"
 #include "core/ledger.h"
 #include "core/op_plan.h"
 #include "core/routing_block.h"
@@ -246,6 +245,11 @@ class Sequence {
     if (status_.ok()) status_ = plan->run(args, scratch_, stream_);
     return *this;
   }
+  /// To an optional output: nothing happens if it is null.
+  void copy(void* to, const void* from, std::size_t bytes, Exec exec) {
+    exec.stream = stream_;
+    if (status_.ok() && to != nullptr) status_ = sonicmoe::copy(to, from, bytes, exec);
+  }
   const Status& status() const { return status_; }
 
  private:
@@ -319,6 +323,7 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
   if (Status status = validate(d, args); !status.ok()) return status;
   if (Status status = validate(workspace, forward_workspace_bytes()); !status.ok()) return status;
 
+  const DeviceGuard guard(p.exec.device);
   Sequence seq(workspace, p.fwd.scratch, stream);
   const RoutingBlock routing =
       RoutingBlock::at(d, d.inference ? seq.region(p.fwd.routing) : args.routing);
@@ -372,10 +377,10 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
                         .token_slots = routing.token_slots,
                         .slot_scores = slot_scores,
                         .out = args.o});
-  if (seq.status().ok() && p.top_k) {
+  if (p.top_k) {
     const std::size_t bytes = 4 * static_cast<std::size_t>(d.rows());
-    if (args.scores != nullptr) cpu::copy(args.scores, routing.slot_scores, bytes);
-    if (args.expert_ids != nullptr) cpu::copy(args.expert_ids, routing.slot_experts, bytes);
+    seq.copy(args.scores, routing.slot_scores, bytes, p.exec);
+    seq.copy(args.expert_ids, routing.slot_experts, bytes, p.exec);
   }
   return seq.status();
 }
@@ -387,6 +392,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
   if (Status status = validate(d, args); !status.ok()) return status;
   if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
 
+  const DeviceGuard guard(p.exec.device);
   Sequence seq(workspace, p.bwd.scratch, stream);
   // Backward only reads the block; the operations' arguments are the same as forward's.
   const RoutingBlock routing = RoutingBlock::at(d, const_cast<void*>(args.routing));

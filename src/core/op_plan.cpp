@@ -3,6 +3,7 @@
 #include <cstring>
 #include <new>
 #include <utility>
+#include <vector>
 
 #include "core/backends.h"
 #include "core/validate.h"
@@ -38,11 +39,35 @@ const char* op_name(const GroupedGemmDesc& desc) {
 
 std::string device_reason(Device device) {
   if (device.type == DeviceType::cuda) {
+#if SONICMOE_HAS_CUDA
+    return cuda::device_reason(device.index);
+#else
     return "device: got cuda, allowed: cpu (this build has no CUDA kernels)";
+#endif
   }
   if (const std::string missing = cpu::missing_feature(); !missing.empty()) {
     return "device: got cpu, allowed: processors with " + missing;
   }
+  return {};
+}
+
+#if SONICMOE_HAS_CUDA
+DeviceGuard::DeviceGuard(Device device) noexcept {
+  if (device.type == DeviceType::cuda) previous_ = cuda::enter(device.index);
+}
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cuda::leave(previous_);
+}
+#else
+DeviceGuard::DeviceGuard(Device) noexcept {}
+DeviceGuard::~DeviceGuard() = default;
+#endif
+
+Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept {
+#if SONICMOE_HAS_CUDA
+  if (exec.device.type == DeviceType::cuda) return cuda::copy(to, from, bytes, exec);
+#endif
+  if (exec.device.type == DeviceType::cpu) cpu::copy(to, from, bytes);
   return {};
 }
 
@@ -54,22 +79,38 @@ bool kernel_matches(const std::string& wanted, const char* name) {
 
 template <class Desc>
 Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted) {
+  struct Look {
+    const Kernel<Desc>* kernel;
+    std::string reason, yields;
+  };
+  std::vector<Look> looks;
   Choice<Desc> choice;
+  const Kernel<Desc>* yielding = nullptr;
   for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
     if (std::strcmp(kernel->op, op_name(desc)) != 0 || kernel->device != device.type) continue;
-    std::string reason;
+    Look& look = looks.emplace_back(Look{kernel, "", ""});
     if (!kernel_matches(wanted, kernel->name)) {
-      reason = "kernel: got " + wanted + ", allowed: " + kernel->name;
+      look.reason = "kernel: got " + wanted + ", allowed: " + kernel->name;
     } else {
-      reason = kernel->reject(desc);
+      look.reason = kernel->reject(desc);
     }
-    const bool taken = reason.empty() && choice.kernel == nullptr;
-    if (taken) choice.kernel = kernel;
-    choice.walk += std::string("  ") + kernel->name + ": " +
-                   (taken            ? "runs"
-                    : reason.empty() ? "would run, a better one does"
-                                     : reason) +
-                   "\n";
+    if (!look.reason.empty()) continue;
+    if (kernel->yield != nullptr && wanted != kernel->name) look.yields = kernel->yield(desc);
+    const Kernel<Desc>*& taken = look.yields.empty() ? choice.kernel : yielding;
+    if (taken == nullptr) taken = kernel;
+  }
+  if (choice.kernel == nullptr) choice.kernel = yielding;
+  for (const Look& look : looks) {
+    const bool runs = look.kernel == choice.kernel;
+    choice.walk += std::string("  ") + look.kernel->name + ": ";
+    if (!look.reason.empty()) {
+      choice.walk += look.reason;
+    } else if (!look.yields.empty()) {
+      choice.walk += (runs ? "runs, although " : "would run, but ") + look.yields;
+    } else {
+      choice.walk += runs ? "runs" : "would run, a better one does";
+    }
+    choice.walk += "\n";
   }
   return choice;
 }
@@ -99,6 +140,10 @@ Status nothing_fits(const Desc& desc, Device device, const std::string& wanted) 
     names += (names.empty() ? "" : ", ") + std::string(kernel->name);
     if (kernel_matches(wanted, kernel->name)) last = kernel;
   }
+  if (names.empty()) {
+    return Status::error(StatusCode::unsupported, "device: got %s, allowed: others (no %s for it)",
+                         name(device.type), op_name(desc));
+  }
   if (last == nullptr) {
     return Status::error(StatusCode::unsupported, "kernel: got %s, allowed: %s", wanted.c_str(),
                          names.c_str());
@@ -113,6 +158,10 @@ Result<OpPlan<Desc>> make_op_plan(const Desc& desc, Device device, const Options
   if (Status status = validate(desc); !status.ok()) return status;
   Choice<Desc> choice = choose_kernel(desc, device, options.kernel);
   if (choice.kernel == nullptr) return nothing_fits(desc, device, options.kernel);
+  const DeviceGuard guard(device);
+  if (choice.kernel->prepare != nullptr) {
+    if (Status status = choice.kernel->prepare(desc, exec.value()); !status.ok()) return status;
+  }
   const std::size_t bytes = choice.kernel->workspace(desc, exec.value());
   using Impl = typename OpPlan<Desc>::Impl;
   return OpPlan<Desc>(std::make_shared<const Impl>(
@@ -145,6 +194,7 @@ Status OpPlan<Desc>::run(const Args& args, Workspace workspace, Stream stream) c
   if (Status status = validate(workspace, impl_->workspace_bytes); !status.ok()) return status;
   Exec exec = impl_->exec;
   exec.stream = stream;
+  const DeviceGuard guard(exec.device);
   return impl_->kernel->run(impl_->desc, args, workspace.data, exec);
 }
 

@@ -1,0 +1,114 @@
+// What core asks of the CUDA backend besides kernels: which devices there are, and on which a call
+// runs. Compiled by the host compiler.
+#include <cstdio>
+
+#include "core/backends.h"
+#include "cuda/runtime.h"
+
+static_assert(__cplusplus >= 202002L);
+
+namespace sonicmoe::cuda {
+namespace {
+
+int attribute(cudaDeviceAttr which, int index) {
+  int value = 0;
+  (void)cudaDeviceGetAttribute(&value, which, index);
+  return value;
+}
+
+std::string driver_version() {
+  int version = 0;
+  (void)cudaDriverGetVersion(&version);
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+std::string runtime_version() {
+  return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+}
+
+/// Why there is no device at all, or empty. Looked up once: a driver does not come and go.
+const std::string& missing(int* count) {
+  static int devices = 0;
+  static const std::string reason = [] {
+    const std::string head = "device: got cuda, allowed: cpu (";
+    const cudaError_t error = cudaGetDeviceCount(&devices);
+    (void)cudaGetLastError();
+    int driver = 0;
+    (void)cudaDriverGetVersion(&driver);
+    if (driver == 0) return head + "there is no CUDA driver on this machine)";
+    if (error == cudaErrorInsufficientDriver) {
+      return head + "the driver is for CUDA " + driver_version() + ", this build needs " +
+             runtime_version() + ")";
+    }
+    if (error != cudaSuccess) return head + cudaGetErrorString(error) + ")";
+    return devices > 0 ? std::string() : head + "the driver has no device)";
+  }();
+  if (count != nullptr) *count = devices;
+  return reason;
+}
+
+}  // namespace
+
+std::string device_reason(int index) {
+  int count = 0;
+  if (const std::string& reason = missing(&count); !reason.empty()) return reason;
+  if (index >= count) {
+    return "device.index: got " + std::to_string(index) + ", allowed: 0 to " +
+           std::to_string(count - 1);
+  }
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor, index);
+  const int minor = attribute(cudaDevAttrComputeCapabilityMinor, index);
+  if (major != 9 || minor != 0) {
+    return "device: got cuda of compute capability " + std::to_string(major) + "." +
+           std::to_string(minor) + ", allowed: 9.0 (H100, H200)";
+  }
+  return {};
+}
+
+std::vector<DeviceInfo> devices() {
+  int count = 0;
+  if (const std::string& reason = missing(&count); !reason.empty()) {
+    return {{{DeviceType::cuda, 0}, "CUDA", "", false, reason}};
+  }
+  std::vector<DeviceInfo> all;
+  for (int index = 0; index < count; ++index) {
+    DeviceInfo info;
+    info.device = {DeviceType::cuda, index};
+    cudaDeviceProp properties;
+    if (const cudaError_t error = cudaGetDeviceProperties(&properties, index);
+        error == cudaSuccess) {
+      char details[160];
+      std::snprintf(details, sizeof(details),
+                    "%d SMs, %.0f GiB, compute capability %d.%d, driver for CUDA %s",
+                    properties.multiProcessorCount,
+                    static_cast<double>(properties.totalGlobalMem) / (1 << 30), properties.major,
+                    properties.minor, driver_version().c_str());
+      info.name = properties.name;
+      info.details = details;
+      info.reason = device_reason(index);
+    } else {
+      (void)cudaGetLastError();
+      info.name = "CUDA";
+      info.reason =
+          std::string("device: got cuda, allowed: cpu (") + cudaGetErrorString(error) + ")";
+    }
+    info.usable = info.reason.empty();
+    all.push_back(std::move(info));
+  }
+  return all;
+}
+
+int enter(int index) noexcept {
+  int current = 0;
+  if (cudaGetDevice(&current) != cudaSuccess || current == index) return -1;
+  return cudaSetDevice(index) == cudaSuccess ? current : -1;
+}
+
+void leave(int previous) noexcept { (void)cudaSetDevice(previous); }
+
+Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept {
+  return to_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_of(exec)),
+                   "copy");
+}
+
+}  // namespace sonicmoe::cuda

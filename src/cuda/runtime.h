@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/kernel.h"
+#include "sonicmoe/status.h"
+
+/// Host-side odds and ends of the CUDA backend.
+namespace sonicmoe::cuda {
+
+inline cudaStream_t stream_of(const Exec& exec) {
+  return static_cast<cudaStream_t>(exec.stream.handle);
+}
+
+/// ok, or the device's error code and what was being done: "up_proj: launch".
+inline Status to_status(cudaError_t error, const char* what) noexcept {
+  return error == cudaSuccess ? Status{} : Status::device(static_cast<int>(error), what);
+}
+
+/// The error of the launch just made. Never synchronises.
+inline Status launched(const char* what) noexcept { return to_status(cudaGetLastError(), what); }
+
+/// Multiprocessors of a device; 0 if it cannot be asked.
+inline int sm_count(const Exec& exec) noexcept {
+  int count = 0;
+  (void)cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, exec.device.index);
+  return count;
+}
+
+/// Empty, or why a 16-bit CUDA kernel does not take this type.
+inline std::string reject_dtype(DType dtype) {
+  if (dtype == DType::f32) {
+    return "dtype: got f32, allowed: bf16, f16 (on CUDA; cast the tensors, or use autocast)";
+  }
+  return {};
+}
+
+}  // namespace sonicmoe::cuda
