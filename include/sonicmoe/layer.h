@@ -79,6 +79,7 @@ struct ForwardArgs {
   // Token rounding only: the draws of the stochastic rules. `offset` moves on with every step.
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
+  const std::uint64_t* draws = nullptr;  ///< (2) seed and offset in the plan's memory, instead
 
   // Outputs.
   void* o = nullptr;                   ///< (T, d) dtype
@@ -87,6 +88,10 @@ struct ForwardArgs {
   std::int32_t* frequency = nullptr;   ///< (E) rows before token rounding, optional; rounding only
   float* scores = nullptr;             ///< (T, K), optional; plain top-K only
   std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; plain top-K only
+
+  /// (1), optional, CUDA: kBadTokenId, kBadExpertId, kBadLogits are or-ed in (ops.h). The CPU, and
+  /// checked CUDA plans, refuse such data instead.
+  std::int32_t* error_word = nullptr;
 
   // Kept for backward (unused for inference).
   void* preact = nullptr;   ///< SavedBytes::preact bytes

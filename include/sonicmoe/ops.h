@@ -38,12 +38,20 @@ struct SONICMOE_API RouterGemmDesc {
   bool operator==(const RouterGemmDesc&) const = default;
 };
 
+/// What an unchecked CUDA call found wrong in its data: bits that are or-ed into the `error_word`
+/// of its arguments, if there is one. Nothing ever clears the word but the caller.
+inline constexpr std::int32_t kBadTokenId = 1;   ///< outside [0, T): the entry was skipped
+inline constexpr std::int32_t kBadExpertId = 2;  ///< negative: the entry was skipped
+inline constexpr std::int32_t kBadLogits = 4;    ///< a row with a NaN or without a finite maximum
+
 /// Scores and expert ids of each token's K experts from its logits. A NaN or a row whose maximum
-/// is not finite is refused (CPU, or checked mode) before anything is written.
+/// is not finite is refused (CPU, or checked mode) before anything is written; an unchecked call
+/// gives such a row valid expert ids and any scores.
 struct TopKArgs {
-  const void* logits = nullptr;  ///< (T, E) dtype
-  float* scores = nullptr;       ///< (T, K)
-  std::int32_t* ids = nullptr;   ///< (T, K)
+  const void* logits = nullptr;        ///< (T, E) dtype
+  float* scores = nullptr;             ///< (T, K)
+  std::int32_t* ids = nullptr;         ///< (T, K)
+  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
 struct SONICMOE_API TopKDesc {
   using Args = TopKArgs;
@@ -69,6 +77,7 @@ struct MetadataArgs {
   float* row_scores = nullptr;                 ///< (S): optional; rows past offsets[E]: 0
   std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only
   std::int32_t* token_slots = nullptr;  ///< (S): lists only: slots by token, stable; no sentinels
+  std::int32_t* error_word = nullptr;   ///< (1), optional, CUDA: see kBadTokenId
 };
 struct SONICMOE_API MetadataDesc {
   using Args = MetadataArgs;

@@ -23,14 +23,17 @@ struct TokenRoundingArgs {
   /// every step of a training run. Only the stochastic rules draw.
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
+  const std::uint64_t* draws = nullptr;  ///< (2) seed, offset in the plan's memory, instead of
+                                         ///< both: a captured graph draws anew when it is replayed
 
   // Lists of length capacity(), by token, then expert; the tail is padded with sentinels (expert id
   // E, score 0, the last token's id).
   float* scores = nullptr;  ///< TC entries: as plain top-K gives; added: full-softmax probability
   std::int32_t* token_ids = nullptr;
   std::int32_t* expert_ids = nullptr;
-  std::int32_t* counts = nullptr;     ///< (E) after rounding
-  std::int32_t* frequency = nullptr;  ///< (E) before rounding; optional
+  std::int32_t* counts = nullptr;      ///< (E) after rounding
+  std::int32_t* frequency = nullptr;   ///< (E) before rounding; optional
+  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
 struct SONICMOE_API TokenRoundingDesc {
   using Args = TokenRoundingArgs;

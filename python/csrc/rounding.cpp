@@ -43,8 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
   const Tensor counts = empty(logits, {desc.experts}, ScalarType::Int);
   const Tensor frequency = empty(logits, {desc.experts}, ScalarType::Int);
   check(plan.run({.logits = input<void>(logits),
-                  .seed = state == nullptr ? 0 : static_cast<std::uint64_t>(state[0]),
-                  .offset = state == nullptr ? 0 : static_cast<std::uint64_t>(state[1]),
+                  .draws = draws ? reinterpret_cast<const std::uint64_t*>(state) : nullptr,
                   .scores = output<float>(scores),
                   .token_ids = output<std::int32_t>(token_ids),
                   .expert_ids = output<std::int32_t>(expert_ids),

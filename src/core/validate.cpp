@@ -296,7 +296,9 @@ Status validate(const LayerDesc& d, const ForwardArgs& a) {
     check.optional("scores", a.scores, d.tokens, 4);
     check.optional("expert_ids", a.expert_ids, d.tokens, 4);
     check.optional("frequency", a.frequency, 1, 4);
+    check.optional("draws", a.draws, 1, 8);
   }
+  check.optional("error_word", a.error_word, 1, 4);
   check.ints("counts", a.counts, 1, "(E) int32");
   if (!d.inference) {
     check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
@@ -349,7 +351,8 @@ Status validate(const TopKDesc& d, const TopKArgs& a) {
   Checker check;
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   check.ints("scores", a.scores, d.tokens, "(T, K) float");
-  return check.ints("ids", a.ids, d.tokens, "(T, K) int32").status();
+  check.ints("ids", a.ids, d.tokens, "(T, K) int32");
+  return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
 Status validate(const MetadataDesc& d, const MetadataArgs& a) {
@@ -367,7 +370,7 @@ Status validate(const MetadataDesc& d, const MetadataArgs& a) {
     check.ints("token_offsets", a.token_offsets, 1, "(T+1) int32");
     check.ints("token_slots", a.token_slots, slots, "(S) int32");
   }
-  return check.status();
+  return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
 Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
@@ -476,7 +479,8 @@ Status validate(const TokenRoundingDesc& d, const TokenRoundingArgs& a) {
   check.ints("token_ids", a.token_ids, d.tokens, "(capacity) int32");
   check.ints("expert_ids", a.expert_ids, d.tokens, "(capacity) int32");
   check.ints("counts", a.counts, 1, "(E) int32");
-  return check.optional("frequency", a.frequency, 1, 4).status();
+  check.optional("draws", a.draws, 1, 8).optional("frequency", a.frequency, 1, 4);
+  return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
 Status validate(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a) {

@@ -229,8 +229,13 @@ std::size_t workspace(const TokenRoundingDesc& d, const Exec& exec) {
   return Memory::layout(d, exec.threads, nullptr, nullptr);
 }
 
-Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* memory,
+Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& args, void* memory,
            const Exec& exec) noexcept {
+  TokenRoundingArgs a = args;
+  if (a.draws != nullptr) {
+    a.seed = a.draws[0];
+    a.offset = a.draws[1];
+  }
   return visit_dtype(
       d.dtype, [&](auto type) { return run_typed<decltype(type)>(d, a, memory, exec.threads); });
 }
