@@ -1,7 +1,7 @@
 # The CUDA backend: whether it is built, with which nvcc, and how.
 #
-#   SONICMOE_CUDA=AUTO  when nvcc >= 13.0 and the CUTLASS headers are found; says what is missing
-#   SONICMOE_CUDA=ON    fails without them
+#   SONICMOE_CUDA=AUTO  when nvcc >= 13.0 is found
+#   SONICMOE_CUDA=ON    fails without it
 #   SONICMOE_CUDA=OFF   the complete CPU library
 #
 # nvcc is looked for in CMAKE_CUDA_COMPILER, CUDACXX, PATH, /usr/local/cuda and the Python wheels of
@@ -44,12 +44,6 @@ foreach(candidate IN LISTS candidates)
 endforeach()
 if(NOT nvcc)
   sonicmoe_no_cuda("there is no nvcc of CUDA 13.0 or newer")
-  return()
-endif()
-find_path(SONICMOE_CUTLASS_INCLUDE cute/tensor.hpp
-          PATHS ${site_packages}/cutlass_library/source/include)
-if(NOT SONICMOE_CUTLASS_INCLUDE)
-  sonicmoe_no_cuda("there are no CUTLASS headers (SONICMOE_CUTLASS_INCLUDE)")
   return()
 endif()
 

@@ -69,9 +69,5 @@ if [[ ${CUDA:-AUTO} != OFF ]]; then
       echo "$wheels" >.venv/nvcc-stamp
     fi
   fi
-  if [[ ! -e $packages/cutlass_library/source/include/cute/tensor.hpp ]]; then
-    echo "setup: CUTLASS headers into .venv"
-    "${pip[@]}" nvidia-cutlass==4.2.0.0
-  fi
   echo "setup: CUDA backend with $nvcc, CUDA $(version "$nvcc")"
 fi

@@ -52,6 +52,17 @@ std::string device_reason(int index);
 int enter(int index) noexcept;
 void leave(int previous) noexcept;
 Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
+
+// The number is the tile's width along the axis that a cluster shares.
+extern const Kernel<GroupedGemmDesc> kUpProj256;
+extern const Kernel<GroupedGemmDesc> kDownProj256;
+extern const Kernel<GroupedGemmDesc> kDownProj192;
+extern const Kernel<GroupedGemmDesc> kDownProjDgrad128;
+extern const Kernel<GroupedGemmDesc> kDownProjDgrad256;
+extern const Kernel<GroupedGemmDesc> kUpProjDgrad256;
+extern const Kernel<GroupedGemmDesc> kUpProjDgrad192;
+extern const Kernel<GroupedGemmDesc> kDownProjWgrad256;
+extern const Kernel<GroupedGemmDesc> kUpProjWgrad256;
 }  // namespace cuda
 #endif
 

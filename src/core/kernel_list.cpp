@@ -14,12 +14,29 @@ std::span<const Kernel<RouterGemmDesc>* const> kernel_list() {
 template <>
 std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
   static constexpr const Kernel<GroupedGemmDesc>* kList[] = {
-      &cpu::kUpProjBf16,        &cpu::kUpProj,         //
-      &cpu::kDownProjBf16,      &cpu::kDownProj,       //
-      &cpu::kDownProjDgradBf16, &cpu::kDownProjDgrad,  //
-      &cpu::kUpProjDgradBf16,   &cpu::kUpProjDgrad,    //
-      &cpu::kDownProjWgradBf16, &cpu::kDownProjWgrad,  //
-      &cpu::kUpProjWgradBf16,   &cpu::kUpProjWgrad,
+    &cpu::kUpProjBf16,
+    &cpu::kUpProj,  //
+    &cpu::kDownProjBf16,
+    &cpu::kDownProj,  //
+    &cpu::kDownProjDgradBf16,
+    &cpu::kDownProjDgrad,  //
+    &cpu::kUpProjDgradBf16,
+    &cpu::kUpProjDgrad,  //
+    &cpu::kDownProjWgradBf16,
+    &cpu::kDownProjWgrad,  //
+    &cpu::kUpProjWgradBf16,
+    &cpu::kUpProjWgrad,  //
+#if SONICMOE_HAS_CUDA
+    &cuda::kUpProj256,  //
+    &cuda::kDownProj256,
+    &cuda::kDownProj192,  //
+    &cuda::kDownProjDgrad128,
+    &cuda::kDownProjDgrad256,  //
+    &cuda::kUpProjDgrad256,
+    &cuda::kUpProjDgrad192,  //
+    &cuda::kDownProjWgrad256,
+    &cuda::kUpProjWgrad256,
+#endif
   };
   return kList;
 }

@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+/// Warpgroup matrix multiply-accumulate on 16-bit operands in shared memory, fp32 accumulators.
+namespace sonicmoe::cuda {
+
+/// Which axis of an operand tile is contiguous in shared memory: its own (M of A, N of B), or K.
+enum class Major : int { k = 0, mn = 1 };
+
+/// Orders register accesses before the next wgmma.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/// Until at most `kPending` of this warpgroup's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+/// Keeps the compiler from moving accesses to accumulators across this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/// Bytes of the K-contiguous or MN-contiguous tile that a descriptor steps by. Every tile is made
+/// of blocks of 8 lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
+///  - Major::k: a line holds 64 k of one row; 8 rows a block, blocks follow each other.
+///  - Major::mn: a line holds 64 rows of one k; 8 k a block, blocks along k follow each other,
+///    and chunks of 64 rows are `kChunk` bytes apart.
+inline constexpr std::uint32_t kBlockBytes = 1024;
+
+template <Major kMajor>
+__device__ __forceinline__ std::uint64_t descriptor(std::uint32_t address, std::uint32_t chunk) {
+  // Fields in units of 16 bytes: start in bits 0-13, leading offset in 16-29 (between chunks along
+  // MN; unused when K is contiguous), stride offset in 32-45 (between blocks), 128-byte swizzle.
+  const std::uint64_t leading = kMajor == Major::mn ? chunk >> 4 : 1;
+  return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) | leading << 16 |
+         static_cast<std::uint64_t>(kBlockBytes >> 4) << 32 | std::uint64_t{1} << 62;
+}
+
+/// How far a descriptor moves (units of 16 bytes) for the next 16 k.
+template <Major kMajor>
+inline constexpr std::uint64_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBlockBytes >> 4;
+
+// Accumulator registers by operand number; the later lists go on where the first ends.
+#define SONICMOE_REGISTERS_64                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
+  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
+  "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SONICMOE_REGISTERS_96                                                          \
+  SONICMOE_REGISTERS_64                                                                \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SONICMOE_REGISTERS_128                                                           \
+  SONICMOE_REGISTERS_96                                                                  \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, "   \
+  "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
+  "%124, %125, %126, %127"
+
+#define SONICMOE_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SONICMOE_D16(i) SONICMOE_D4(i), SONICMOE_D4(i + 4), SONICMOE_D4(i + 8), SONICMOE_D4(i + 12)
+#define SONICMOE_D32(i) SONICMOE_D16(i), SONICMOE_D16(i + 16)
+#define SONICMOE_D64(i) SONICMOE_D32(i), SONICMOE_D32(i + 32)
+
+// The operands a, b, keep, major a, major b follow the accumulators.
+#define SONICMOE_WGMMA(n, type, registers, a, b, k, ma, mb, ...)                               \
+  asm volatile(                                                                                \
+      "{\n"                                                                                    \
+      ".reg .pred p;\n"                                                                        \
+      "setp.ne.b32 p, %" #k                                                                    \
+      ", 0;\n"                                                                                 \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers           \
+      "}, "                                                                                    \
+      "%" #a ", %" #b ", p, 1, 1, %" #ma ", %" #mb                                             \
+      ";\n"                                                                                    \
+      "}"                                                                                      \
+      : __VA_ARGS__                                                                            \
+      : "l"(a_desc), "l"(b_desc), "r"(static_cast<int>(keep)), "n"(static_cast<int>(kMajorA)), \
+        "n"(static_cast<int>(kMajorB)))
+#define SONICMOE_WGMMA_N(type)                                                                  \
+  if constexpr (kN == 128) {                                                                    \
+    SONICMOE_WGMMA(128, type, SONICMOE_REGISTERS_64, 64, 65, 66, 67, 68, SONICMOE_D64(0));      \
+  } else if constexpr (kN == 192) {                                                             \
+    SONICMOE_WGMMA(192, type, SONICMOE_REGISTERS_96, 96, 97, 98, 99, 100, SONICMOE_D64(0),      \
+                   SONICMOE_D32(64));                                                           \
+  } else {                                                                                      \
+    static_assert(kN == 256, "tile width: 128, 192 or 256");                                    \
+    SONICMOE_WGMMA(256, type, SONICMOE_REGISTERS_128, 128, 129, 130, 131, 132, SONICMOE_D64(0), \
+                   SONICMOE_D64(64));                                                           \
+  }
+
+/// d = a b (+ d if `keep`) for one m64 x kN x k16 step; the descriptors tell where a and b lie.
+/// Thread t of the warpgroup, lane l = t % 32, holds in d[4j .. 4j+3] the elements of rows
+/// 16 (t/32) + l/4 and 8 more, columns 8j + 2 (l%4) + {0, 1}.
+template <class T, int kN, Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a_desc,
+                                      std::uint64_t b_desc, bool keep) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    SONICMOE_WGMMA_N("bf16")
+  } else {
+    static_assert(std::is_same_v<T, __half>, "bf16 or fp16");
+    SONICMOE_WGMMA_N("f16")
+  }
+}
+
+#undef SONICMOE_WGMMA_N
+#undef SONICMOE_WGMMA
+#undef SONICMOE_D64
+#undef SONICMOE_D32
+#undef SONICMOE_D16
+#undef SONICMOE_D4
+#undef SONICMOE_REGISTERS_128
+#undef SONICMOE_REGISTERS_96
+#undef SONICMOE_REGISTERS_64
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,70 @@
+// Y = A W2^T + b2: M = rows, N = d, K = n.
+#include "core/backends.h"
+#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+template <class T, int kN, Schedule kSchedule, int kStages>
+struct DownProj
+    : Traits<T, Own::load_rows, Major::k, false, kN, kSchedule, kStages, StoreTile<AtRows>> {};
+
+template <class Config>
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+  constexpr int kN = Config::kN;
+  const std::int64_t n = d.intermediate;
+  TensorMaps maps(d.dtype);
+  GemmParams p{};
+  p.own[0] = p.own[1] = maps.encode({a.act, n, d.rows, 1, n, 0, kOwn});
+  p.shared[0] = p.shared[1] = maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kN / 2});
+  if (!maps.status().ok()) return maps.status();
+  p.offsets = a.offsets;
+  p.experts = static_cast<int>(d.experts);
+  p.shared_tiles = tiles(d.hidden, kN);
+  p.k_blocks = p.k_half = tiles(n, kK);
+
+  StoreParams e{};
+  e.out[0] = a.expert_out;
+  e.row_stride = d.hidden;
+  e.columns = static_cast<int>(d.hidden);
+  e.bias = d.bias ? a.b2 : nullptr;
+  return launch<Config>(p, e, exec, "down_proj: launch");
+}
+
+template <int kN, Schedule kSchedule, int kStages>
+struct Entry {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_type(
+        d.dtype, [&](auto type) { return f(DownProj<decltype(type), kN, kSchedule, kStages>{}); });
+  }
+  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
+    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
+  }
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+                    const Exec& exec) noexcept {
+    if (d.rows == 0) return {};
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+  }
+};
+
+using Wide = Entry<256, Schedule::cooperative, 4>;
+using Pingpong = Entry<192, Schedule::pingpong, 5>;
+
+/// With a short K the epilogue is a large part of a tile's time: hide it.
+std::string yield_wide(const GroupedGemmDesc& d) {
+  return d.intermediate < 1024 ? "intermediate < 1024: ping-pong hides the epilogue" : "";
+}
+
+}  // namespace
+
+const Kernel<GroupedGemmDesc> kDownProj256 = {"down_proj",      "cuda.down_proj.128x256",
+                                              DeviceType::cuda, reject_gemm,
+                                              no_workspace,     Wide::run,
+                                              Wide::prepare,    yield_wide};
+const Kernel<GroupedGemmDesc> kDownProj192 = {
+    "down_proj",   "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,
+    Pingpong::run, Pingpong::prepare};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,98 @@
+// dA' = dO[tokens] W2 stays in registers: M = rows (gathered), N = n, K = d. With A recomputed from
+// H: dH = dAct(s dA', H), A' = s A, dS = <dA', A>.
+#include "core/backends.h"
+#include "cuda/epilogue/activation_grad.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+template <class T, ActivationKind kKind, int kN, Schedule kSchedule, int kStages>
+struct DownProjDgrad : Traits<T, Own::gather_rows, Major::mn, false, kN, kSchedule, kStages,
+                              StoreActivationGrad<kKind>> {};
+
+/// dscores[r] = sum over the tiles along n, in order. One thread a row.
+__global__ void sum_partials(const float* partials, int tiles_n, std::int64_t capacity,
+                             const std::int32_t* offsets, int experts, float* dscores) {
+  const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= offsets[experts]) return;
+  float sum = 0.0f;
+  for (int i = 0; i < tiles_n; ++i) sum += partials[i * capacity + row];
+  dscores[row] = sum;
+}
+
+template <class Config>
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+              const Exec& exec) {
+  const std::int64_t n = d.intermediate;
+  TensorMaps maps(d.dtype);
+  GemmParams p{};
+  p.shared[0] = p.shared[1] = maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kK / 2});
+  if (!maps.status().ok()) return maps.status();
+  p.gathered = a.dout;
+  p.offsets = a.offsets;
+  p.row_tokens = a.row_tokens;
+  p.gathered_width = static_cast<int>(d.hidden);
+  p.experts = static_cast<int>(d.experts);
+  p.shared_tiles = tiles(n, Config::kN);
+  p.k_blocks = p.k_half = tiles(d.hidden, kK);
+
+  ActivationGradParams e{};
+  e.preact = a.preact;
+  e.dpreact = a.dpreact;
+  e.scaled_act = a.scaled_act;
+  e.row_scores = a.row_scores;
+  e.dscores = p.shared_tiles == 1 ? a.row_dscores : static_cast<float*>(workspace);
+  e.capacity = d.rows;
+  e.intermediate = static_cast<int>(n);
+  e.activation = d.activation;
+  Status status = launch<Config>(p, e, exec, "down_proj_dgrad: launch");
+  if (!status.ok() || p.shared_tiles == 1) return status;
+  constexpr int kThreads = 256;
+  sum_partials<<<tiles(d.rows, kThreads), kThreads, 0, stream_of(exec)>>>(
+      e.dscores, p.shared_tiles, d.rows, a.offsets, p.experts, a.row_dscores);
+  return launched("down_proj_dgrad: sums");
+}
+
+template <int kN, Schedule kSchedule, int kStages>
+struct Entry {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_type(d.dtype, [&](auto type) {
+      return visit_kind(d.activation, [&](auto kind) {
+        return f(DownProjDgrad<decltype(type), decltype(kind)::value, kN, kSchedule, kStages>{});
+      });
+    });
+  }
+  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
+    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
+  }
+  static std::size_t workspace(const GroupedGemmDesc& d, const Exec&) {
+    const int along_n = tiles(d.intermediate, kN);
+    return along_n == 1 ? 0
+                        : static_cast<std::size_t>(along_n) * static_cast<std::size_t>(d.rows) * 4;
+  }
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* memory,
+                    const Exec& exec) noexcept {
+    if (d.rows == 0) return {};
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, memory, exec); });
+  }
+};
+
+using Pingpong = Entry<128, Schedule::pingpong, 6>;
+using Wide = Entry<256, Schedule::cooperative, 4>;
+
+}  // namespace
+
+const Kernel<GroupedGemmDesc> kDownProjDgrad128 = {
+    "down_proj_dgrad",   "cuda.down_proj_dgrad.128x128",
+    DeviceType::cuda,    reject_gemm,
+    Pingpong::workspace, Pingpong::run,
+    Pingpong::prepare};
+const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
+    "down_proj_dgrad", "cuda.down_proj_dgrad.128x256",
+    DeviceType::cuda,  reject_gemm,
+    Wide::workspace,   Wide::run,
+    Wide::prepare};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,65 @@
+// dW2 = dO[tokens]^T (s A): M = d (dO gathered along K), N = n, K = rows.
+#include "core/backends.h"
+#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+template <class T, int kN, int kStages>
+struct DownProjWgrad : Traits<T, Own::gather_contraction, Major::mn, false, kN,
+                              Schedule::cooperative, kStages, StoreTile<AtOwnByShared>> {};
+
+template <class Config>
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+  const std::int64_t n = d.intermediate;
+  TensorMaps maps(d.dtype);
+  GemmParams p{};
+  // Without rows nothing is loaded, but the map must point somewhere: every expert still gets its
+  // zeros.
+  const void* const scaled_act = d.rows > 0 ? a.scaled_act : a.dw2;
+  p.shared[0] = p.shared[1] = maps.encode({scaled_act, n, d.rows, 1, n, 0, kK / 2});
+  if (!maps.status().ok()) return maps.status();
+  p.gathered = a.dout;
+  p.offsets = a.offsets;
+  p.row_tokens = a.row_tokens;
+  p.gathered_width = static_cast<int>(d.hidden);
+  p.experts = static_cast<int>(d.experts);
+  p.shared_tiles = p.shared_half = tiles(n, Config::kN);
+
+  StoreParams e{};
+  e.out[0] = a.dw2;
+  e.expert_stride = d.hidden * n;
+  e.row_stride = n;
+  e.rows = static_cast<int>(d.hidden);
+  e.columns = static_cast<int>(n);
+  return launch<Config>(p, e, exec, "down_proj_wgrad: launch");
+}
+
+template <int kN, int kStages>
+struct Entry {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_type(d.dtype,
+                      [&](auto type) { return f(DownProjWgrad<decltype(type), kN, kStages>{}); });
+  }
+  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
+    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
+  }
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+                    const Exec& exec) noexcept {
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+  }
+};
+
+using Wide = Entry<256, 4>;
+
+}  // namespace
+
+const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
+    "down_proj_wgrad", "cuda.down_proj_wgrad.128x256",
+    DeviceType::cuda,  reject_gemm,
+    no_workspace,      Wide::run,
+    Wide::prepare};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,343 @@
+#pragma once
+
+#include "cuda/device/ptx.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/sm90/operands.cuh"
+#include "cuda/sm90/tile_walk.cuh"
+
+/// The one kernel behind all grouped GEMMs: persistent, warp-specialised, wgmma. One producer
+/// warpgroup fills a ring of stages, two consumer warpgroups multiply and run the epilogue.
+namespace sonicmoe::cuda {
+
+enum class Schedule {
+  cooperative,  ///< both consumers share a tile: they split M
+  pingpong,     ///< each has a tile of its own; one's epilogue runs beside the other's mainloop
+};
+
+/// The operand that each CTA has for itself.
+enum class Own {
+  gather_rows,         ///< M: rows of a (T, width) tensor by token id
+  load_rows,           ///< M: the expert's rows, contiguous
+  gather_contraction,  ///< M or N: columns of a (T, width) tensor; K: the expert's rows by token id
+};
+
+/// All numbers of one compiled kernel. `kShared`: width of the tile along the axis that the CTAs of
+/// a cluster share. The own axis is M, unless `kOwnIsB`.
+template <class T_, Own kOwnLoad_, Major kSharedMajor_, bool kOwnIsB_, int kShared_,
+          Schedule kSchedule_, int kStages_, class Epilogue_>
+struct Traits {
+  using T = T_;
+  using Epilogue = Epilogue_;
+  static constexpr Own kOwnLoad = kOwnLoad_;
+  static constexpr Major kSharedMajor = kSharedMajor_;
+  static constexpr bool kOwnIsB = kOwnIsB_;
+  static constexpr int kShared = kShared_;
+  static constexpr Schedule kSchedule = kSchedule_;
+  static constexpr int kStages = kStages_;
+
+  static constexpr int kCluster = 2;
+  static constexpr bool kRows = kOwnLoad != Own::gather_contraction;
+  static constexpr bool kGathers = kOwnLoad != Own::load_rows;
+  static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
+  static constexpr Major kOwnMajor = kRows ? Major::k : Major::mn;
+  static constexpr int kM = kOwnIsB ? kShared : kOwn;
+  static constexpr int kN = kOwnIsB ? kOwn : kShared;
+  static constexpr int kMBlocks = kM / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
+  static constexpr int kStageBytes = kOwnBytes + kShared * kLineBytes;
+  static constexpr int kBarriers = 2 * kStages + 2;
+  static constexpr int kSharedMemory = kStages * kStageBytes + kBarriers * 8;
+  static constexpr int kThreads = 384;
+  static constexpr int kProducerRegisters = kGathers ? 56 : 40;
+  static constexpr int kConsumerRegisters = kGathers ? 224 : 232;
+
+  static_assert(kSharedMemory <= 232448, "stages do not fit into 227 KiB of shared memory");
+  static_assert(kStageBytes % kBlockBytes == 0, "a stage must keep the swizzle's alignment");
+  static_assert(kMBlocks * kN / 2 <= 192, "accumulators leave no registers for the epilogue");
+  static_assert((kProducerRegisters + 2 * kConsumerRegisters) * 128 <= 65536,
+                "register split exceeds the register file");
+  static_assert(kRows || !kPingpong, "ping-pong needs the same number of k blocks in every tile");
+};
+
+/// Arguments of a kernel, but for its epilogue's.
+struct GemmParams {
+  CUtensorMap own[2];  ///< load_rows: rows, by half of K
+  CUtensorMap
+      shared[2];  ///< K contiguous: the tile's two boxes. Else by half (of K, or of the axis)
+  const void* gathered;         ///< the (T, gathered_width) tensor of the operand that is gathered
+  const std::int32_t* offsets;  ///< (E+1), or null: one expert that owns all rows
+  const std::int32_t* row_tokens;  ///< (R), or null: row r is token r
+  int gathered_width;
+  int experts;
+  int rows;          ///< without offsets
+  int shared_tiles;  ///< along the shared axis
+  int k_blocks;      ///< rows ops: along K ...
+  int k_half;        ///< ... of which in the first half
+  bool paired;       ///< K contiguous: both boxes start at the same row (gate and up)
+  int shared_half;   ///< contraction ops: shared tiles in the first half
+};
+
+template <class Traits>
+struct Pipeline {
+  int stage = 0;
+  std::uint32_t phase = 0;
+  __device__ void advance(int blocks = 1) {
+    stage += blocks;
+    while (stage >= Traits::kStages) {
+      stage -= Traits::kStages;
+      phase ^= 1;
+    }
+  }
+};
+
+/// Shared memory: stages, then the barriers of full stages, empty stages and turns.
+template <class Traits>
+struct SharedMemory {
+  std::uint32_t base;
+  __device__ std::uint32_t own(int stage) const { return base + stage * Traits::kStageBytes; }
+  __device__ std::uint32_t shared(int stage) const { return own(stage) + kOwnBytes; }
+  __device__ std::uint32_t barrier(int i) const {
+    return base + Traits::kStages * Traits::kStageBytes + i * 8;
+  }
+  __device__ std::uint32_t full(int stage) const { return barrier(stage); }
+  __device__ std::uint32_t empty(int stage) const { return barrier(Traits::kStages + stage); }
+  __device__ std::uint32_t turn(int consumer) const {
+    return barrier(2 * Traits::kStages + consumer);
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ int k_blocks(const GemmParams& p, const Tile& tile) {
+  return Traits::kRows ? p.k_blocks : (tile.rows + kK - 1) / kK;
+}
+
+template <class Traits>
+__device__ __forceinline__ TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk_of(
+    const GemmParams& p) {
+  return {p.offsets, p.experts, p.rows, p.gathered_width, p.shared_tiles};
+}
+
+/// The bulk copies of one stage, by one thread.
+template <class Traits>
+__device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile, int block,
+                                           std::uint32_t own, std::uint32_t shared,
+                                           std::uint32_t full, int rank) {
+  constexpr int kShared = Traits::kShared;
+  constexpr int kCluster = Traits::kCluster;
+  constexpr int kOwnBox = Traits::kGathers ? 0 : kOwnBytes;
+  mbarrier_expect(full, kShared * kLineBytes + kOwnBox);
+  if constexpr (Traits::kRows) {
+    const int half = block >= p.k_half;
+    const int k = (block - half * p.k_half) * kK;
+    if constexpr (Traits::kSharedMajor == Major::k) {
+      const CUtensorMap* const maps[2] = {&p.shared[0], &p.shared[1]};
+      const int first = tile.shared * (p.paired ? kShared / 2 : kShared);
+      load_shared_k<kShared, kCluster>(
+          shared, full, rank, maps, {first, first + (p.paired ? 0 : kShared / 2)}, k, tile.expert);
+    } else {
+      load_shared_mn<kShared, kCluster>(shared, full, rank, &p.shared[half], tile.shared * kShared,
+                                        k, tile.expert);
+    }
+    if constexpr (!Traits::kGathers) {
+      load_box(own, &p.own[half], full, k, tile.first_row + tile.own * kOwn, 0);
+    }
+  } else {
+    const int half = tile.shared >= p.shared_half;
+    load_shared_mn<kShared, kCluster>(shared, full, rank, &p.shared[half],
+                                      (tile.shared - half * p.shared_half) * kShared,
+                                      tile.first_row + block * kK, 0);
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits> memory, int rank,
+                                        int first, int stride) {
+  const bool leader_warp = threadIdx.x < 32;
+  if (!Traits::kGathers && !leader_warp) return;
+  auto walk = walk_of<Traits>(p);
+  Pipeline<Traits> pipe;
+  Tile tile;
+  for (int index = first; walk.find(index, rank, &tile); index += stride) {
+    const int blocks = k_blocks<Traits>(p, tile);
+    const auto run = [&](auto&& gather) {
+      for (int block = 0; block < blocks; ++block) {
+        const std::uint32_t own = memory.own(pipe.stage);
+        const std::uint32_t full = memory.full(pipe.stage);
+        mbarrier_wait(memory.empty(pipe.stage), pipe.phase ^ 1);
+        if (leader_warp && elect_one()) {
+          load_boxes<Traits>(p, tile, block, own, memory.shared(pipe.stage), full, rank);
+        }
+        __syncwarp();
+        if constexpr (Traits::kGathers) {
+          gather(own, block);
+          copy_async_arrive(full);
+        }
+        pipe.advance();
+      }
+    };
+    if constexpr (Traits::kOwnLoad == Own::gather_rows) {
+      const RowGather rows(p.gathered, p.gathered_width, p.row_tokens,
+                           static_cast<std::int64_t>(tile.first_row) + tile.own * kOwn,
+                           tile.rows - tile.own * kOwn);
+      run([&](std::uint32_t own, int block) { rows.load(own, block * kK); });
+    } else if constexpr (Traits::kOwnLoad == Own::gather_contraction) {
+      ContractionGather rows(p.gathered, p.gathered_width, p.row_tokens, tile.first_row, tile.rows,
+                             tile.own * kOwn);
+      run([&](std::uint32_t own, int block) { rows.load(own, block); });
+    } else {
+      run([](std::uint32_t, int) {});
+    }
+  }
+}
+
+/// This warp has read the stage, its own and the peer's copy of the shared operand alike.
+template <class Traits>
+__device__ __forceinline__ void release(SharedMemory<Traits> memory, int stage) {
+  const unsigned lane = threadIdx.x % 32;
+  if (lane < Traits::kCluster) mbarrier_arrive_at(memory.empty(stage), lane);
+}
+
+/// The last k block of an expert has rows of other experts in its multicast operand, and zero times
+/// their NaN would be NaN: zero those lines. The gathered operand came with zeros there.
+template <class Traits>
+__device__ __forceinline__ void zero_tail(SharedMemory<Traits> memory, int stage, int valid) {
+  const int t = static_cast<int>(threadIdx.x) - 128;
+  const int lines = kK - valid;
+  constexpr int kPieces = Traits::kShared / 64 * 8;  // 16-byte pieces of one k
+  for (int i = t; i < lines * kPieces; i += 256) {
+    const int line = valid + i / kPieces;
+    const std::uint32_t at =
+        memory.shared(stage) + i % kPieces / 8 * kChunkBytes + line * kLineBytes + i % 8 * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+  }
+  fence_async_proxy();
+  named_barrier(1, 256);
+}
+
+/// Multiplies all k blocks of a tile into `acc`. `idle`: this warpgroup's part has no rows; it only
+/// keeps the pipeline going.
+template <class Traits>
+__device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Pipeline<Traits>& pipe,
+                                         int blocks, int rows, int m_first, bool idle,
+                                         float (&acc)[Traits::kMBlocks][Traits::kN / 2]) {
+  constexpr Major kMajorA = Traits::kOwnIsB ? Traits::kSharedMajor : Traits::kOwnMajor;
+  constexpr Major kMajorB = Traits::kOwnIsB ? Traits::kOwnMajor : Traits::kSharedMajor;
+  const std::uint32_t own = memory.own(0);
+  const std::uint32_t shared = memory.shared(0);
+  const std::uint64_t first_a =
+      descriptor<kMajorA>((Traits::kOwnIsB ? shared : own) + m_first * kChunkBytes, kChunkBytes);
+  const std::uint64_t first_b = descriptor<kMajorB>(Traits::kOwnIsB ? own : shared, kChunkBytes);
+
+  int previous = -1;
+  for (int block = 0; block < blocks; ++block) {
+    mbarrier_wait(memory.full(pipe.stage), pipe.phase);
+    if (!idle) {
+      if constexpr (!Traits::kRows) {
+        if (rows < (block + 1) * kK) zero_tail(memory, pipe.stage, rows - block * kK);
+      }
+      // The gathered operand was written through the generic proxy; we have acquired those writes
+      // and pass them on to wgmma, which reads through the async proxy.
+      if constexpr (Traits::kGathers) fence_async_proxy();
+      const std::uint64_t at = static_cast<std::uint64_t>(pipe.stage) * (Traits::kStageBytes >> 4);
+#pragma unroll
+      for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kK / 16; ++step) {
+#pragma unroll
+        for (int m = 0; m < Traits::kMBlocks; ++m) {
+          wgmma<typename Traits::T, Traits::kN, kMajorA, kMajorB>(
+              acc[m], first_a + at + step * kStepK16<kMajorA> + m * (kChunkBytes >> 4),
+              first_b + at + step * kStepK16<kMajorB>, block > 0 || step > 0);
+        }
+      }
+      wgmma_commit();
+#pragma unroll
+      for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+      wgmma_wait<1>();
+    }
+    if (previous >= 0) release(memory, previous);
+    previous = pipe.stage;
+    pipe.advance();
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+  if (previous >= 0) release(memory, previous);
+  if (blocks == 0) {
+#pragma unroll
+    for (int m = 0; m < Traits::kMBlocks; ++m) {
+#pragma unroll
+      for (int i = 0; i < Traits::kN / 2; ++i) acc[m][i] = 0.0f;
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void consume(const GemmParams& p,
+                                        const typename Traits::Epilogue::Params& epilogue,
+                                        SharedMemory<Traits> memory, int rank, int first,
+                                        int stride, int consumer) {
+  auto walk = walk_of<Traits>(p);
+  Pipeline<Traits> pipe;
+  Tile tile;
+  int turn = 0;
+  for (int index = first; walk.find(index, rank, &tile); index += stride, ++turn) {
+    const int blocks = k_blocks<Traits>(p, tile);
+    const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kMBlocks;
+    float acc[Traits::kMBlocks][Traits::kN / 2];
+    if constexpr (Traits::kPingpong) {
+      if (turn % 2 != consumer) {
+        pipe.advance(blocks);
+        continue;
+      }
+      // Turn k of consumer 0 follows turn k-1 of consumer 1, whose turn k follows that.
+      mbarrier_wait(memory.turn(consumer), (turn / 2 + 1 + consumer) % 2);
+    }
+    const bool idle = Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64;
+    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, idle, acc);
+    if constexpr (Traits::kPingpong) {
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.turn(consumer ^ 1));
+    }
+    if (!idle) Traits::Epilogue::template run<Traits>(epilogue, p, tile, m_first, acc);
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    grouped_gemm(const __grid_constant__ GemmParams p,
+                 const __grid_constant__ typename Traits::Epilogue::Params epilogue) {
+  extern __shared__ __align__(1024) char raw[];
+  const SharedMemory<Traits> memory{shared_address(raw)};
+  const int rank = static_cast<int>(cluster_rank());
+  // The role, the same for all lanes of a warp in the compiler's eyes too.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Traits::kStages; ++i) {
+      // The leader's expect, and one arrival of each gathering thread.
+      mbarrier_init(memory.full(i), 1 + (Traits::kGathers ? kProducerThreads : 0));
+      // Every warp that reads the stage, in every CTA that wrote into it.
+      mbarrier_init(memory.empty(i), Traits::kCluster * (Traits::kPingpong ? 4 : 8));
+    }
+    mbarrier_init(memory.turn(0), 4);
+    mbarrier_init(memory.turn(1), 4);
+    fence_mbarrier_init();
+    prefetch_tensor_map(&p.shared[0]);
+    prefetch_tensor_map(&p.shared[1]);
+  }
+  cluster_sync();
+
+  const int first = static_cast<int>(blockIdx.x) / Traits::kCluster;
+  const int stride = static_cast<int>(gridDim.x) / Traits::kCluster;
+  if (warpgroup == 0) {
+    lower_registers<Traits::kProducerRegisters>();
+    produce<Traits>(p, memory, rank, first, stride);
+  } else {
+    raise_registers<Traits::kConsumerRegisters>();
+    consume<Traits>(p, epilogue, memory, rank, first, stride, warpgroup - 1);
+  }
+  // Nobody leaves while the peer may still write into its memory or arrive on its barriers.
+  __syncwarp();
+  cluster_sync();
+}
+
+}  // namespace sonicmoe::cuda

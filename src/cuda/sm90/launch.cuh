@@ -1,0 +1,89 @@
+#pragma once
+
+#include "core/kernel.h"
+#include "cuda/epilogue/dispatch.cuh"
+#include "cuda/runtime.h"
+#include "cuda/sm90/grouped_gemm.cuh"
+#include "cuda/sm90/tensor_map.h"
+
+/// From a descriptor to a launch: what the six operations share on the host.
+namespace sonicmoe::cuda {
+
+inline int tiles(std::int64_t extent, int width) {
+  return static_cast<int>((extent + width - 1) / width);
+}
+
+/// W1 or dW1: gate and up as two matrices (E, n, d) with strides, which is all that a layout is.
+struct W1View {
+  std::int64_t up;  ///< offset of the up matrix from the gate; `separate`: 0, another base
+  std::int64_t row_stride, expert_stride;
+};
+
+inline W1View w1_view(const GroupedGemmDesc& d, std::int64_t width) {
+  const std::int64_t n = d.intermediate;
+  if (!is_glu(d.activation) || d.w1_layout == W1Layout::separate) return {0, width, n * width};
+  if (d.w1_layout == W1Layout::interleaved) return {width, 2 * width, 2 * n * width};
+  return {n * width, width, 2 * n * width};
+}
+
+/// Base of the up part: in the second tensor or inside the first.
+template <class T>
+T* up_base(const GroupedGemmDesc& d, const W1View& view, T* first, T* second) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  if (d.w1_layout == W1Layout::separate) return second;
+  return static_cast<Byte*>(first) + view.up * 2;
+}
+
+/// Calls f(T{}) with the storage type.
+template <class F>
+auto visit_type(DType dtype, F&& f) {
+  if (dtype == DType::bf16) return f(__nv_bfloat16{});
+  return f(__half{});
+}
+
+template <class Traits>
+Status prepare() {
+  return to_status(
+      cudaFuncSetAttribute(grouped_gemm<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           Traits::kSharedMemory),
+      "shared memory of a kernel");
+}
+
+template <class Traits>
+Status launch(const GemmParams& params, const typename Traits::Epilogue::Params& epilogue,
+              const Exec& exec, const char* what) {
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Traits::kCluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(sm_count(exec) / Traits::kCluster * Traits::kCluster);
+  config.blockDim = Traits::kThreads;
+  config.dynamicSmemBytes = Traits::kSharedMemory;
+  config.stream = stream_of(exec);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
+}
+
+/// Calls f(KindOf<kind>{}) with the kind of activation that a kernel must be compiled for.
+template <ActivationKind kKind>
+struct KindOf {
+  static constexpr ActivationKind value = kKind;
+};
+template <class F>
+auto visit_kind(Activation activation, F&& f) {
+  switch (kind_of(activation)) {
+    case ActivationKind::swiglu:
+      return f(KindOf<ActivationKind::swiglu>{});
+    case ActivationKind::gated:
+      return f(KindOf<ActivationKind::gated>{});
+    case ActivationKind::plain:
+      break;
+  }
+  return f(KindOf<ActivationKind::plain>{});
+}
+
+inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_dtype(d.dtype); }
+inline std::size_t no_workspace(const GroupedGemmDesc&, const Exec&) { return 0; }
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,156 @@
+#pragma once
+
+#include "cuda/device/ptx.cuh"
+#include "cuda/device/wgmma.cuh"
+#include "cuda/sm90/tile_walk.cuh"
+
+/// How operand tiles come into a pipeline stage. The K extent of a stage is 64 elements of 16 bits,
+/// one 128-byte swizzled line.
+///
+/// Every CTA has an operand of its own, 128 wide (16 KiB a stage), and one that it shares with its
+/// cluster, `kShared` wide: each CTA loads its part and multicasts it.
+namespace sonicmoe::cuda {
+
+inline constexpr int kK = 64;
+inline constexpr int kOwn = 128;
+inline constexpr int kLineBytes = 128;
+inline constexpr int kOwnBytes = kOwn * kLineBytes;
+inline constexpr int kChunkBytes = 64 * kLineBytes;  // 64 x 64 elements
+inline constexpr int kProducerThreads = 128;
+
+/// Loads one box for the whole cluster, or for the one CTA there is.
+template <int kCluster>
+__device__ __forceinline__ void load_shared_box(std::uint32_t to, const CUtensorMap* map,
+                                                std::uint32_t barrier, int c0, int c1, int c2) {
+  if constexpr (kCluster == 1) {
+    load_box(to, map, barrier, c0, c1, c2);
+  } else {
+    load_box_multicast(to, map, barrier, (1 << kCluster) - 1, c0, c1, c2);
+  }
+}
+
+/// The shared operand where K is contiguous: two boxes of {64 k, kShared/2 rows}. Box i starts at
+/// row rows[i] of map i.
+template <int kShared, int kCluster>
+__device__ __forceinline__ void load_shared_k(std::uint32_t stage, std::uint32_t barrier, int rank,
+                                              const CUtensorMap* const (&maps)[2],
+                                              const int (&rows)[2], int k, int expert) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (kCluster == 2 && i != rank) continue;
+    load_shared_box<kCluster>(stage + i * (kShared / 2 * kLineBytes), maps[i], barrier, k, rows[i],
+                              expert);
+  }
+}
+
+/// The shared operand where its own axis is contiguous: chunks of 64 columns, each of two boxes of
+/// {64 columns, 32 k}.
+template <int kShared, int kCluster>
+__device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_t barrier, int rank,
+                                               const CUtensorMap* map, int column, int k,
+                                               int expert) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (kCluster == 2 && i != rank) continue;
+#pragma unroll
+    for (int chunk = 0; chunk < kShared / 64; ++chunk) {
+      load_shared_box<kCluster>(stage + chunk * kChunkBytes + i * (kChunkBytes / 2), map, barrier,
+                                column + chunk * 64, k + i * 32, expert);
+    }
+  }
+}
+
+/// Rows of a (T, width) tensor by token id, along M: the K-contiguous tile of 128 rows x 64 k.
+/// Eight threads fetch the 128 bytes of a row; thread t serves rows t/8, t/8 + 16, ...
+class RowGather {
+ public:
+  /// Rows of the tile past `valid` read as zero.
+  __device__ RowGather(const void* tensor, int width, const std::int32_t* row_tokens,
+                       std::int64_t first_row, int valid) {
+    const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
+    column_ = t % 8 * 8;
+    width_ = width;
+    // The swizzle: 16-byte piece c of line r lies at piece c ^ (r % 8). All our rows agree in r
+    // % 8.
+    place_ = t / 8 * kLineBytes + ((t % 8) ^ (t / 8 % 8)) * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = t / 8 + 16 * i;
+      const int token = row < valid ? row_tokens[first_row + row] : -1;
+      from_[i] = token < 0 ? nullptr
+                           : static_cast<const char*>(tensor) +
+                                 (static_cast<std::int64_t>(token) * width + column_) * 2;
+    }
+  }
+
+  __device__ void load(std::uint32_t stage, int k) const {
+    const bool inside = k + column_ < width_;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      copy_async_16(stage + place_ + i * 16 * kLineBytes, from_[i] + 2 * k,
+                    inside && from_[i] != nullptr);
+    }
+  }
+
+ private:
+  const char* from_[8];
+  std::uint32_t place_;
+  int column_, width_;
+};
+
+/// Rows of a (T, width) tensor by token id, along K: two chunks of 64 columns x 64 k, columns
+/// contiguous. Sixteen threads fetch the 256 bytes of a row; thread t serves k = t/16, t/16 + 8,
+/// ...
+class ContractionGather {
+ public:
+  /// `row_tokens` null: row r is token r.
+  __device__ ContractionGather(const void* tensor, int width, const std::int32_t* row_tokens,
+                               std::int64_t first_row, int rows, int column)
+      : row_tokens_(row_tokens), first_row_(first_row), rows_(rows), width_(width) {
+    const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
+    const int piece = t % 16;
+    line_ = t / 16;
+    base_ = static_cast<const char*>(tensor) + (column + piece * 8) * 2;
+    inside_ = column + piece * 8 < width;
+    place_ = piece / 8 * kChunkBytes + line_ * kLineBytes + ((piece % 8) ^ line_) * 16;
+    ahead_ = ids(0);
+  }
+
+  /// Calls with block = 0, 1, 2, ... in order.
+  __device__ void load(std::uint32_t stage, int block) {
+    // A warp serves 16 k of a block, so its 32 lanes hold the ids of two blocks, and the next two
+    // are on their way.
+    if (block % 2 == 0) {
+      now_ = ahead_;
+      ahead_ = ids(block + 2);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int token = __shfl_sync(~0u, now_, block % 2 * 16 + 2 * i + line_ % 2);
+      copy_async_16(stage + place_ + i * kBlockBytes,
+                    base_ + static_cast<std::int64_t>(token) * width_ * 2, inside_ && token >= 0);
+    }
+  }
+
+ private:
+  /// This lane's id of blocks `block` and `block` + 1.
+  __device__ int ids(int block) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int line = line_ / 2 * 2 + lane % 2 + lane % 16 / 2 * 8;
+    const int row = (block + lane / 16) * kK + line;
+    if (row >= rows_) return -1;
+    const std::int64_t grouped = first_row_ + row;
+    return row_tokens_ == nullptr ? static_cast<int>(grouped) : row_tokens_[grouped];
+  }
+
+  const char* base_;
+  const std::int32_t* row_tokens_;
+  std::int64_t first_row_;
+  int rows_, width_;
+  int line_;
+  bool inside_;
+  std::uint32_t place_;
+  int now_ = -1, ahead_;
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,59 @@
+#include "cuda/sm90/tensor_map.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+namespace sonicmoe::cuda {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+/// From the driver that is there: nothing links to it, so that programs start without one.
+Encode encoder() noexcept {
+  static const Encode kEncode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return Encode{nullptr};
+    return reinterpret_cast<Encode>(function);
+  }();
+  return kEncode;
+}
+
+}  // namespace
+
+CUtensorMap TensorMaps::encode(const TensorView& v) noexcept {
+  CUtensorMap map{};
+  if (!status_.ok()) return map;
+  const Encode encode_tiled = encoder();
+  if (encode_tiled == nullptr) {
+    status_ =
+        Status::error(StatusCode::unsupported,
+                      "driver: got one without cuTensorMapEncodeTiled, allowed: CUDA 12.0 on");
+    return map;
+  }
+  // Extents of 0 are not allowed, and such a tensor is never read: one expert without rows still
+  // writes zeros to its weight gradients.
+  const auto extent = [](std::int64_t x) {
+    return static_cast<cuuint64_t>(std::max<std::int64_t>(x, 1));
+  };
+  const cuuint64_t extents[3] = {extent(v.inner), extent(v.outer), extent(v.experts)};
+  const auto stride = [](std::int64_t x) {
+    return static_cast<cuuint64_t>(std::max<std::int64_t>(x, 8) * 2);
+  };
+  const cuuint64_t strides[2] = {stride(v.outer_stride), stride(v.expert_stride)};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(v.box), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = encode_tiled(
+      &map,
+      dtype_ == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
+      const_cast<void*>(v.base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) status_ = Status::device(static_cast<int>(result), "tensor map");
+  return map;
+}
+
+}  // namespace sonicmoe::cuda

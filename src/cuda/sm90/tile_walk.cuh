@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+
+namespace sonicmoe::cuda {
+
+/// One output tile of one CTA.
+struct Tile {
+  int expert;
+  int own;        ///< which 128-wide stripe along the axis that the CTA does not share
+  int shared;     ///< which stripe along the axis that the CTAs of a cluster share
+  int first_row;  ///< of the expert
+  int rows;       ///< of the expert
+};
+
+/// How a cluster goes through the tiles of all experts: static stride over a numbering that every
+/// warp derives for itself from the offsets in device memory. Experts ascend; inside an expert,
+/// groups of `kGroup` cluster tiles along the own axis, in each the shared axis outside, so that
+/// neighbouring clusters reuse each other's operands from L2.
+///
+/// `kRows`: the own axis is the expert's rows, so that experts differ in their number of tiles.
+/// Otherwise the own axis has `own_extent` elements for every expert, and the rows are contracted.
+template <bool kRows, int kOwn, int kCluster>
+class TileWalk {
+ public:
+  static constexpr int kGroup = 8;
+
+  /// `offsets` null: one expert that owns rows 0 to rows-1.
+  __device__ TileWalk(const std::int32_t* offsets, int experts, int rows, int own_extent,
+                      int shared_tiles)
+      : offsets_(offsets),
+        experts_(experts),
+        rows_(rows),
+        own_extent_(own_extent),
+        shared_tiles_(shared_tiles) {
+    load_window();
+  }
+
+  /// The tile with number `index` for this CTA of the cluster; false past the last. Indices must
+  /// not decrease from call to call. The whole warp calls together.
+  __device__ bool find(int index, int rank, Tile* tile) {
+    while (true) {
+      const int total = __shfl_sync(~0u, last_, 31);
+      if (index < start_ + total) break;
+      window_ += 32;
+      if (window_ >= experts_) return false;
+      start_ += total;
+      load_window();
+    }
+    const int inside = index - start_;
+    const int lane = __popc(__ballot_sync(~0u, last_ <= inside));
+    tile->expert = window_ + lane;
+    tile->first_row = __shfl_sync(~0u, first_row_, lane);
+    tile->rows = __shfl_sync(~0u, count_, lane);
+    const int before = __shfl_sync(~0u, last_, lane == 0 ? 0 : lane - 1);
+    const int local = inside - (lane == 0 ? 0 : before);
+    const int own_tiles = cluster_tiles(tile->rows);
+    const int group = local / (kGroup * shared_tiles_);
+    const int in_group = local - group * (kGroup * shared_tiles_);
+    const int size = min(kGroup, own_tiles - group * kGroup);
+    tile->shared = in_group / size;
+    tile->own = (group * kGroup + in_group - tile->shared * size) * kCluster + rank;
+    return true;
+  }
+
+ private:
+  __device__ int cluster_tiles(int rows) const {
+    return ((kRows ? rows : own_extent_) + kOwn * kCluster - 1) / (kOwn * kCluster);
+  }
+
+  /// Lane i takes expert window + i; `last_` becomes the inclusive sum of tiles in the window.
+  __device__ void load_window() {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int expert = window_ + lane;
+    first_row_ = 0;
+    count_ = 0;
+    last_ = 0;
+    if (expert < experts_) {
+      first_row_ = offsets_ == nullptr ? 0 : offsets_[expert];
+      count_ = (offsets_ == nullptr ? rows_ : offsets_[expert + 1]) - first_row_;
+      last_ = cluster_tiles(count_) * shared_tiles_;
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, last_, step);
+      if (lane >= step) last_ += other;
+    }
+  }
+
+  const std::int32_t* offsets_;
+  int experts_, rows_, own_extent_, shared_tiles_;
+  int window_ = 0, start_ = 0;
+  int first_row_, count_, last_;  // of this lane's expert
+};
+
+}  // namespace sonicmoe::cuda

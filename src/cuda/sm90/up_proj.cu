@@ -1,0 +1,79 @@
+// H = x[tokens] W1^T + b1 and A = act(H): M = rows (gathered), N = gate and up columns, K = d.
+#include "core/backends.h"
+#include "cuda/epilogue/activation.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+template <class T, ActivationKind kKind, int kN, Schedule kSchedule, int kStages>
+struct UpProj
+    : Traits<T, Own::gather_rows, Major::k, false, kN, kSchedule, kStages, StoreActivation<kKind>> {
+};
+
+template <class Config>
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+  constexpr int kN = Config::kN;
+  const bool gated = is_glu(d.activation);
+  const W1View w1 = w1_view(d, d.hidden);
+  TensorMaps maps(d.dtype);
+  TensorView view{a.w1,          d.hidden,         d.intermediate, d.experts,
+                  w1.row_stride, w1.expert_stride, kN / 2};
+  GemmParams p{};
+  p.shared[0] = maps.encode(view);
+  if (gated) view.base = up_base(d, w1, a.w1, a.w1_up);
+  p.shared[1] = maps.encode(view);
+  if (!maps.status().ok()) return maps.status();
+  p.gathered = a.x;
+  p.offsets = a.offsets;
+  p.row_tokens = a.row_tokens;
+  p.gathered_width = static_cast<int>(d.hidden);
+  p.experts = static_cast<int>(d.experts);
+  p.shared_tiles = tiles(d.intermediate, gated ? kN / 2 : kN);
+  p.k_blocks = p.k_half = tiles(d.hidden, kK);
+  p.paired = gated;
+
+  const W1View b1 = w1_view(d, 1);
+  ActivationParams e{};
+  e.preact = d.inference ? nullptr : a.preact;
+  e.act = a.act;
+  if (d.bias) {
+    e.b1[0] = a.b1;
+    e.b1[1] = gated ? up_base(d, b1, a.b1, a.b1_up) : nullptr;
+  }
+  e.bias_stride = b1.row_stride;
+  e.bias_expert_stride = b1.expert_stride;
+  e.intermediate = static_cast<int>(d.intermediate);
+  e.activation = d.activation;
+  return launch<Config>(p, e, exec, "up_proj: launch");
+}
+
+template <int kN, Schedule kSchedule, int kStages>
+struct Entry {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_type(d.dtype, [&](auto type) {
+      return visit_kind(d.activation, [&](auto kind) {
+        return f(UpProj<decltype(type), decltype(kind)::value, kN, kSchedule, kStages>{});
+      });
+    });
+  }
+  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
+    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
+  }
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+                    const Exec& exec) noexcept {
+    if (d.rows == 0) return {};
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+  }
+};
+
+using Wide = Entry<256, Schedule::cooperative, 4>;
+
+}  // namespace
+
+const Kernel<GroupedGemmDesc> kUpProj256 = {"up_proj",    "cuda.up_proj.128x256", DeviceType::cuda,
+                                            reject_gemm,  no_workspace,           Wide::run,
+                                            Wide::prepare};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,83 @@
+// dX~ = dH W1: M = rows, N = d, K = 2n as gate columns, then up columns (n without a gate).
+#include "core/backends.h"
+#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+template <class T, int kN, Schedule kSchedule, int kStages>
+struct UpProjDgrad
+    : Traits<T, Own::load_rows, Major::mn, false, kN, kSchedule, kStages, StoreTile<AtRows>> {};
+
+template <class Config>
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+  const std::int64_t n = d.intermediate;
+  const bool gated = is_glu(d.activation);
+  const std::int64_t width = gated ? 2 * n : n;
+  const W1View w1 = w1_view(d, d.hidden);
+  TensorMaps maps(d.dtype);
+  // Two maps of n columns each, never one of 2n: a block of K must not reach into the other half.
+  TensorView dpreact{a.dpreact, n, d.rows, 1, width, 0, kOwn};
+  TensorView weights{a.w1, d.hidden, n, d.experts, w1.row_stride, w1.expert_stride, kK / 2};
+  GemmParams p{};
+  p.own[0] = maps.encode(dpreact);
+  p.shared[0] = maps.encode(weights);
+  if (gated) {
+    dpreact.base = static_cast<const char*>(a.dpreact) + n * 2;
+    weights.base = up_base(d, w1, a.w1, a.w1_up);
+  }
+  p.own[1] = maps.encode(dpreact);
+  p.shared[1] = maps.encode(weights);
+  if (!maps.status().ok()) return maps.status();
+  p.offsets = a.offsets;
+  p.experts = static_cast<int>(d.experts);
+  p.shared_tiles = tiles(d.hidden, Config::kN);
+  p.k_half = tiles(n, kK);
+  p.k_blocks = (gated ? 2 : 1) * p.k_half;
+
+  StoreParams e{};
+  e.out[0] = a.dx_rows;
+  e.row_stride = d.hidden;
+  e.columns = static_cast<int>(d.hidden);
+  return launch<Config>(p, e, exec, "up_proj_dgrad: launch");
+}
+
+template <int kN, Schedule kSchedule, int kStages>
+struct Entry {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_type(d.dtype, [&](auto type) {
+      return f(UpProjDgrad<decltype(type), kN, kSchedule, kStages>{});
+    });
+  }
+  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
+    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
+  }
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+                    const Exec& exec) noexcept {
+    if (d.rows == 0) return {};
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+  }
+};
+
+using Wide = Entry<256, Schedule::cooperative, 4>;
+using Pingpong = Entry<192, Schedule::pingpong, 5>;
+
+/// With a short K the epilogue is a large part of a tile's time: hide it.
+std::string yield_wide(const GroupedGemmDesc& d) {
+  return d.intermediate < 512 ? "intermediate < 512: ping-pong hides the epilogue" : "";
+}
+
+}  // namespace
+
+const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x256",
+                                                 DeviceType::cuda, reject_gemm,
+                                                 no_workspace,     Wide::run,
+                                                 Wide::prepare,    yield_wide};
+const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x192",
+                                                 DeviceType::cuda, reject_gemm,
+                                                 no_workspace,     Pingpong::run,
+                                                 Pingpong::prepare};
+
+}  // namespace sonicmoe::cuda

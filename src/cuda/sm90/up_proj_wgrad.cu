@@ -1,0 +1,72 @@
+// dW1 = dH^T x[tokens]: M = n (gate rows, then up rows), N = d (x gathered along K), K = rows. So
+// that d, contiguous in dW1, is contiguous in the accumulators too.
+#include "core/backends.h"
+#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+template <class T, int kM, int kStages>
+struct UpProjWgrad : Traits<T, Own::gather_contraction, Major::mn, true, kM, Schedule::cooperative,
+                            kStages, StoreTile<AtSharedByOwn>> {};
+
+template <class Config>
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+  const std::int64_t n = d.intermediate;
+  const bool gated = is_glu(d.activation);
+  const W1View dw1 = w1_view(d, d.hidden);
+  TensorMaps maps(d.dtype);
+  // Two maps of n columns each: a tile of gate rows must not reach into the up rows. Without rows
+  // nothing is loaded, but the map must point somewhere.
+  const bool empty = d.rows == 0;
+  TensorView dpreact{empty ? a.dw1 : a.dpreact, n, d.rows, 1, gated ? 2 * n : n, 0, kK / 2};
+  GemmParams p{};
+  p.shared[0] = maps.encode(dpreact);
+  if (gated && !empty) dpreact.base = static_cast<const char*>(a.dpreact) + n * 2;
+  p.shared[1] = maps.encode(dpreact);
+  if (!maps.status().ok()) return maps.status();
+  p.gathered = a.x;
+  p.offsets = a.offsets;
+  p.row_tokens = a.row_tokens;
+  p.gathered_width = static_cast<int>(d.hidden);
+  p.experts = static_cast<int>(d.experts);
+  p.shared_half = tiles(n, Config::kM);
+  p.shared_tiles = (gated ? 2 : 1) * p.shared_half;
+
+  StoreParams e{};
+  e.out[0] = a.dw1;
+  e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up) : nullptr;
+  e.expert_stride = dw1.expert_stride;
+  e.row_stride = dw1.row_stride;
+  e.rows = static_cast<int>(n);
+  e.columns = static_cast<int>(d.hidden);
+  return launch<Config>(p, e, exec, "up_proj_wgrad: launch");
+}
+
+template <int kM, int kStages>
+struct Entry {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_type(d.dtype,
+                      [&](auto type) { return f(UpProjWgrad<decltype(type), kM, kStages>{}); });
+  }
+  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
+    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
+  }
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+                    const Exec& exec) noexcept {
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+  }
+};
+
+using Tall = Entry<256, 4>;
+
+}  // namespace
+
+const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.256x128",
+                                                 DeviceType::cuda, reject_gemm,
+                                                 no_workspace,     Tall::run,
+                                                 Tall::prepare};
+
+}  // namespace sonicmoe::cuda
