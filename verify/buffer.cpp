@@ -1,10 +1,10 @@
 #include "verify/buffer.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
+
+#include "verify/device_memory.h"
 
 #if defined(__SANITIZE_ADDRESS__)  // GCC
 #define SONICMOE_HAS_ASAN
@@ -44,46 +44,87 @@ bool filled(const std::byte* begin, std::size_t size) {
 
 }  // namespace
 
-GuardedBuffer::GuardedBuffer(std::size_t bytes, std::size_t alignment) : bytes_(bytes) {
+GuardedBuffer::GuardedBuffer(std::size_t bytes, std::size_t alignment, Device device)
+    : device_(device), bytes_(bytes) {
   size_ = bytes + 2 * kGuard + 2 * alignment;
-  raw_ = static_cast<std::byte*>(std::malloc(size_));
-  if (raw_ == nullptr) throw std::bad_alloc();
+  raw_ = static_cast<std::byte*>(allocate({}, size_));
+  memory_ = raw_;
+  if (device.type != DeviceType::cpu) memory_ = static_cast<std::byte*>(allocate(device, size_));
   // An odd multiple of the alignment.
-  const auto base = reinterpret_cast<std::uintptr_t>(raw_) + kGuard;
+  const auto base = reinterpret_cast<std::uintptr_t>(memory_) + kGuard;
   const std::uintptr_t start = (base / alignment + 1) * alignment;
-  offset_ = start - reinterpret_cast<std::uintptr_t>(raw_);
+  offset_ = start - reinterpret_cast<std::uintptr_t>(memory_);
   if (start / alignment % 2 == 0) offset_ += alignment;
   fill(raw_ + offset_ - kGuard, kGuard);
   fill(raw_ + offset_, bytes_);
   fill(raw_ + offset_ + bytes_, kGuard);
+  if (!on_host()) {
+    copy(device_, memory_ + offset_ - kGuard, raw_ + offset_ - kGuard, bytes_ + 2 * kGuard);
+    return;
+  }
   ASAN_POISON_MEMORY_REGION(raw_ + offset_ - kGuard, kGuard);
   ASAN_POISON_MEMORY_REGION(raw_ + offset_ + bytes_, kGuard);
 }
 
 GuardedBuffer::~GuardedBuffer() {
   ASAN_UNPOISON_MEMORY_REGION(raw_, size_);
-  std::free(raw_);
+  if (!on_host()) release(device_, memory_);
+  release({}, raw_);
 }
 
-void GuardedBuffer::poison() { fill(raw_ + offset_, bytes_); }
+void GuardedBuffer::download() const {
+  if (on_host()) return;
+  copy(device_, raw_ + offset_ - kGuard, memory_ + offset_ - kGuard, bytes_ + 2 * kGuard);
+}
 
-bool GuardedBuffer::untouched() const { return filled(raw_ + offset_, bytes_); }
+std::span<std::byte> GuardedBuffer::bytes() const {
+  download();
+  return {raw_ + offset_, bytes_};
+}
+
+void GuardedBuffer::put(std::span<const std::byte> contents) const {
+  if (contents.size() > bytes_) throw std::invalid_argument("more than the buffer holds");
+  copy(device_, memory_ + offset_, contents.data(), contents.size());
+}
+
+void GuardedBuffer::poison() const {
+  fill(raw_ + offset_, bytes_);
+  if (!on_host()) copy(device_, memory_ + offset_, raw_ + offset_, bytes_);
+}
+
+bool GuardedBuffer::untouched() const {
+  const std::span<const std::byte> now = bytes();
+  return filled(now.data(), now.size());
+}
 
 bool GuardedBuffer::intact() const {
+  download();
   ASAN_UNPOISON_MEMORY_REGION(raw_, size_);
   const bool result =
       filled(raw_ + offset_ - kGuard, kGuard) && filled(raw_ + offset_ + bytes_, kGuard);
-  ASAN_POISON_MEMORY_REGION(raw_ + offset_ - kGuard, kGuard);
-  ASAN_POISON_MEMORY_REGION(raw_ + offset_ + bytes_, kGuard);
+  if (on_host()) {
+    ASAN_POISON_MEMORY_REGION(raw_ + offset_ - kGuard, kGuard);
+    ASAN_POISON_MEMORY_REGION(raw_ + offset_ + bytes_, kGuard);
+  }
   return result;
 }
 
 const void* Arena::input(const std::string& name, std::span<const std::byte> bytes,
                          std::size_t alignment) {
-  Entry& entry = entries_.emplace_back(name, bytes.size(), alignment, true);
+  Entry& entry = entries_.emplace_back(name, bytes.size(), alignment, device_, true);
   entry.original.assign(bytes.begin(), bytes.end());
-  std::copy(bytes.begin(), bytes.end(), entry.buffer.bytes().begin());
+  entry.buffer.put(bytes);
   return entry.buffer.data();
+}
+
+void Arena::replace(const std::string& name, std::span<const std::byte> bytes) {
+  for (Entry& entry : entries_) {
+    if (entry.name != name) continue;
+    entry.original.assign(bytes.begin(), bytes.end());
+    entry.buffer.put(bytes);
+    return;
+  }
+  throw std::out_of_range("no buffer named " + name);
 }
 
 const void* Arena::input(const std::string& name, const Tensor& values, DType type) {
@@ -96,7 +137,7 @@ const std::int32_t* Arena::input(const std::string& name, const std::vector<std:
 }
 
 void* Arena::output(const std::string& name, std::size_t bytes, std::size_t alignment) {
-  return entries_.emplace_back(name, bytes, alignment, false).buffer.data();
+  return entries_.emplace_back(name, bytes, alignment, device_, false).buffer.data();
 }
 
 const GuardedBuffer& Arena::operator[](const std::string& name) const {

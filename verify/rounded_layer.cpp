@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "verify/device_memory.h"
+
 namespace sonicmoe::verify {
 namespace {
 
@@ -45,7 +47,8 @@ Rounded run_rounded(const Problem& problem, Device device, const Options& option
   out.failure = out.run.status.ok() ? out.run.damage : out.run.status.message();
   if (!out.failure.empty()) return out;
   const DType type = problem.desc.dtype;
-  const RoundingRunner runner(rounding_of(problem.desc), encode(out.run.tensors.logits, type));
+  const RoundingRunner runner(rounding_of(problem.desc), encode(out.run.tensors.logits, type),
+                              device);
   auto choice = runner.choose();
   auto lists = runner.round(kRoundingSeed, kRoundingOffset, options);
   if (!choice.ok() || !lists.ok()) {
@@ -90,7 +93,8 @@ std::string run_step(const Desc& desc, const typename Desc::Args& args, Arena* a
   const auto plan = make_plan(desc, device, options);
   if (!plan.ok()) return plan.status().message();
   const std::size_t bytes = plan.value().workspace_bytes();
-  const Status status = plan.value().run(args, {arena->output("workspace", bytes, 256), bytes});
+  Status status = plan.value().run(args, {arena->output("workspace", bytes, 256), bytes});
+  if (status.ok()) status = synchronize(device);
   return status.ok() ? arena->damage() : status.message();
 }
 
@@ -106,12 +110,12 @@ RouterGrads router_grads(const Problem& p, const LayerRun& run, const LayerRun& 
   RouterGrads out;
   const auto fail = [&out](std::string failure) { return !(out.failure = failure).empty(); };
 
-  const RoundingRunner runner(rounding_of(d), encode(run.tensors.logits, d.dtype));
+  const RoundingRunner runner(rounding_of(d), encode(run.tensors.logits, d.dtype), device);
   const auto dlogits = runner.gradient(lists, as_given.tensors.dscores, p.dlogits, options);
   if (!dlogits.ok() && fail(dlogits.status().message())) return out;
   Tensor router_dx;
   for (const GemmPass pass : {GemmPass::dgrad, GemmPass::wgrad}) {
-    Arena arena;
+    Arena arena(device);
     RouterGemmArgs args;
     args.dlogits = arena.input("dlogits", dlogits.value(), d.dtype);
     args.x = arena.input("x", p.x, d.dtype);
@@ -143,7 +147,7 @@ RouterGrads router_grads(const Problem& p, const LayerRun& run, const LayerRun& 
   std::vector<std::int32_t> token_slots = g.token_slots;
   token_slots.resize(rows);
   gemm.tensors.dx_rows.resize(rows * static_cast<std::size_t>(d.hidden));
-  Arena arena;
+  Arena arena(device);
   AggregateArgs args;
   args.rows = arena.input("rows", gemm.tensors.dx_rows, d.dtype);
   args.slot_rows = arena.input("slot_rows", g.slot_rows);

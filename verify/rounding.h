@@ -63,12 +63,12 @@ RoundedScoresGrad rounded_scores_grad(const TokenRoundingDesc& desc, const Tenso
                                       const std::vector<std::int32_t>& ids,
                                       const RoundedLists& lists, const Tensor& dscores);
 
-/// Runs the library in guarded, poisoned memory. CPU only for now.
+/// Runs the library in guarded, poisoned memory.
 class RoundingRunner {
  public:
   /// `logits` as the library stores them: (T, E) of desc.dtype. The library accepts `desc`.
-  RoundingRunner(const TokenRoundingDesc& desc, std::vector<std::byte> logits)
-      : desc_(desc), logits_(std::move(logits)) {}
+  RoundingRunner(const TokenRoundingDesc& desc, std::vector<std::byte> logits, Device device = {})
+      : desc_(desc), logits_(std::move(logits)), device_(device) {}
 
   const TokenRoundingDesc& desc() const { return desc_; }
   Tensor logits() const { return decode(logits_, desc_.dtype); }
@@ -85,6 +85,7 @@ class RoundingRunner {
  private:
   TokenRoundingDesc desc_;
   std::vector<std::byte> logits_;
+  Device device_;
 };
 
 }  // namespace sonicmoe::verify

@@ -1,4 +1,5 @@
 #include "verify/buffer.h"
+#include "verify/device_memory.h"
 #include "verify/rounding.h"
 
 namespace sonicmoe::verify {
@@ -6,13 +7,14 @@ namespace {
 
 /// Makes the plan and runs it with a workspace of exactly the size it asks for.
 template <class Desc>
-Status run(const Desc& desc, const typename Desc::Args& args, const Options& options,
+Status run(const Desc& desc, const typename Desc::Args& args, Device device, const Options& options,
            const Arena& arena) {
-  const auto plan = make_plan(desc, {}, options);
+  const auto plan = make_plan(desc, device, options);
   if (!plan.ok()) return plan.status();
-  Arena scratch;
+  Arena scratch(device);
   const std::size_t bytes = plan.value().workspace_bytes();
-  const Status status = plan.value().run(args, {scratch.output("workspace", bytes, 256), bytes});
+  Status status = plan.value().run(args, {scratch.output("workspace", bytes, 256), bytes});
+  if (status.ok()) status = synchronize(device);
   std::string wrong = arena.damage() + scratch.damage();
   if (!status.ok() && !arena.outputs_untouched()) wrong += "wrote results although it refused";
   if (wrong.empty()) return status;
@@ -36,12 +38,12 @@ Result<TokenChoice> RoundingRunner::choose(const Options& options) const {
     d.top_k = k;
     d.mode = mode;
     d.norm_topk_probs = norm;
-    Arena arena;
+    Arena arena(device_);
     TopKArgs args;
     args.logits = arena.input("logits", logits_);
     args.scores = arena.output_float("scores", d.tokens * k);
     args.ids = arena.output_int32("ids", d.tokens * k);
-    const Status status = run(d, args, options, arena);
+    const Status status = run(d, args, device_, options, arena);
     if (status.ok()) take(arena.int32("ids"), floats(arena, "scores"));
     return status;
   };
@@ -63,7 +65,7 @@ Result<TokenChoice> RoundingRunner::choose(const Options& options) const {
 
 Result<RoundedLists> RoundingRunner::round(std::uint64_t seed, std::uint64_t offset,
                                            const Options& options) const {
-  Arena arena;
+  Arena arena(device_);
   TokenRoundingArgs args;
   args.seed = seed;
   args.offset = offset;
@@ -73,7 +75,7 @@ Result<RoundedLists> RoundingRunner::round(std::uint64_t seed, std::uint64_t off
   args.expert_ids = arena.output_int32("expert_ids", desc_.capacity());
   args.counts = arena.output_int32("counts", desc_.experts);
   args.frequency = arena.output_int32("frequency", desc_.experts);
-  if (const Status status = run(desc_, args, options, arena); !status.ok()) return status;
+  if (const Status status = run(desc_, args, device_, options, arena); !status.ok()) return status;
   return RoundedLists{floats(arena, "scores"), arena.int32("token_ids"), arena.int32("expert_ids"),
                       arena.int32("counts"), arena.int32("frequency")};
 }
@@ -88,7 +90,7 @@ Result<Tensor> RoundingRunner::gradient(const RoundedLists& lists, const Tensor&
   d.mode = desc_.mode;
   d.norm_topk_probs = desc_.norm_topk_probs;
   d.list_length = static_cast<std::int64_t>(lists.token_ids.size());
-  Arena arena;
+  Arena arena(device_);
   TokenRoundingGradArgs args;
   args.logits = arena.input("logits", logits_);
   args.token_ids = arena.input("token_ids", lists.token_ids);
@@ -96,7 +98,7 @@ Result<Tensor> RoundingRunner::gradient(const RoundedLists& lists, const Tensor&
   args.dscores = static_cast<const float*>(arena.input("dscores", dscores, DType::f32));
   args.dlogits_in = arena.input("dlogits_in", dlogits_in, d.dtype);
   args.dlogits = arena.output("dlogits", d.tokens * d.experts, d.dtype);
-  if (const Status status = run(d, args, options, arena); !status.ok()) return status;
+  if (const Status status = run(d, args, device_, options, arena); !status.ok()) return status;
   return arena.tensor("dlogits", d.dtype);
 }
 

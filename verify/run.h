@@ -12,7 +12,7 @@
 #include "verify/oracle.h"
 
 /// Runs the library in guarded, poisoned memory of exactly the sizes it asks for, and judges what
-/// comes out by the oracle. CPU only for now: buffers are host memory.
+/// comes out by the oracle.
 namespace sonicmoe::verify {
 
 /// W1 (row_length = d) or b1 (row_length = 1) from [gate n | up n] to a layout; `second` is the up

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "verify/device_memory.h"
 #include "verify/run.h"
 
 namespace sonicmoe::verify {
@@ -81,7 +82,7 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
     return run;
   }
 
-  Arena arena;
+  Arena arena(device);
   GroupedGemmArgs args;
   // Inputs, each only where the operation reads it.
   args.offsets = arena.input("offsets", g.offsets);
@@ -146,7 +147,8 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   }
   const std::size_t bytes = plan.value().workspace_bytes();
   const Workspace workspace{arena.output("workspace", bytes, 256), bytes};
-  const Status status = plan.value().run(args, workspace);
+  Status status = plan.value().run(args, workspace);
+  if (status.ok()) status = synchronize(device);
   run.failure = status.ok() ? arena.damage() : status.message();
   if (!run.failure.empty()) return run;
 

@@ -1,6 +1,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "verify/device_memory.h"
 #include "verify/inputs.h"
 #include "verify/rounded_layer.h"
 #include "verify/run.h"
@@ -9,14 +10,16 @@ namespace sonicmoe::verify {
 namespace {
 
 /// Records a failed step. Returns whether the run can go on.
-bool proceed(const char* step, const Status& status, const Arena& arena, LayerRun* run) {
+bool proceed(const char* step, Status status, const Arena& arena, Device device, LayerRun* run) {
+  if (status.ok()) status = synchronize(device);
   run->status = status;
   run->damage = arena.damage();
   if (!run->damage.empty()) run->damage = std::string(step) + " " + run->damage;
   return status.ok() && run->damage.empty();
 }
 
-void run_forward(const Problem& p, const LayerPlan& plan, Arena* arena, LayerRun* run) {
+void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
+                 LayerRun* run) {
   const LayerDesc& desc = p.desc;
   const DType type = desc.dtype;
   const SavedBytes saved = plan.saved_bytes();
@@ -54,7 +57,7 @@ void run_forward(const Problem& p, const LayerPlan& plan, Arena* arena, LayerRun
   args.routing = arena->output("routing", saved.routing);
   const std::size_t bytes = plan.forward_workspace_bytes();
   const Workspace workspace{arena->output("forward workspace", bytes, 256), bytes};
-  if (!proceed("forward", plan.forward(args, workspace), *arena, run)) return;
+  if (!proceed("forward", plan.forward(args, workspace), *arena, device, run)) return;
 
   LayerTensors& out = run->tensors;
   run->routing = p.lists;
@@ -70,7 +73,8 @@ void run_forward(const Problem& p, const LayerPlan& plan, Arena* arena, LayerRun
   if (!desc.inference) out.preact = arena->tensor("preact", type);
 }
 
-void run_backward(const Problem& p, const LayerPlan& plan, Arena* arena, LayerRun* run) {
+void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
+                  LayerRun* run) {
   const LayerDesc& desc = p.desc;
   const DType type = desc.dtype;
   const bool router = desc.router != RouterMode::given;
@@ -107,7 +111,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Arena* arena, LayerRu
   }
   const std::size_t bytes = plan.backward_workspace_bytes();
   const Workspace workspace{arena->output("backward workspace", bytes, 256), bytes};
-  if (!proceed("backward", plan.backward(args, workspace), *arena, run)) return;
+  if (!proceed("backward", plan.backward(args, workspace), *arena, device, run)) return;
 
   LayerTensors& out = run->tensors;
   out.dx = arena->tensor("dx", type);
@@ -180,10 +184,10 @@ LayerRun run_layer(const Problem& problem, Device device, const Options& options
   const Result<LayerPlan> plan = make_plan(problem.desc, device, options);
   run.status = plan.status();
   if (!plan.ok()) return run;
-  Arena arena;
-  run_forward(problem, plan.value(), &arena, &run);
+  Arena arena(device);
+  run_forward(problem, plan.value(), device, &arena, &run);
   if (!run.status.ok() || !run.damage.empty() || problem.desc.inference) return run;
-  run_backward(problem, plan.value(), &arena, &run);
+  run_backward(problem, plan.value(), device, &arena, &run);
   return run;
 }
 

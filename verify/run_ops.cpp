@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "verify/device_memory.h"
 #include "verify/rounded_layer.h"
 #include "verify/run.h"
 
@@ -53,7 +54,8 @@ class OpChecker {
     }
     const std::size_t bytes = plan.value().workspace_bytes();
     const Workspace workspace{arena->output("workspace", bytes, 256), bytes};
-    const Status status = plan.value().run(args, workspace);
+    Status status = plan.value().run(args, workspace);
+    if (status.ok()) status = synchronize(device_);
     report.failure = status.ok() ? arena->damage() : status.message();
     return report.failure.empty();
   }
@@ -80,7 +82,7 @@ class OpChecker {
     op.experts = desc_.experts;
     op.dtype = type();
     for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad, GemmPass::wgrad}) {
-      Arena arena;
+      Arena arena(device_);
       RouterGemmArgs args;
       op.pass = pass;
       if (pass != GemmPass::dgrad) args.x = arena.input("x", problem_.x, type());
@@ -115,7 +117,7 @@ class OpChecker {
     op.dtype = type();
     op.mode = desc_.router;
     op.norm_topk_probs = desc_.norm_topk_probs;
-    Arena arena;
+    Arena arena(device_);
     TopKArgs args;
     args.logits = arena.input("logits", layer_.logits, type());
     args.scores = arena.output_float("scores", desc_.rows());
@@ -138,7 +140,7 @@ class OpChecker {
     op.list_length = desc_.list_length;
     op.assume_sorted = desc_.assume_sorted;
     const auto slots = static_cast<std::size_t>(op.slots());
-    Arena arena;
+    Arena arena(device_);
     MetadataArgs args;
     args.slot_experts = arena.input("slot_experts", routing_.experts);
     args.slot_scores =
@@ -229,7 +231,7 @@ class OpChecker {
       values.resize(R * width);
       return values;
     };
-    Arena arena;
+    Arena arena(device_);
     BiasGradArgs args;
     args.offsets = arena.input("offsets", g_.offsets);
     args.row_tokens = arena.input("row_tokens", padded(g_.row_tokens, 1));
@@ -240,7 +242,7 @@ class OpChecker {
     args.b2 = arena.input("b2", problem_.b2, type());
     args.row_dscores = arena.output_float("row_dscores", R);
     const std::vector<std::byte> start = encode(before, DType::f32);
-    std::copy(start.begin(), start.end(), arena["row_dscores"].bytes().begin());
+    arena["row_dscores"].put(start);
     args.db1 = arena.output("db1", desc_.experts * (separate ? n : W), type());
     args.db1_up = arena.output("db1_up", separate ? desc_.experts * n : 0, type());
     args.db2 = arena.output("db2", desc_.experts * desc_.hidden, type());
@@ -270,7 +272,7 @@ class OpChecker {
     op.hidden = desc_.hidden;
     op.top_k = desc_.top_k;
     op.dtype = type();
-    Arena arena;
+    Arena arena(device_);
     AggregateArgs args;
     Tensor all_rows = rows;
     all_rows.resize(op.rows * desc_.hidden, std::numeric_limits<double>::quiet_NaN());
@@ -302,7 +304,7 @@ class OpChecker {
     op.norm_topk_probs = desc_.norm_topk_probs;
     Tensor row_dscores = layer_.row_dscores;
     row_dscores.resize(op.rows, std::numeric_limits<double>::quiet_NaN());
-    Arena arena;
+    Arena arena(device_);
     ScoreGradArgs args;
     args.row_dscores =
         static_cast<const float*>(arena.input("row_dscores", row_dscores, DType::f32));
@@ -336,7 +338,7 @@ class OpChecker {
     op.experts = desc_.experts;
     op.dtype = type();
     {
-      Arena arena;
+      Arena arena(device_);
       AuxLossArgs args;
       args.logits = arena.input("logits", layer_.logits, type());
       args.counts = arena.input("counts", g_.counts);
@@ -348,7 +350,7 @@ class OpChecker {
     }
     op.backward = true;
     constexpr double kDloss = 0.75;
-    Arena arena;
+    Arena arena(device_);
     AuxLossArgs args;
     args.logits = arena.input("logits", layer_.logits, type());
     args.counts = arena.input("counts", g_.counts);
