@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "tests/device.h"
 #include "tests/test_names.h"
 #include "verify/run.h"
 
@@ -13,13 +14,13 @@ namespace {
 class Layer : public testing::TestWithParam<Case> {};
 
 TEST_P(Layer, AgreesWithTheOracle) {
-  const Report report = check_layer(GetParam());
-  EXPECT_TRUE(report.pass()) << report.text() << repro_command(GetParam());
+  const Report report = check_layer(GetParam(), kDevice);
+  EXPECT_TRUE(report.pass()) << report.text() << repro_command(GetParam(), 0, kDevice);
 }
 
 TEST_P(Layer, OperationsAgreeWithTheOracle) {
-  for (const Report& report : check_ops(GetParam())) {
-    EXPECT_TRUE(report.pass()) << report.text() << repro_command(GetParam());
+  for (const Report& report : check_ops(GetParam(), kDevice)) {
+    EXPECT_TRUE(report.pass()) << report.text() << repro_command(GetParam(), 0, kDevice);
   }
 }
 
@@ -28,17 +29,17 @@ TEST_P(Layer, SameBitsForAnyNumberOfThreadsAndAgain) {
   const auto run = [&](int threads) {
     Options options;
     options.threads = threads;
-    return run_layer(problem, {}, options);
+    return run_layer(problem, kDevice, options);
   };
   const LayerRun first = run(1);
   ASSERT_TRUE(first.status.ok()) << first.status.message();
-  for (const int threads : {1, 2, 3, 7}) {
+  for (const int threads : kOnCpu ? std::vector{1, 2, 3, 7} : std::vector{1}) {
     EXPECT_EQ(first_difference(first, run(threads)), "")
-        << threads << " threads, " << repro_command(GetParam(), threads);
+        << threads << " threads, " << repro_command(GetParam(), threads, kDevice);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, Layer, testing::ValuesIn(full_cases()), test_name);
+INSTANTIATE_TEST_SUITE_P(Cases, Layer, testing::ValuesIn(full_cases(kDevice)), test_name);
 
 /// A desc drawn at random, within the sizes that a test can afford.
 Case random_case(std::uint64_t seed) {
@@ -50,7 +51,7 @@ Case random_case(std::uint64_t seed) {
   d.hidden = 8 * (1 + below(14));
   d.intermediate = 8 * (1 + below(14));
   d.experts = 1 + below(below(3) == 0 ? 40 : 9);
-  d.dtype = below(2) == 0 ? DType::f32 : DType::bf16;
+  d.dtype = kTypes[below(2)];
   d.activation = static_cast<Activation>(below(9));
   d.w1_layout = static_cast<W1Layout>(below(is_glu(d.activation) ? 3 : 2));
   d.bias = below(2) == 0;
@@ -77,15 +78,15 @@ Case random_case(std::uint64_t seed) {
 TEST(Layers, RandomOnesAgreeWithTheOracle) {
   for (std::uint64_t seed = 1; seed <= 150; ++seed) {
     const Case c = random_case(seed);
-    const Report report = check_layer(c);
+    const Report report = check_layer(c, kDevice);
     EXPECT_TRUE(report.pass()) << "seed " << seed << "\n" << report.text();
   }
 }
 
 // A list in any order gives the same bits as the list sorted by token, stably.
 TEST(Layers, OrderOfListsDoesNotMatter) {
-  for (const char* name : {"given/hostile-bias-swiglu/f32", "given/hostile-bias-gelu/bf16"}) {
-    const Problem p = make_problem(*find_case(name));
+  for (const char* name : {"given/hostile-bias-swiglu", "given/hostile-bias-gelu"}) {
+    const Problem p = make_problem(case_named(name, kTypes[0]));
     std::vector<std::size_t> order(p.lists.slots());
     std::iota(order.begin(), order.end(), 0);
     std::ranges::stable_sort(order, {}, [&](std::size_t slot) { return p.lists.tokens[slot]; });
@@ -96,8 +97,8 @@ TEST(Layers, OrderOfListsDoesNotMatter) {
       sorted.lists.experts[s] = p.lists.experts[order[s]];
       sorted.list_scores[s] = p.list_scores[order[s]];
     }
-    const LayerRun a = run_layer(p);
-    LayerRun b = run_layer(sorted);
+    const LayerRun a = run_layer(p, kDevice);
+    LayerRun b = run_layer(sorted, kDevice);
     ASSERT_TRUE(a.status.ok() && b.status.ok());
     for (std::size_t s = 0; s < order.size(); ++s) {
       EXPECT_EQ(b.tensors.dscores[s], a.tensors.dscores[order[s]]);
@@ -114,7 +115,7 @@ TEST(Layers, OrderOfListsDoesNotMatter) {
 TEST(Layers, Bf16ErrorIsThatOfTheDocumentedRoundings) {
   const Case c = *find_case("shape/large/bf16");
   const Problem p = make_problem(c);
-  const LayerRun run = run_layer(p);
+  const LayerRun run = run_layer(p, kDevice);
   ASSERT_TRUE(run.status.ok()) << run.status.message();
   const auto layer = [&](Precision precision) {
     LayerTensors out = oracle_forward(p, run.routing, precision);

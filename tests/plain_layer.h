@@ -1,6 +1,7 @@
 #pragma once
 
 #include "sonicmoe/layer.h"
+#include "tests/device.h"
 #include "verify/run.h"
 
 namespace sonicmoe::verify {
@@ -10,13 +11,14 @@ namespace sonicmoe::verify {
 struct PlainLayer {
   LayerPlan plan;
   Problem problem;
-  Arena arena;
+  Arena arena{kDevice};
   ForwardArgs forward;
   BackwardArgs backward;
   Workspace workspace;
 
-  PlainLayer(const Case& c, int threads)
-      : plan(make_plan(c.desc, {}, {.threads = threads, .checked = true, .kernel = ""}).value()),
+  explicit PlainLayer(const Case& c, int threads, bool checked = true)
+      : plan(make_plan(c.desc, kDevice, {.threads = threads, .checked = checked, .kernel = ""})
+                 .value()),
         problem(make_problem(c)) {
     const LayerDesc& d = c.desc;
     const DType type = d.dtype;

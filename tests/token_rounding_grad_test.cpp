@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "tests/device.h"
 #include "tests/token_rounding_cases.h"
 #include "verify/inputs.h"
 #include "verify/rounding.h"
@@ -34,7 +35,7 @@ struct Rounding {
   std::string text;
 
   explicit Rounding(const RoundingCase& from)
-      : c(from), runner(from.desc, from.logits), text(from.text()) {
+      : c(from), runner(from.desc, from.logits, kDevice), text(from.text()) {
     auto chosen = runner.choose();
     auto rounded = runner.round(c.seed, c.offset);
     EXPECT_TRUE(chosen.ok() && rounded.ok()) << text;
@@ -179,7 +180,8 @@ TEST(TokenRoundingGrad, LibraryAgreesWithFiniteDifferencesOfItsOwnScores) {
     const auto at = [&](double step) {
       Tensor moved = logits;
       for (std::size_t i = 0; i < v.size(); ++i) moved[i] += step * v[i];
-      return RoundingRunner(s.c.desc, encode(moved, DType::f32)).round(s.c.seed, s.c.offset);
+      return RoundingRunner(s.c.desc, encode(moved, DType::f32), kDevice)
+          .round(s.c.seed, s.c.offset);
     };
     const auto ahead = at(h), behind = at(-h);
     ASSERT_TRUE(ahead.ok() && behind.ok());

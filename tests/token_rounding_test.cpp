@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "math/rounding.h"
+#include "tests/device.h"
 #include "tests/token_rounding_cases.h"
 #include "verify/rounding.h"
 
@@ -32,12 +33,13 @@ struct Coverage {
 };
 
 TEST(TokenRounding, TenThousandRandomCasesAgreeWithTheReferenceAndKeepEveryPromise) {
-  constexpr std::uint64_t kCases = 10000;
+  // Elsewhere than on the CPU most of the time is the tests' own.
+  constexpr std::int64_t kCases = kOnCpu ? 10000 : 1000;
   Coverage seen;
-  for (std::uint64_t number = 0; number < kCases; ++number) {
+  for (std::int64_t number = 0; number < kCases; ++number) {
     const RoundingCase c = random_rounding_case(number);
     SCOPED_TRACE("case " + std::to_string(number) + ": " + c.text());
-    const RoundingRunner runner(c.desc, c.logits);
+    const RoundingRunner runner(c.desc, c.logits, kDevice);
     Options one;
     one.threads = 1;
     const auto choice = runner.choose(one);
@@ -55,12 +57,12 @@ TEST(TokenRounding, TenThousandRandomCasesAgreeWithTheReferenceAndKeepEveryPromi
     ASSERT_EQ(first_difference(lists.value(), again.value()), "") << several.threads << " threads";
     seen.add(c.desc, lists.value());
   }
-  EXPECT_GT(seen.up, 10000);
-  EXPECT_GT(seen.down, 10000);
-  EXPECT_GT(seen.ties, 500);
-  EXPECT_GT(seen.clamped, 10000);
-  EXPECT_GT(seen.empty, 10000);
-  EXPECT_GT(seen.zero_probability, 10000);
+  EXPECT_GT(seen.up, kCases);
+  EXPECT_GT(seen.down, kCases);
+  EXPECT_GT(seen.ties, kCases / 20);
+  EXPECT_GT(seen.clamped, kCases);
+  EXPECT_GT(seen.empty, kCases);
+  EXPECT_GT(seen.zero_probability, kCases);
 }
 
 TEST(TokenRounding, TileOneIsPlainTopK) {
@@ -68,7 +70,7 @@ TEST(TokenRounding, TileOneIsPlainTopK) {
     RoundingCase c = random_rounding_case(number);
     c.desc.tile = 1;
     SCOPED_TRACE(c.text());
-    const RoundingRunner runner(c.desc, c.logits);
+    const RoundingRunner runner(c.desc, c.logits, kDevice);
     const auto choice = runner.choose();
     const auto lists = runner.round(c.seed, c.offset);
     ASSERT_TRUE(choice.ok() && lists.ok());
@@ -110,7 +112,7 @@ struct ByHand {
   static RoundedLists round(RoundingRule rule) {
     Tensor logits;
     for (const auto& row : kLogits) logits.insert(logits.end(), row, row + 3);
-    const RoundingRunner runner(desc(rule), encode(logits, DType::f32));
+    const RoundingRunner runner(desc(rule), encode(logits, DType::f32), kDevice);
     auto lists = runner.round(0, 0);
     EXPECT_TRUE(lists.ok()) << lists.status().message();
     return lists.value();
@@ -166,7 +168,7 @@ TEST(TokenRoundingByHand, Balance) {
 TEST(TokenRoundingByHand, CeilPastTheTokensTakesFloor) {
   TokenRoundingDesc d = ByHand::desc(RoundingRule::up);
   d.tile = 9;
-  const RoundingRunner runner(d, encode(Tensor(24, 0.5), DType::f32));
+  const RoundingRunner runner(d, encode(Tensor(24, 0.5), DType::f32), kDevice);
   const auto lists = runner.round(0, 0);
   ASSERT_TRUE(lists.ok());
   EXPECT_EQ(lists.value().frequency, (Ints{8, 0, 0}));

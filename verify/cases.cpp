@@ -34,12 +34,14 @@ LayerDesc list_shape(std::int64_t T, std::int64_t E, std::int64_t length) {
   return desc;
 }
 
-/// Collects cases, each in fp32 and bf16 with its own seed.
+/// Collects cases, each in both types with its own seed.
 class CaseList {
  public:
+  explicit CaseList(DType first = DType::f32, DType second = DType::bf16) : types_{first, second} {}
+
   void add(const std::string& name, LayerDesc desc, RoutingKind routing = RoutingKind::random,
            bool outside_dlogits = false) {
-    for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const DType dtype : types_) {
       desc.dtype = dtype;
       Case c;
       c.name = name + "/" + sonicmoe::name(dtype);
@@ -53,6 +55,7 @@ class CaseList {
   std::vector<Case> take() { return std::move(cases_); }
 
  private:
+  std::array<DType, 2> types_;
   std::vector<Case> cases_;
 };
 
@@ -206,6 +209,29 @@ void add_rounding(CaseList* list) {
   list->add("rounding/inference", inference);
 }
 
+/// The tiles of CUDA kernels are 64 to 256 wide. Widths that models have, and none divides; a whole
+/// number of tiles; a K loop longer than the pipeline; more tiles than multiprocessors.
+void add_tiles(CaseList* list) {
+  for (const std::int64_t n : {176, 704, 1408, 1856, 2880}) {
+    list->add("tiles/n" + std::to_string(n), shape(150, 264, n, 5, 2));
+  }
+  list->add("tiles/e60", shape(400, 264, 104, 60, 4));
+  list->add("tiles/e512", shape(300, 72, 40, 512, 10));
+  list->add("tiles/d2880", shape(100, 2880, 72, 4, 2));
+  list->add("tiles/whole", shape(512, 512, 256, 4, 2));
+  list->add("tiles/many", shape(3000, 1032, 72, 6, 3));
+  list->add("tiles/long", shape(2000, 136, 264, 3, 2), RoutingKind::one_expert);
+  LayerDesc gpt = shape(130, 360, 360, 8, 4);
+  gpt.bias = true;
+  list->add("tiles/bias", gpt);
+  LayerDesc plain = shape(300, 328, 456, 5, 2);
+  plain.activation = Activation::relu_sq;
+  list->add("tiles/relu_sq", plain);
+  LayerDesc separate = shape(300, 328, 456, 5, 2);
+  separate.w1_layout = W1Layout::separate;
+  list->add("tiles/separate", separate);
+}
+
 const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "activation/swiglu-interleaved/bf16",
                                       "activation/geglu-separate-bias/f32",
@@ -222,16 +248,41 @@ const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "rounding/stochastic-topk_over_softmax/bf16",
                                       "rounding/balance-softmax_over_topk/bf16"};
 
+void add_all(CaseList* list) {
+  add_activations(list);
+  add_routers(list);
+  add_shapes(list);
+  add_lists(list);
+  add_rounding(list);
+}
+
 }  // namespace
 
 std::vector<Case> full_cases() {
   CaseList list;
-  add_activations(&list);
-  add_routers(&list);
-  add_shapes(&list);
-  add_lists(&list);
-  add_rounding(&list);
+  add_all(&list);
   return list.take();
+}
+
+std::vector<Case> cuda_cases() {
+  CaseList list(DType::f16, DType::bf16);
+  add_all(&list);
+  add_tiles(&list);
+  return list.take();
+}
+
+std::vector<Case> full_cases(Device device) {
+  return device.type == DeviceType::cpu ? full_cases() : cuda_cases();
+}
+
+std::vector<Case> smoke_cases(Device device) {
+  if (device.type == DeviceType::cpu) return smoke_cases();
+  std::vector<Case> cases = cuda_cases();
+  std::erase_if(cases, [](const Case& c) {
+    const std::string stem = c.name.substr(0, c.name.rfind('/'));
+    return !kSmoke.contains(stem + (c.desc.dtype == DType::f16 ? "/f32" : "/bf16"));
+  });
+  return cases;
 }
 
 std::vector<Case> smoke_cases() {
@@ -272,6 +323,11 @@ std::vector<Case> benchmark_cases() {
 const Case* find_case(const std::string& name) {
   static const std::vector<Case> all = [] {
     std::vector<Case> cases = full_cases();
+    for (Case& c : cuda_cases()) {
+      const bool listed =
+          std::ranges::any_of(cases, [&](const Case& l) { return l.name == c.name; });
+      if (!listed) cases.push_back(std::move(c));
+    }
     for (Case& c : benchmark_cases()) cases.push_back(std::move(c));
     return cases;
   }();
@@ -288,7 +344,7 @@ Case custom_case(const LayerDesc& desc, std::uint64_t seed) {
   return c;
 }
 
-std::string repro_command(const Case& c, int threads) {
+std::string repro_command(const Case& c, int threads, Device device) {
   std::string line = "sonicmoe check";
   if (c.name != "custom") {
     line += " --case " + c.name;
@@ -309,6 +365,7 @@ std::string repro_command(const Case& c, int threads) {
     if (d.inference) line += " --inference";
     line += " --seed " + std::to_string(c.seed);
   }
+  if (device.type == DeviceType::cuda) line += " --device cuda";
   if (threads > 0) line += " --threads " + std::to_string(threads);
   return line;
 }

@@ -37,8 +37,13 @@ struct Case {
 
 /// A few cases of every kind, for a quick look; part of full_cases().
 std::vector<Case> smoke_cases();
-/// Every case that tests run.
+/// Every case that tests run on the CPU.
 std::vector<Case> full_cases();
+/// The same for CUDA: in bf16 and f16, and shapes that its tiles do not divide.
+std::vector<Case> cuda_cases();
+/// smoke_cases() and full_cases() of a device, in its own types.
+std::vector<Case> smoke_cases(Device device);
+std::vector<Case> full_cases(Device device);
 /// The twelve shapes of published tables and the one shape for the CPU ("cpu"), bf16 SwiGLU.
 std::vector<Case> benchmark_cases();
 
@@ -50,8 +55,9 @@ Case custom_case(const LayerDesc& desc, std::uint64_t seed);
 /// The command that runs this case again:
 ///   sonicmoe check --case NAME                                for a listed case
 ///   sonicmoe check --thiek T,H,I,E,K --dtype ... --seed ...   for a custom one
-/// with `--threads N` if N > 0. `sonicmoe check --list_cases` prints the names. `--case` carries
-/// everything but device and threads, and so excludes --thiek and the options of the layer.
-std::string repro_command(const Case& test_case, int threads = 0);
+/// with `--threads N` if N > 0 and `--device cuda` if so. `sonicmoe check --list_cases` prints the
+/// names. `--case` carries everything but device and threads, and so excludes --thiek and the
+/// options of the layer.
+std::string repro_command(const Case& test_case, int threads = 0, Device device = {});
 
 }  // namespace sonicmoe::verify

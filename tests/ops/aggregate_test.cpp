@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "sonicmoe/ops.h"
+#include "tests/device.h"
 #include "verify/buffer.h"
 
 namespace sonicmoe::verify {
@@ -11,7 +12,7 @@ Tensor run(const AggregateDesc& desc, const Tensor& rows, const std::vector<std:
            const std::vector<std::int32_t>& token_offsets,
            const std::vector<std::int32_t>& token_slots, const Tensor& scores,
            const Tensor& addend) {
-  Arena arena;
+  Arena arena(kDevice);
   AggregateArgs args;
   args.rows = arena.input("rows", rows, desc.dtype);
   args.slot_rows = arena.input("slot_rows", slots);
@@ -20,7 +21,7 @@ Tensor run(const AggregateDesc& desc, const Tensor& rows, const std::vector<std:
   args.slot_scores = static_cast<const float*>(arena.input("scores", scores, DType::f32));
   args.addend = arena.input("addend", addend, desc.dtype);
   args.out = arena.output("out", desc.tokens * desc.hidden, desc.dtype);
-  const auto plan = make_plan(desc);
+  const auto plan = make_plan(desc, kDevice, kChecked);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   const std::size_t bytes = plan.value().workspace_bytes();
   const Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
@@ -31,7 +32,7 @@ Tensor run(const AggregateDesc& desc, const Tensor& rows, const std::vector<std:
 
 Tensor filled(const Tensor& row_values) {  // each value eight times
   Tensor out;
-  for (const double v : row_values) out.insert(out.end(), 8, v);
+  for (const double v : row_values) out.insert(out.end(), 8, round_to(v, kTypes[0]));
   return out;
 }
 
@@ -41,7 +42,7 @@ TEST(Aggregate, TopKSlotsWithScoresAndAddend) {
   desc.rows = 4;
   desc.hidden = 8;
   desc.top_k = 2;
-  desc.dtype = DType::f32;
+  desc.dtype = kTypes[0];
   const Tensor rows = filled({1, 10, 100, 1000});
   // Token 0 has rows 3 and 0, token 1 row 2 and a slot without row.
   EXPECT_EQ(run(desc, rows, {3, 0, 2, -1}, {}, {}, {2, 3, 5, 7}, filled({0.5, 0.25})),
@@ -74,7 +75,7 @@ TEST(Aggregate, RoundsOnce) {
   EXPECT_EQ(run(desc, filled({1, 0x1p-8, 0x1p-8}), {0, 1, 2}, {}, {}, {}, {}),
             filled({1 + 0x1p-7}));
   // Slot order, not row order: 2^24 + 1 - 2^24 is 0 in fp32, 2^24 - 2^24 + 1 is 1.
-  desc.dtype = DType::f32;
+  desc.dtype = kTypes[0];
   EXPECT_EQ(run(desc, filled({0x1p24, 1, -0x1p24}), {0, 1, 2}, {}, {}, {}, {}), filled({0}));
   EXPECT_EQ(run(desc, filled({0x1p24, 1, -0x1p24}), {0, 2, 1}, {}, {}, {}, {}), filled({1}));
 }

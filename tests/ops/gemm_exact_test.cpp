@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "sonicmoe/info.h"
+#include "tests/device.h"
 #include "verify/run.h"
 
 namespace sonicmoe::verify {
@@ -21,16 +22,21 @@ Tensor without_traces(Tensor values) {
 struct Shape {
   std::int64_t tokens, hidden, intermediate, experts, list_length;
 };
-// Odd sizes; then more than two of the CPU's cache blocks along rows, d and n.
-constexpr Shape kShapes[] = {
-    {61, 72, 40, 7, 200}, {900, 16, 24, 2, 2300}, {9, 1032, 16, 3, 25}, {9, 16, 1032, 3, 25}};
+// Odd sizes; more than two of the CPU's cache blocks along rows, d and n; odd numbers of CUDA's
+// tiles, with a last one that is partly used, along all three.
+std::vector<Shape> shapes() {
+  std::vector<Shape> all = {
+      {61, 72, 40, 7, 200}, {900, 16, 24, 2, 2300}, {9, 1032, 16, 3, 25}, {9, 16, 1032, 3, 25}};
+  if (!kOnCpu) all.push_back({300, 584, 328, 5, 900});
+  return all;
+}
 
 void expect_exact(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
                   const std::string& kernel) {
   Options options;
   options.kernel = kernel;
   options.threads = 2;
-  const GemmRun run = run_gemm(op, desc, inputs, {}, options);
+  const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
   ASSERT_EQ(run.failure, "");
   const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
   for (const GemmOutput& output : kGemmOutputs) {
@@ -62,8 +68,8 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
     if (kernel.op == name(candidate)) op = candidate;
   }
   int runs = 0;
-  for (const DType dtype : {DType::f32, DType::bf16}) {
-    for (const Shape& shape : kShapes) {
+  for (const DType dtype : kTypes) {
+    for (const Shape& shape : shapes()) {
       LayerDesc desc;
       desc.tokens = shape.tokens;
       desc.hidden = shape.hidden;
@@ -79,7 +85,7 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
       probe.dtype = dtype;
       Options options;
       options.kernel = kernel.name;
-      const auto plan = make_plan(probe, {}, options);
+      const auto plan = make_plan(probe, kDevice, options);
       if (!plan.ok()) {  // this kernel is not for this type, or not for this processor
         ASSERT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
         continue;
@@ -107,7 +113,9 @@ std::vector<KernelInfo> gemm_kernels() {
   std::vector<KernelInfo> out;
   for (const KernelInfo& kernel : kernels()) {
     for (const GemmOp op : kGemmOps) {
-      if (kernel.compiled && kernel.op == name(op)) out.push_back(kernel);
+      if (kernel.compiled && kernel.device == kDevice.type && kernel.op == name(op)) {
+        out.push_back(kernel);
+      }
     }
   }
   return out;

@@ -3,36 +3,54 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
-#include <cstring>
+#include <span>
 
 #include "sonicmoe/ops.h"
+#include "tests/device.h"
 #include "verify/buffer.h"
+#include "verify/device_memory.h"
 
 namespace sonicmoe::verify {
 namespace {
 
-/// Zeros; only what is written or read takes memory.
+/// Zeros. On the CPU only what is written or read takes memory.
 class Reserved {
  public:
   explicit Reserved(std::size_t bytes) : bytes_(bytes) {
+    if (!kOnCpu) {
+      data_ = allocate(kDevice, bytes);
+      zero(kDevice, data_, bytes);
+      return;
+    }
     data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   }
   ~Reserved() {
-    if (ok()) munmap(data_, bytes_);
+    if (!kOnCpu) {
+      release(kDevice, data_);
+    } else if (ok()) {
+      munmap(data_, bytes_);
+    }
   }
   Reserved(const Reserved&) = delete;
   Reserved& operator=(const Reserved&) = delete;
   bool ok() const { return data_ != MAP_FAILED; }
   void* data() const { return data_; }
   void put(std::size_t element, const Tensor& values, DType type) {
-    const std::vector<std::byte> bytes = encode(values, type);
-    std::memcpy(static_cast<std::byte*>(data_) + element * size_of(type), bytes.data(),
-                bytes.size());
+    put_bytes(element * size_of(type), encode(values, type));
+  }
+  void put_index(std::size_t element, std::int32_t value) {
+    const std::span one(&value, 1);
+    const auto bytes = std::as_bytes(one);
+    put_bytes(element * sizeof(value), {bytes.begin(), bytes.end()});
   }
 
  private:
-  void* data_;
+  void put_bytes(std::size_t offset, const std::vector<std::byte>& bytes) {
+    copy(kDevice, static_cast<std::byte*>(data_) + offset, bytes.data(), bytes.size());
+  }
+
+  void* data_ = nullptr;
   std::size_t bytes_;
 };
 
@@ -58,7 +76,7 @@ class Large : public testing::TestWithParam<DType> {
   /// Runs `op` and returns its output.
   Tensor run(GemmOp op, GroupedGemmArgs args, void* GroupedGemmArgs::*output, std::size_t size) {
     desc_.op = op;
-    Arena arena;
+    Arena arena(kDevice);
     args.offsets = arena.input("offsets", offsets_);
     args.row_tokens = arena.input("row_tokens", {kTokens - 1});
     args.row_scores = static_cast<const float*>(arena.input("row_scores", {2}, DType::f32));
@@ -70,7 +88,7 @@ class Large : public testing::TestWithParam<DType> {
     args.*output = arena.output("output", size, GetParam());
     Options options;
     options.threads = 2;
-    const auto plan = make_plan(desc_, {}, options);
+    const auto plan = make_plan(desc_, kDevice, options);
     EXPECT_TRUE(plan.ok()) << plan.status().message();
     const std::size_t bytes = plan.value().workspace_bytes();
     const Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
@@ -81,8 +99,8 @@ class Large : public testing::TestWithParam<DType> {
 
   GroupedGemmDesc desc_;
   std::vector<std::int32_t> offsets_ = std::vector<std::int32_t>(kExperts + 1, 0);
-  Reserved weights_{kWeights * sizeof(float)};
-  Reserved inputs_{kInputs * sizeof(float)};
+  Reserved weights_{kWeights * size_of(GetParam())};
+  Reserved inputs_{kInputs * size_of(GetParam())};
   static constexpr std::size_t kLastExpert = kWeights - std::size_t{kIntermediate} * kHidden;
   static constexpr std::size_t kLastToken = kInputs - kHidden;
 };
@@ -99,7 +117,7 @@ TEST_P(Large, Forward) {
   EXPECT_EQ(run(GemmOp::up_proj, args, &GroupedGemmArgs::preact, kIntermediate), expected);
   // As W2 the same memory is (E, d, n), and its last element joins the last column of A to the last
   // of Y.
-  Arena arena;
+  Arena arena(kDevice);
   args.act = const_cast<void*>(arena.input("act", expected, GetParam()));
   expected.assign(kHidden, 0.0);
   expected.back() = 75;
@@ -109,7 +127,7 @@ TEST_P(Large, Forward) {
 TEST_P(Large, Backward) {
   inputs_.put(kInputs - 1, {3}, GetParam());
   weights_.put(kWeights - 1, {5}, GetParam());
-  Arena arena;
+  Arena arena(kDevice);
   GroupedGemmArgs args;
   args.dout = args.x = inputs_.data();
   args.w1 = args.w2 = weights_.data();
@@ -144,24 +162,25 @@ TEST_P(Large, Aggregate) {
   desc.dtype = GetParam();
   // A list of which only the last slot is no sentinel, and has the last row.
   Reserved slot_rows(kTokens * sizeof(std::int32_t)), token_slots(kTokens * sizeof(std::int32_t));
-  static_cast<std::int32_t*>(slot_rows.data())[kTokens - 1] = kTokens - 1;
-  static_cast<std::int32_t*>(token_slots.data())[0] = kTokens - 1;
-  Arena arena;
+  slot_rows.put_index(kTokens - 1, kTokens - 1);
+  token_slots.put_index(0, kTokens - 1);
+  Arena arena(kDevice);
   AggregateArgs args;
   args.rows = inputs_.data();
   args.slot_rows = static_cast<const std::int32_t*>(slot_rows.data());
   args.token_slots = static_cast<const std::int32_t*>(token_slots.data());
   args.token_offsets = arena.input("token_offsets", {0, 1});
   args.out = arena.output("out", kHidden, GetParam());
-  const auto plan = make_plan(desc);
+  const auto plan = make_plan(desc, kDevice, kChecked);
   ASSERT_TRUE(plan.ok()) << plan.status().message();
-  ASSERT_TRUE(plan.value().run(args).ok());
+  const std::size_t bytes = plan.value().workspace_bytes();
+  ASSERT_TRUE(plan.value().run(args, {arena.output("workspace", bytes, 256), bytes}).ok());
   Tensor expected(kHidden, 0.0);
   expected.back() = 3;
   EXPECT_EQ(arena.tensor("out", GetParam()), expected);
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, Large, testing::Values(DType::f32, DType::bf16),
+INSTANTIATE_TEST_SUITE_P(Types, Large, testing::ValuesIn(kTypes),
                          [](const auto& param_info) { return name(param_info.param); });
 
 }  // namespace

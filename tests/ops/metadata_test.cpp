@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "sonicmoe/ops.h"
+#include "tests/device.h"
 #include "verify/buffer.h"
 #include "verify/grouping.h"
 #include "verify/inputs.h"
@@ -21,7 +22,7 @@ struct Metadata {
 
 Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& scores) {
   const auto slots = static_cast<std::size_t>(desc.slots());
-  Arena arena;
+  Arena arena(kDevice);
   MetadataArgs args;
   args.slot_experts = arena.input("slot_experts", routing.experts);
   args.slot_scores = static_cast<const float*>(arena.input("slot_scores", scores, DType::f32));
@@ -36,7 +37,7 @@ Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& sco
     args.token_offsets = arena.output_int32("token_offsets", desc.tokens + 1);
     args.token_slots = arena.output_int32("token_slots", slots);
   }
-  const auto plan = make_plan(desc);
+  const auto plan = make_plan(desc, kDevice, kChecked);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   const std::size_t bytes = plan.value().workspace_bytes();
   const Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});

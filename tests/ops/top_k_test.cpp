@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "sonicmoe/ops.h"
+#include "tests/device.h"
 #include "verify/buffer.h"
 #include "verify/grouping.h"
 #include "verify/inputs.h"
@@ -32,14 +33,14 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode 
   desc.dtype = dtype;
   desc.mode = mode;
   desc.norm_topk_probs = norm;
-  Arena arena;
+  Arena arena(kDevice);
   TopKArgs args;
   args.logits = arena.input("logits", logits, dtype);
   args.scores = arena.output_float("scores", desc.tokens * k);
   args.ids = arena.output_int32("ids", desc.tokens * k);
-  const auto plan = make_plan(desc);
+  const auto plan = make_plan(desc, kDevice, kChecked);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
-  Arena workspace;
+  Arena workspace(kDevice);
   const std::size_t bytes = plan.value().workspace_bytes();
   TopK out;
   out.status = plan.value().run(args, {workspace.output("workspace", bytes, 256), bytes});

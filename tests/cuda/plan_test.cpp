@@ -1,0 +1,83 @@
+// What a plan on CUDA refuses, says, and takes from the device.
+#include <gtest/gtest.h>
+
+#include "sonicmoe/info.h"
+#include "tests/plain_layer.h"
+#include "verify/device_memory.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+LayerDesc some_layer() {
+  LayerDesc d;
+  d.tokens = 64;
+  d.hidden = 64;
+  d.intermediate = 64;
+  d.experts = 4;
+  d.top_k = 2;
+  return d;
+}
+
+void expect_refused(const LayerDesc& desc, Device device, const std::string& part) {
+  const auto plan = make_plan(desc, device);
+  ASSERT_FALSE(plan.ok());
+  EXPECT_EQ(plan.status().code(), StatusCode::unsupported);
+  EXPECT_NE(std::string(plan.status().message()).find(part), std::string::npos)
+      << plan.status().message();
+}
+
+TEST(CudaPlan, NamesTheCureForFp32) {
+  LayerDesc d = some_layer();
+  d.dtype = DType::f32;
+  expect_refused(d, kDevice, "dtype: got f32, allowed: bf16, f16");
+}
+
+TEST(CudaPlan, RefusesDevicesThatAreNotThere) {
+  expect_refused(some_layer(), {DeviceType::cuda, 1000}, "device.index: got 1000, allowed: 0");
+}
+
+TEST(CudaPlan, DevicesAreListed) {
+  bool found = false;
+  for (const DeviceInfo& info : devices()) {
+    if (info.device.type != DeviceType::cuda) continue;
+    found = true;
+    EXPECT_TRUE(info.usable) << info.reason;
+    EXPECT_NE(info.details.find("SMs"), std::string::npos) << info.details;
+  }
+  EXPECT_TRUE(found);
+}
+
+TEST(CudaPlan, EveryOperationRunsOnCudaOnly) {
+  const auto plan = make_plan(some_layer(), kDevice);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const std::string text = plan.value().explain();
+  EXPECT_EQ(text.find("  cpu"), std::string::npos) << text;
+  EXPECT_NE(text.find("  cuda.up_proj"), std::string::npos) << text;
+}
+
+// What is kept for backward is in the caller's tensors, scratch in his workspace: the device's free
+// memory does not move while a layer runs.
+TEST(CudaPlan, CallsTakeNoDeviceMemory) {
+  for (const DType type : kTypes) {
+    for (const char* name : {"shape/large", "activation/swiglu-separate-bias", "given/hostile",
+                             "rounding/nearest_scores-topk_over_softmax_norm"}) {
+      const PlainLayer layer(case_named(name, type), 1);
+      const auto run = [&] {
+        const Status forward = layer.plan.forward(layer.forward, layer.workspace);
+        ASSERT_TRUE(forward.ok()) << forward.message();
+        const Status backward = layer.plan.backward(layer.backward, layer.workspace);
+        ASSERT_TRUE(backward.ok()) << backward.message();
+      };
+      run();  // loads the kernels
+      ASSERT_TRUE(synchronize(kDevice).ok());
+      const std::size_t before = free_bytes(kDevice);
+      for (int i = 0; i < 20; ++i) run();
+      ASSERT_TRUE(synchronize(kDevice).ok());
+      EXPECT_EQ(free_bytes(kDevice), before) << name;
+      EXPECT_EQ(layer.arena.damage(), "") << name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify
