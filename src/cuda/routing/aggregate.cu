@@ -1,0 +1,131 @@
+// out[t] = sum over t's slots, in slot order, of score * rows[row of slot], + addend[t]; fp32, one
+// rounding. It runs at the speed of memory: a thread owns 8 columns of a token and has the 16-byte
+// loads of several rows in flight.
+#include <algorithm>
+
+#include "core/backends.h"
+#include "cuda/routing/routing.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kThreads = 256;  // of a block, at most
+constexpr int kInFlight = 8;   // rows loaded before the first is added
+
+/// The slots of a token, in order.
+struct Slots {
+  const std::int32_t* slot_rows;
+  const std::int32_t* token_offsets;  // lists only
+  const std::int32_t* token_slots;    // lists only
+  std::int32_t top_k;                 // 0: lists
+};
+
+/// 16 bytes that are read once, past L1, if `wanted`. One instruction under a predicate: a branch
+/// would wait for one load before the next.
+template <class T>
+__device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted) {
+  uint4 bits = {};
+  asm("{ .reg .pred wanted;\n"
+      "  setp.ne.s32 wanted, %5, 0;\n"
+      "  @wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+      : "l"(from), "r"(static_cast<int>(wanted)));
+  Eight<T> result;
+  static_assert(sizeof result == sizeof bits);
+  memcpy(&result, &bits, sizeof bits);
+  return result;
+}
+
+template <class T, bool kWeighted>
+__global__ void __launch_bounds__(kThreads)
+    aggregate(const T* rows, Slots slots, const float* slot_scores, const T* addend, T* out,
+              std::int64_t tokens, std::int64_t hidden) {
+  const std::int64_t t = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  if (t >= tokens) return;
+  const bool lists = slots.top_k == 0;
+  // Slots, rows and t * K are int32 by validation.
+  const std::int32_t begin =
+      lists ? slots.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
+  const std::int32_t count = lists ? slots.token_offsets[t + 1] - begin : slots.top_k;
+
+  for (std::int64_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
+    float sum[8] = {};
+    for (std::int32_t first = 0; first < count; first += kInFlight) {
+      std::int32_t row[kInFlight];
+      float score[kInFlight];
+      Eight<T> part[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        row[i] = -1;
+        if (first + i >= count) continue;
+        const std::int32_t at = begin + first + i;
+        const std::int32_t slot = lists ? slots.token_slots[at] : at;
+        row[i] = slots.slot_rows[slot];
+        if constexpr (kWeighted) score[i] = slot_scores[slot];
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        part[i] = load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (row[i] < 0) continue;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          const float x = to_float(part[i].value[c]);
+          sum[c] = kWeighted ? math::fma(score[i], x, sum[c]) : math::add(sum[c], x);
+        }
+      }
+    }
+    if (addend != nullptr) {
+      const Eight<T> part = load_once(addend + t * hidden + j, true);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], to_float(part.value[c]));
+    }
+    Eight<T> result;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) result.value[c] = from_float<T>(sum[c]);
+    *reinterpret_cast<Eight<T>*>(out + t * hidden + j) = result;
+  }
+}
+
+/// Threads along a row and tokens of a block. A wide row is cut into equal parts.
+dim3 block_of(std::int64_t hidden) {
+  const std::int64_t chunks = hidden / 8;
+  const std::int64_t turns = (chunks + kThreads - 1) / kThreads;
+  const std::int64_t each = (chunks + turns - 1) / turns;
+  unsigned wide = kWarp;
+  if (each > kWarp) {
+    wide = static_cast<unsigned>((each + kWarp - 1) / kWarp * kWarp);
+  } else {
+    while (wide / 2 >= each) wide /= 2;
+  }
+  return dim3(wide, kThreads / wide);
+}
+
+template <class T>
+Status run_typed(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+  const dim3 block = block_of(d.hidden);
+  const auto kernel = a.slot_scores != nullptr ? aggregate<T, true> : aggregate<T, false>;
+  kernel<<<blocks_for(d.tokens, block.y), block, 0, stream_of(exec)>>>(
+      static_cast<const T*>(a.rows),
+      Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
+      a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out), d.tokens, d.hidden);
+  return launched("aggregate: launch");
+}
+
+Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& exec) noexcept {
+  if (d.tokens == 0) return {};
+  return visit_storage(d.dtype, [&](auto type) { return run_typed<decltype(type)>(d, a, exec); });
+}
+
+}  // namespace
+
+extern const Kernel<AggregateDesc> kAggregate = {"aggregate",
+                                                 "cuda.aggregate",
+                                                 DeviceType::cuda,
+                                                 takes_16_bit<AggregateDesc>,
+                                                 no_workspace<AggregateDesc>,
+                                                 run};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,502 @@
+// Slots to grouped rows by stable counting sorts: by expert, and for lists by token before that, a
+// digit at a time. A sort is three launches: blocks count their stretch of slots, one pass makes
+// each count the number of equal keys in the blocks before, blocks place their stretch. Positions
+// follow from counts alone, so the order in which anything runs does not matter.
+#include <algorithm>
+#include <bit>
+#include <cinttypes>
+
+#include "core/backends.h"
+#include "cuda/routing/routing.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kSharedBins = 1024;  // more keys than this are counted in global memory
+constexpr int kWarps = 8;          // of a block, with counters in shared memory
+constexpr int kDigitBits = 10;     // of a token id at a time
+constexpr std::int64_t kMaxBlocks = 256;
+constexpr std::int64_t kMinStretch = 1024;      // slots of a block
+constexpr std::int64_t kMaxCounters = 4 << 20;  // of one sort
+
+/// How many slots a block sorts; all from sizes.
+struct Shape {
+  std::int64_t slots;
+  int bins;
+  int stretch;  ///< slots of a block, a multiple of kWarps * 32
+  int blocks;
+
+  static Shape of(std::int64_t slots, std::int64_t bins) {
+    const std::int64_t most = std::clamp(kMaxCounters / bins, std::int64_t{1}, kMaxBlocks);
+    constexpr std::int64_t kStep = kWarps * kWarp;
+    const std::int64_t even = ((slots + most - 1) / most + kStep - 1) / kStep * kStep;
+    const std::int64_t stretch = std::max(kMinStretch, even);
+    // One block even without slots: it writes the zeros.
+    const std::int64_t blocks = std::max<std::int64_t>(1, (slots + stretch - 1) / stretch);
+    return {slots, static_cast<int>(bins), static_cast<int>(stretch), static_cast<int>(blocks)};
+  }
+  __host__ __device__ bool shared() const { return bins <= kSharedBins; }
+  std::int64_t counters() const { return std::int64_t{blocks} * bins; }
+};
+
+/// The slots to sort: `order` (null: 0, 1, 2, ...), as many as *length (null: all).
+struct Source {
+  const std::int32_t* order;
+  const std::int32_t* length;
+  __device__ std::int64_t size(std::int64_t slots) const {
+    return length == nullptr ? slots : *length;
+  }
+  __device__ std::int32_t slot(std::int64_t i) const {
+    return order == nullptr ? static_cast<std::int32_t>(i) : order[i];
+  }
+};
+
+/// Keys of the last sort: a slot's expert, or -1 for sentinels and bad ids.
+struct ByExpert {
+  const std::int32_t* slot_experts;
+  std::int32_t experts;
+  std::int32_t* error_word;
+
+  __device__ int key(std::int32_t slot) const {
+    const std::int32_t e = slot_experts[slot];
+    return e >= 0 && e < experts ? e : -1;
+  }
+  __device__ void look(std::int32_t slot) const {
+    if (slot_experts[slot] < 0) report(error_word, kBadExpertId);
+  }
+};
+
+/// Keys of the sorts of lists: a digit of the token, or -1 for slots that are no rows.
+struct ByToken {
+  const std::int32_t* slot_experts;
+  const std::int32_t* slot_tokens;
+  std::int32_t experts;
+  std::int32_t tokens;
+  int shift;
+  int mask;  ///< 0 if the slots come sorted: then the only thing done is to drop sentinels
+  std::int32_t* error_word;
+
+  __device__ int key(std::int32_t slot) const {
+    const std::int32_t e = slot_experts[slot];
+    const std::int32_t t = slot_tokens[slot];
+    return e >= 0 && e < experts && t >= 0 && t < tokens ? t >> shift & mask : -1;
+  }
+  __device__ void look(std::int32_t slot) const {
+    const std::int32_t t = slot_tokens[slot];
+    if (slot_experts[slot] < 0) report(error_word, kBadExpertId);
+    if (t < 0 || t >= tokens) report(error_word, kBadTokenId);
+  }
+};
+
+/// What becomes of the sorts of lists.
+struct ToOrder {
+  std::int32_t* order;      ///< (S): position -> slot
+  std::int32_t* slot_rows;  ///< (S): -1 for slots that are no rows
+  std::int32_t* length;     ///< (1): slots that are rows; null once it is known
+  bool fill_tail;
+
+  __device__ void place(std::int32_t slot, std::int32_t at) const { order[at] = slot; }
+  __device__ void drop(std::int32_t slot) const { slot_rows[slot] = -1; }
+  __device__ void past_end(std::int64_t i) const {
+    if (fill_tail) order[i] = -1;
+  }
+  __device__ void start(int, std::int32_t) const {}
+  __device__ void total(int, std::int32_t n) const {
+    if (length != nullptr) *length = n;
+  }
+};
+
+/// What becomes of the last sort.
+struct ToRows {
+  MetadataArgs a;
+  std::uint32_t top_k;  ///< 0: lists
+
+  __device__ void place(std::int32_t slot, std::int32_t row) const {
+    a.slot_rows[slot] = row;
+    a.row_slots[row] = slot;
+    a.row_tokens[row] = top_k == 0
+                            ? a.slot_tokens[slot]
+                            : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k);
+    if (a.row_scores != nullptr) a.row_scores[row] = a.slot_scores[slot];
+  }
+  __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
+  __device__ void past_end(std::int64_t row) const {
+    a.row_slots[row] = -1;
+    a.row_tokens[row] = 0;
+    if (a.row_scores != nullptr) a.row_scores[row] = 0.0f;
+  }
+  __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = row; }
+  __device__ void total(int experts, std::int32_t n) const { a.offsets[experts] = n; }
+};
+
+/// counters[block][bin] = how many of the block's slots have the key.
+template <class By>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    count_keys(Shape shape, Source source, By by, std::int32_t* counters) {
+  __shared__ std::int32_t shared[kSharedBins];
+  std::int32_t* const mine = counters + std::int64_t{blockIdx.x} * shape.bins;
+  std::int32_t* const count = shape.shared() ? shared : mine;
+  for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) count[b] = 0;
+  __syncthreads();
+  const std::int64_t begin = std::int64_t{blockIdx.x} * shape.stretch;
+  const std::int64_t end = min(begin + shape.stretch, source.size(shape.slots));
+  for (std::int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const std::int32_t slot = source.slot(i);
+    if (source.order == nullptr) by.look(slot);
+    const int key = by.key(slot);
+    if (key >= 0) atomicAdd(&count[key], 1);
+  }
+  if (!shape.shared()) return;
+  __syncthreads();
+  for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) mine[b] = shared[b];
+}
+
+/// Turns counters into the counts of the blocks before; totals[bin] is the count of all. A block of
+/// 32 x 32 threads takes 32 bins.
+__global__ void __launch_bounds__(kWarp* kWarp)
+    sum_blocks(Shape shape, std::int32_t* counters, std::int32_t* totals) {
+  constexpr int kRows = kMaxBlocks / kWarp;
+  __shared__ std::int32_t sums[kWarp][kWarp + 1];
+  const int bin = static_cast<int>(blockIdx.x) * kWarp + threadIdx.x;
+  const int first = static_cast<int>(threadIdx.y) * kRows;
+  std::int32_t count[kRows];
+  std::int32_t sum = 0;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const bool has = bin < shape.bins && first + i < shape.blocks;
+    count[i] = has ? counters[std::int64_t{first + i} * shape.bins + bin] : 0;
+    sum += count[i];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  // Warp y scans the sums of bin y.
+  std::int32_t scan = sums[threadIdx.x][threadIdx.y];
+  const std::int32_t own = scan;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const std::int32_t before = __shfl_up_sync(kAllLanes, scan, distance);
+    if (static_cast<int>(threadIdx.x) >= distance) scan += before;
+  }
+  __syncthreads();
+  sums[threadIdx.x][threadIdx.y] = scan - own;
+  const int scanned = static_cast<int>(blockIdx.x) * kWarp + threadIdx.y;
+  if (threadIdx.x == kWarp - 1 && scanned < shape.bins) totals[scanned] = scan;
+  __syncthreads();
+  std::int32_t before = sums[threadIdx.y][threadIdx.x];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (bin < shape.bins && first + i < shape.blocks) {
+      counters[std::int64_t{first + i} * shape.bins + bin] = before;
+    }
+    before += count[i];
+  }
+}
+
+/// Exclusive sums over the bins by one block: put(bin, sum) for each, and the total to all threads.
+template <int kThreads, class Put>
+__device__ std::int32_t scan_bins(const std::int32_t* totals, int bins, Put put) {
+  __shared__ std::int32_t of_warp[kThreads / kWarp];
+  std::int32_t carry = 0;
+  for (int first = 0; first < bins; first += kThreads) {
+    const int bin = first + static_cast<int>(threadIdx.x);
+    const std::int32_t own = bin < bins ? totals[bin] : 0;
+    std::int32_t scan = own;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const std::int32_t before = __shfl_up_sync(kAllLanes, scan, distance);
+      if (lane_id() >= distance) scan += before;
+    }
+    if (lane_id() == kWarp - 1) of_warp[threadIdx.x / kWarp] = scan;
+    __syncthreads();
+    std::int32_t all = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / kWarp; ++w) {
+      if (w < static_cast<int>(threadIdx.x) / kWarp) scan += of_warp[w];
+      all += of_warp[w];
+    }
+    if (bin < bins) put(bin, carry + scan - own);
+    carry += all;
+    __syncthreads();
+  }
+  return carry;
+}
+
+/// Many bins: their starts once for all blocks. starts[bins] is the total.
+__global__ void __launch_bounds__(1024)
+    make_starts(Shape shape, const std::int32_t* totals, std::int32_t* starts) {
+  const std::int32_t total = scan_bins<1024>(
+      totals, shape.bins, [&](int bin, std::int32_t start) { starts[bin] = start; });
+  if (threadIdx.x == 0) starts[shape.bins] = total;
+}
+
+/// Walks slots begin .. end-1 in order with one warp; next[key] is where the next slot with that
+/// key goes.
+template <class By, class To>
+__device__ void place_in_order(std::int64_t begin, std::int64_t end, Source source, const By& by,
+                               const To& to, std::int32_t* next) {
+  for (std::int64_t first = begin; first < end; first += kWarp) {
+    const std::int64_t i = first + lane_id();
+    const std::int32_t slot = i < end ? source.slot(i) : -1;
+    const int key = i < end ? by.key(slot) : -1;
+    const unsigned same = __match_any_sync(kAllLanes, key);
+    const int before = __popc(same & ((1u << lane_id()) - 1u));
+    const std::int32_t at = key >= 0 ? next[key] + before : 0;
+    __syncwarp();
+    if (key >= 0 && before == 0) next[key] = at + __popc(same);
+    __syncwarp();
+    if (key >= 0) to.place(slot, at);
+    if (key < 0 && i < end) to.drop(slot);
+  }
+}
+
+/// Places a stretch of slots: its warps' counts first, then each warp in order.
+template <class By, class To>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    place_slots(Shape shape, Source source, By by, To to, const std::int32_t* counters,
+                const std::int32_t* totals) {
+  extern __shared__ std::int32_t next[];  // (kWarps, bins), then (bins)
+  std::int32_t* const start = next + kWarps * shape.bins;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  std::int32_t* const next_of_warp = next + warp * shape.bins;
+  const std::int64_t begin = std::int64_t{blockIdx.x} * shape.stretch;
+  const std::int64_t end = min(begin + shape.stretch, source.size(shape.slots));
+
+  for (int b = threadIdx.x; b < kWarps * shape.bins; b += blockDim.x) next[b] = 0;
+  const std::int32_t total = scan_bins<kWarps * kWarp>(
+      totals, shape.bins, [&](int bin, std::int32_t at) { start[bin] = at; });
+  __syncthreads();
+
+  const std::int64_t warp_begin = begin + warp * (shape.stretch / kWarps);
+  const std::int64_t warp_end = min(warp_begin + shape.stretch / kWarps, end);
+  for (std::int64_t i = warp_begin + lane_id(); i < warp_end; i += kWarp) {
+    const int key = by.key(source.slot(i));
+    if (key >= 0) atomicAdd(&next_of_warp[key], 1);
+  }
+  __syncthreads();
+  for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) {
+    std::int32_t at = start[b] + counters[std::int64_t{blockIdx.x} * shape.bins + b];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const std::int32_t count = next[w * shape.bins + b];
+      next[w * shape.bins + b] = at;
+      at += count;
+    }
+    if (blockIdx.x == 0) to.start(b, start[b]);
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
+  __syncthreads();
+
+  place_in_order(warp_begin, warp_end, source, by, to, next_of_warp);
+  const std::int64_t tail = min(begin + shape.stretch, shape.slots);
+  for (std::int64_t i = begin + threadIdx.x; i < tail; i += blockDim.x) {
+    if (i >= total) to.past_end(i);
+  }
+}
+
+/// The same with counters in global memory, one warp per stretch.
+template <class By, class To>
+__global__ void __launch_bounds__(kWarp)
+    place_slots_slowly(Shape shape, Source source, By by, To to, std::int32_t* counters,
+                       const std::int32_t* starts) {
+  std::int32_t* const next = counters + std::int64_t{blockIdx.x} * shape.bins;
+  for (int b = threadIdx.x; b < shape.bins; b += kWarp) {
+    next[b] += starts[b];
+    if (blockIdx.x == 0) to.start(b, starts[b]);
+  }
+  const std::int32_t total = starts[shape.bins];
+  if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
+  __syncwarp();
+  const std::int64_t begin = std::int64_t{blockIdx.x} * shape.stretch;
+  const std::int64_t end = min(begin + shape.stretch, source.size(shape.slots));
+  place_in_order(begin, end, source, by, to, next);
+  const std::int64_t tail = min(begin + shape.stretch, shape.slots);
+  for (std::int64_t i = begin + threadIdx.x; i < tail; i += kWarp) {
+    if (i >= total) to.past_end(i);
+  }
+}
+
+/// token_offsets[t] = how many of the sorted slots have a token below t.
+__global__ void find_tokens(const std::int32_t* order, const std::int32_t* length,
+                            const std::int32_t* slot_tokens, std::int64_t tokens,
+                            std::int32_t* token_offsets) {
+  const std::int64_t t = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (t > tokens) return;
+  std::int32_t low = 0;
+  std::int32_t high = *length;
+  while (low < high) {
+    const std::int32_t middle = low + (high - low) / 2;
+    if (slot_tokens[order[middle]] < t) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  token_offsets[t] = low;
+}
+
+/// Lowers *first to the first position that would be refused.
+__global__ void find_bad_ids(MetadataDesc d, const std::int32_t* slot_experts,
+                             const std::int32_t* slot_tokens, std::int64_t slots,
+                             unsigned long long* first) {
+  const std::int64_t s = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (s >= slots) return;
+  bool bad = slot_experts[s] < 0;
+  if (d.top_k == 0) {
+    const std::int32_t t = slot_tokens[s];
+    bad |= t < 0 || t >= d.tokens || (d.assume_sorted && s > 0 && t < slot_tokens[s - 1]);
+  }
+  if (bad) atomicMin(first, static_cast<unsigned long long>(s));
+}
+
+Status check_ids(const MetadataDesc& d, const MetadataArgs& a, void* scratch, cudaStream_t stream) {
+  const std::int64_t slots = d.slots();
+  if (slots == 0) return {};
+  std::uint64_t position = 0;
+  const auto launch = [&](unsigned long long* first) {
+    find_bad_ids<<<blocks_for(slots, 256), 256, 0, stream>>>(d, a.slot_experts, a.slot_tokens,
+                                                             slots, first);
+  };
+  if (Status s = first_bad(scratch, stream, "metadata: check", &position, launch); !s.ok()) {
+    return s;
+  }
+  if (position == ~std::uint64_t{0}) return {};
+  const auto s = static_cast<std::int64_t>(position);
+  std::int32_t expert = 0;
+  std::int32_t token[2] = {};  // at s - 1 and s
+  const auto fetch = [&](std::int32_t* to, const std::int32_t* from) {
+    return cudaMemcpyAsync(to, from, 4, cudaMemcpyDeviceToHost, stream);
+  };
+  cudaError_t error = fetch(&expert, a.slot_experts + s);
+  const bool lists = d.top_k == 0;
+  if (error == cudaSuccess && lists) error = fetch(&token[1], a.slot_tokens + s);
+  if (error == cudaSuccess && lists && s > 0) error = fetch(&token[0], a.slot_tokens + s - 1);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  if (error != cudaSuccess) return to_status(error, "metadata: check");
+  if (expert < 0) {
+    return Status::error(StatusCode::invalid_data,
+                         "expert ids: got %d at position %" PRId64
+                         ", allowed: at least 0 (ids of %" PRId64 " or more are sentinels)",
+                         expert, s, d.experts);
+  }
+  if (token[1] < 0 || token[1] >= d.tokens) {
+    return Status::error(StatusCode::invalid_data,
+                         "token ids: got %d at position %" PRId64 ", allowed: 0 to %" PRId64,
+                         token[1], s, d.tokens - 1);
+  }
+  return Status::error(StatusCode::invalid_data,
+                       "token ids: got %d after %d at position %" PRId64
+                       ", allowed: ascending ids with assume_sorted",
+                       token[1], token[0], s);
+}
+
+/// Digits of a token id: as few as may be, of equal size. Sorted lists have one of no bits.
+struct Digits {
+  int count;
+  int bits;
+  explicit Digits(const MetadataDesc& d) {
+    const auto last = static_cast<std::uint64_t>(std::max<std::int64_t>(d.tokens, 1) - 1);
+    const int width = d.assume_sorted ? 0 : std::bit_width(last);
+    count = std::max(1, (width + kDigitBits - 1) / kDigitBits);
+    bits = (width + count - 1) / count;
+  }
+};
+
+struct Memory {
+  std::int32_t* counters;
+  std::int32_t* totals;  // (bins)
+  std::int32_t* starts;  // (bins + 1): many bins only
+  std::int32_t* order;   // (S): lists, every other digit
+  std::int32_t* length;  // (1): lists
+
+  static std::size_t layout(const MetadataDesc& d, void* base, Memory* out) {
+    const Shape experts = Shape::of(d.slots(), d.experts);
+    const Shape digits = Shape::of(d.slots(), std::int64_t{1} << Digits(d).bits);
+    const bool lists = d.top_k == 0;
+    std::int32_t* at = static_cast<std::int32_t*>(base);
+    std::int64_t end = 2;  // the check's scratch
+    const auto take = [&](std::int32_t** array, std::int64_t count) {
+      if (out != nullptr) *array = at + end;
+      end += count;
+    };
+    Memory unused;
+    Memory& m = out == nullptr ? unused : *out;
+    take(&m.counters, std::max(experts.counters(), lists ? digits.counters() : 0));
+    take(&m.totals, digits.bins);
+    take(&m.starts, experts.shared() ? 0 : experts.bins + 1);
+    take(&m.order, lists && Digits(d).count > 1 ? d.slots() : 0);
+    take(&m.length, 1);
+    return 4 * static_cast<std::size_t>(end);
+  }
+};
+
+/// One stable counting sort.
+template <class By, class To>
+void sort(const Shape& shape, const Source& source, const By& by, const To& to, const Memory& m,
+          std::int32_t* totals, cudaStream_t stream) {
+  const unsigned blocks = static_cast<unsigned>(shape.blocks);
+  count_keys<<<blocks, kWarps * kWarp, 0, stream>>>(shape, source, by, m.counters);
+  sum_blocks<<<blocks_for(shape.bins, kWarp), dim3(kWarp, kWarp), 0, stream>>>(shape, m.counters,
+                                                                               totals);
+  if (shape.shared()) {
+    const std::size_t bytes = 4 * static_cast<std::size_t>((kWarps + 1) * shape.bins);
+    place_slots<<<blocks, kWarps * kWarp, bytes, stream>>>(shape, source, by, to, m.counters,
+                                                           totals);
+  } else {
+    make_starts<<<1, 1024, 0, stream>>>(shape, totals, m.starts);
+    place_slots_slowly<<<blocks, kWarp, 0, stream>>>(shape, source, by, to, m.counters, m.starts);
+  }
+}
+
+/// Lists: token_slots, token_offsets, and -1 for the rows of slots that are dropped.
+void sort_by_token(const MetadataDesc& d, const MetadataArgs& a, const Memory& m,
+                   cudaStream_t stream) {
+  const Digits digits(d);
+  const Shape shape = Shape::of(d.slots(), std::int64_t{1} << digits.bits);
+  Source source{nullptr, nullptr};
+  for (int i = 0; i < digits.count; ++i) {
+    const bool last = i + 1 == digits.count;
+    // Alternating, so that the last one ends in token_slots.
+    std::int32_t* const order = (digits.count - i) % 2 == 1 ? a.token_slots : m.order;
+    const ByToken by{a.slot_experts,
+                     a.slot_tokens,
+                     static_cast<std::int32_t>(d.experts),
+                     static_cast<std::int32_t>(d.tokens),
+                     d.assume_sorted ? 0 : i * digits.bits,
+                     (1 << digits.bits) - 1,
+                     a.error_word};
+    sort(shape, source, by, ToOrder{order, a.slot_rows, i == 0 ? m.length : nullptr, last}, m,
+         m.totals, stream);
+    source = {order, m.length};
+  }
+  find_tokens<<<blocks_for(d.tokens + 1, 256), 256, 0, stream>>>(
+      a.token_slots, m.length, a.slot_tokens, d.tokens, a.token_offsets);
+}
+
+std::size_t workspace(const MetadataDesc& desc, const Exec&) {
+  return Memory::layout(desc, nullptr, nullptr);
+}
+
+Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exec& exec) noexcept {
+  const cudaStream_t stream = stream_of(exec);
+  if (exec.checked) {
+    if (Status status = check_ids(d, a, memory, stream); !status.ok()) return status;
+  }
+  Memory m;
+  Memory::layout(d, memory, &m);
+  const bool lists = d.top_k == 0;
+  if (lists) sort_by_token(d, a, m, stream);
+  const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts), a.error_word};
+  const Source source{lists ? a.token_slots : nullptr, lists ? m.length : nullptr};
+  sort(Shape::of(d.slots(), d.experts), source, by, ToRows{a, static_cast<std::uint32_t>(d.top_k)},
+       m, a.counts, stream);
+  return launched("metadata: launch");
+}
+
+}  // namespace
+
+extern const Kernel<MetadataDesc> kMetadata = {
+    "metadata",       "cuda.metadata",
+    DeviceType::cuda, [](const MetadataDesc&) { return std::string(); },
+    workspace,        run};
+
+}  // namespace sonicmoe::cuda
