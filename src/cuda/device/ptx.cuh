@@ -70,13 +70,15 @@ __device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/// On the barrier at the same place in CTA `rank` of the cluster.
+/// On the barrier at the same place in CTA `rank` of the cluster. At CTA scope on purpose: cluster
+/// scope costs a fence of the whole GPU, and what is passed on is that reads through the async proxy
+/// are over, which wgmma.wait_group has already seen to.
 __device__ __forceinline__ void mbarrier_arrive_at(std::uint32_t barrier, std::uint32_t rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");
@@ -89,13 +91,13 @@ __device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint
 }
 
 /// Waits until the phase of this parity has completed. A fresh barrier counts as having completed
-/// a phase of parity 1. Acquires at cluster scope: the peer's arrivals come from its own proxy.
+/// a phase of parity 1.
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
       "}" ::"r"(barrier),
       "r"(parity)
