@@ -63,6 +63,11 @@ extern const Kernel<GroupedGemmDesc> kUpProjDgrad256;
 extern const Kernel<GroupedGemmDesc> kUpProjDgrad192;
 extern const Kernel<GroupedGemmDesc> kDownProjWgrad256;
 extern const Kernel<GroupedGemmDesc> kUpProjWgrad256;
+
+extern const Kernel<TopKDesc> kTopK;
+extern const Kernel<MetadataDesc> kMetadata;
+extern const Kernel<AggregateDesc> kAggregate;
+extern const Kernel<ScoreGradDesc> kScoreGrad;
 }  // namespace cuda
 #endif
 

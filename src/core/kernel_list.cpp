@@ -43,13 +43,23 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
 
 template <>
 std::span<const Kernel<TopKDesc>* const> kernel_list() {
-  static constexpr const Kernel<TopKDesc>* kList[] = {&cpu::kTopK};
+  static constexpr const Kernel<TopKDesc>* kList[] = {
+    &cpu::kTopK,
+#if SONICMOE_HAS_CUDA
+    &cuda::kTopK,
+#endif
+  };
   return kList;
 }
 
 template <>
 std::span<const Kernel<MetadataDesc>* const> kernel_list() {
-  static constexpr const Kernel<MetadataDesc>* kList[] = {&cpu::kMetadata};
+  static constexpr const Kernel<MetadataDesc>* kList[] = {
+    &cpu::kMetadata,
+#if SONICMOE_HAS_CUDA
+    &cuda::kMetadata,
+#endif
+  };
   return kList;
 }
 
@@ -61,13 +71,23 @@ std::span<const Kernel<BiasGradDesc>* const> kernel_list() {
 
 template <>
 std::span<const Kernel<AggregateDesc>* const> kernel_list() {
-  static constexpr const Kernel<AggregateDesc>* kList[] = {&cpu::kAggregate};
+  static constexpr const Kernel<AggregateDesc>* kList[] = {
+    &cpu::kAggregate,
+#if SONICMOE_HAS_CUDA
+    &cuda::kAggregate,
+#endif
+  };
   return kList;
 }
 
 template <>
 std::span<const Kernel<ScoreGradDesc>* const> kernel_list() {
-  static constexpr const Kernel<ScoreGradDesc>* kList[] = {&cpu::kScoreGrad};
+  static constexpr const Kernel<ScoreGradDesc>* kList[] = {
+    &cpu::kScoreGrad,
+#if SONICMOE_HAS_CUDA
+    &cuda::kScoreGrad,
+#endif
+  };
   return kList;
 }
 
