@@ -334,17 +334,22 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
     seq.run(p.router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
   }
   if (p.top_k) {
-    seq.run(p.top_k, {.logits = args.logits, .scores = made_scores, .ids = routing.slot_experts});
+    seq.run(p.top_k, {.logits = args.logits,
+                      .scores = made_scores,
+                      .ids = routing.slot_experts,
+                      .error_word = args.error_word});
   }
   if (p.token_rounding) {
     seq.run(p.token_rounding, {.logits = args.logits,
                                .seed = args.seed,
                                .offset = args.offset,
+                               .draws = args.draws,
                                .scores = made_scores,
                                .token_ids = routing.slot_tokens,
                                .expert_ids = routing.slot_experts,
                                .counts = args.counts,
-                               .frequency = args.frequency});
+                               .frequency = args.frequency,
+                               .error_word = args.error_word});
   }
   seq.run(p.metadata, {.slot_experts = p.given() ? args.list_experts : routing.slot_experts,
                        .slot_tokens = p.given() ? args.list_tokens : routing.slot_tokens,
@@ -356,7 +361,8 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
                        .slot_rows = routing.slot_rows,
                        .row_scores = routing.row_scores,
                        .token_offsets = routing.token_offsets,
-                       .token_slots = routing.token_slots});
+                       .token_slots = routing.token_slots,
+                       .error_word = args.error_word});
   seq.run(p.up_proj, {.offsets = routing.offsets,
                       .row_tokens = routing.row_tokens,
                       .x = args.x,
