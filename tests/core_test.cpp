@@ -93,7 +93,7 @@ TEST(Explain, NamesEveryOperationRegionAndTerm) {
   for (const char* word :
        {"router_gemm", "top_k", "metadata", "up_proj", "down_proj", "aggregate", "down_proj_dgrad",
         "bias_grad", "score_grad", "down_proj_wgrad", "up_proj_wgrad", "up_proj_dgrad",
-        "cpu.up_proj: runs", "cpu-avx512bf16.up_proj: dtype: got f32, allowed: bf16", "expert_out",
+        ".up_proj: runs", "cpu-avx512bf16.up_proj: dtype: got f32, allowed: bf16", "expert_out",
         "dpreact", "preact 640"}) {
     EXPECT_NE(text.find(word), std::string::npos) << word << "\n" << text;
   }
@@ -103,9 +103,14 @@ TEST(Explain, NamesEveryOperationRegionAndTerm) {
 TEST(Options, AKernelOrABackendCanBeForced) {
   Options options;
   options.kernel = "cpu";
-  const auto backend = make_plan(small(DType::bf16), {}, options);
-  ASSERT_TRUE(backend.ok()) << backend.status().message();
-  EXPECT_EQ(backend.value().explain().find("cpu-avx512bf16.up_proj: runs"), std::string::npos);
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    const auto backend = make_plan(small(dtype), {}, options);
+    ASSERT_TRUE(backend.ok()) << backend.status().message();
+    EXPECT_NE(backend.value().explain().find("cpu.up_proj: runs"), std::string::npos);
+    for (const char* other : {"cpu-avx512.up_proj: runs", "cpu-avx512bf16.up_proj: runs"}) {
+      EXPECT_EQ(backend.value().explain().find(other), std::string::npos);
+    }
+  }
   options.kernel = "cpu.up_proj";
   const auto kernel = make_plan(small(DType::bf16), {}, options);
   ASSERT_TRUE(kernel.ok()) << kernel.status().message();

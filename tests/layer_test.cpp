@@ -39,6 +39,22 @@ TEST_P(Layer, SameBitsForAnyNumberOfThreadsAndAgain) {
   }
 }
 
+#if !SONICMOE_TEST_CUDA
+// The list takes the plain kernels only where the processor lacks instructions; named, they run
+// everywhere.
+TEST_P(Layer, PlainKernelsAgreeWithTheOracle) {
+  Options plain;
+  plain.kernel = "cpu";
+  const Report report = check_layer(GetParam(), {}, plain);
+  EXPECT_TRUE(report.pass()) << report.text();
+  const Problem problem = make_problem(GetParam());
+  plain.threads = 1;
+  const LayerRun first = run_layer(problem, {}, plain);
+  plain.threads = 3;
+  EXPECT_EQ(first_difference(first, run_layer(problem, {}, plain)), "");
+}
+#endif
+
 INSTANTIATE_TEST_SUITE_P(Cases, Layer, testing::ValuesIn(full_cases(kDevice)), test_name);
 
 /// A desc drawn at random, within the sizes that a test can afford.

@@ -6,25 +6,31 @@ namespace sonicmoe {
 
 template <>
 std::span<const Kernel<RouterGemmDesc>* const> kernel_list() {
-  static constexpr const Kernel<RouterGemmDesc>* kList[] = {&cpu::kRouterGemmBf16,
-                                                            &cpu::kRouterGemm};
+  static constexpr const Kernel<RouterGemmDesc>* kList[] = {
+      &cpu::kRouterGemmAvx512Bf16, &cpu::kRouterGemmAvx512, &cpu::kRouterGemm};
   return kList;
 }
 
 template <>
 std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
   static constexpr const Kernel<GroupedGemmDesc>* kList[] = {
-    &cpu::kUpProjBf16,
+    &cpu::kUpProjAvx512Bf16,
+    &cpu::kUpProjAvx512,
     &cpu::kUpProj,  //
-    &cpu::kDownProjBf16,
+    &cpu::kDownProjAvx512Bf16,
+    &cpu::kDownProjAvx512,
     &cpu::kDownProj,  //
-    &cpu::kDownProjDgradBf16,
+    &cpu::kDownProjDgradAvx512Bf16,
+    &cpu::kDownProjDgradAvx512,
     &cpu::kDownProjDgrad,  //
-    &cpu::kUpProjDgradBf16,
+    &cpu::kUpProjDgradAvx512Bf16,
+    &cpu::kUpProjDgradAvx512,
     &cpu::kUpProjDgrad,  //
-    &cpu::kDownProjWgradBf16,
+    &cpu::kDownProjWgradAvx512Bf16,
+    &cpu::kDownProjWgradAvx512,
     &cpu::kDownProjWgrad,  //
-    &cpu::kUpProjWgradBf16,
+    &cpu::kUpProjWgradAvx512Bf16,
+    &cpu::kUpProjWgradAvx512,
     &cpu::kUpProjWgrad,  //
 #if SONICMOE_HAS_CUDA
     &cuda::kUpProj256,  //

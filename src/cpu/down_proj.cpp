@@ -40,6 +40,6 @@ struct DownProj {
 
 }  // namespace
 
-SONICMOE_CPU_GROUPED_GEMM(DownProj, "down_proj", kDownProj, kDownProjBf16);
+SONICMOE_CPU_GROUPED_GEMM(DownProj, "down_proj");
 
 }  // namespace sonicmoe::cpu

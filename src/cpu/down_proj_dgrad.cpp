@@ -80,6 +80,6 @@ struct DownProjDgrad {
 
 }  // namespace
 
-SONICMOE_CPU_GROUPED_GEMM(DownProjDgrad, "down_proj_dgrad", kDownProjDgrad, kDownProjDgradBf16);
+SONICMOE_CPU_GROUPED_GEMM(DownProjDgrad, "down_proj_dgrad");
 
 }  // namespace sonicmoe::cpu

@@ -42,6 +42,6 @@ struct DownProjWgrad {
 
 }  // namespace
 
-SONICMOE_CPU_GROUPED_GEMM(DownProjWgrad, "down_proj_wgrad", kDownProjWgrad, kDownProjWgradBf16);
+SONICMOE_CPU_GROUPED_GEMM(DownProjWgrad, "down_proj_wgrad");
 
 }  // namespace sonicmoe::cpu

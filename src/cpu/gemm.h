@@ -44,6 +44,7 @@ template <class T>
 class SgemmEngine {
  public:
   using Storage = T;
+  static const char* missing() { return nullptr; }
   static std::size_t scratch_bytes();
 
   explicit SgemmEngine(void* scratch) : scratch_(static_cast<float*>(scratch)) {}
@@ -66,25 +67,27 @@ class SgemmEngine {
   Dense rhs_;
 };
 
-/// The processor's bf16 dot products (AVX-512 BF16): pairs of bf16 are multiplied and added to fp32
-/// in one instruction, at twice the rate of fp32. Debian's OpenBLAS has no bf16 product; through
-/// sgemm the layer takes about twice as long (docs/findings/cpu-bf16.md).
-class Bf16Engine {
+/// Our own product with AVX-512: fp32 with fused multiply-adds, bf16 with the processor's dot
+/// products (two products and their sum into fp32 in one instruction, twice the rate of fp32). It
+/// reads gathered left rows in place and packs the right block straight from its layout, where
+/// sgemm first needs a copy and then packs both. Figures: docs/findings/cpu-avx512.md.
+template <class T>
+class Avx512Engine {
  public:
-  using Storage = math::Bf16;
-  static bool usable();  ///< this processor has the instructions
+  using Storage = T;
+  static const char* missing();  ///< the instructions this processor lacks, null if none
   static std::size_t scratch_bytes();
 
-  explicit Bf16Engine(void* scratch) : scratch_(static_cast<std::uint32_t*>(scratch)) {}
+  explicit Avx512Engine(void* scratch) : scratch_(static_cast<std::uint32_t*>(scratch)) {}
 
-  void lhs(Form form, std::int64_t m, std::int64_t k, Rows<math::Bf16> rows);
-  void rhs(Form form, std::int64_t n, std::int64_t k, Rows<math::Bf16> rows);
+  void lhs(Form form, std::int64_t m, std::int64_t k, Rows<T> rows);
+  void rhs(Form form, std::int64_t n, std::int64_t k, Rows<T> rows);
   void multiply(Form form, std::int64_t m, std::int64_t n, std::int64_t k, float* c,
                 std::int64_t ldc, bool accumulate);
 
  private:
   std::uint32_t* scratch_;
-  Rows<math::Bf16> lhs_{};
+  Rows<T> lhs_{};
 };
 
 }  // namespace sonicmoe::cpu

@@ -65,59 +65,63 @@ struct Scratch {
 };
 
 template <class Engine>
+constexpr DType kDTypeOf =
+    std::is_same_v<typename Engine::Storage, float> ? DType::f32 : DType::bf16;
+
+/// The plain kernels have an engine for each storage type, the AVX-512 ones are made for one type.
+template <class... Engines>
 std::string reject_dtype(DType dtype) {
-  constexpr bool kFast = std::is_same_v<Engine, Bf16Engine>;
-  if (kFast && dtype != DType::bf16)
-    return std::string("dtype: got ") + name(dtype) + ", allowed: bf16";
-  if (kFast && !Bf16Engine::usable())
-    return "device: got a processor without AVX-512 BF16, allowed: one with it";
-  if (dtype == DType::f16) return "dtype: got f16, allowed: f32, bf16 (on the CPU)";
+  if (!((dtype == kDTypeOf<Engines>) || ...)) {
+    const std::string allowed =
+        sizeof...(Engines) == 2 ? "f32, bf16 (on the CPU)" : (..., name(kDTypeOf<Engines>));
+    return std::string("dtype: got ") + name(dtype) + ", allowed: " + allowed;
+  }
+  for (const char* missing : {Engines::missing()...}) {
+    if (missing == nullptr) continue;
+    return std::string("device: got a processor without ") + missing + ", allowed: one with it";
+  }
   return {};
+}
+
+/// f.template operator()<Engine>() for the engine of this storage type.
+template <class... Engines, class F>
+void visit_engine(DType dtype, F&& f) {
+  ((dtype == kDTypeOf<Engines> ? f.template operator()<Engines>() : void()), ...);
 }
 
 /// The kernel list's entry for one grouped GEMM. Op<Engine> has `floats(desc)` of scratch a thread
 /// and `run(desc, args, workspace, threads)`.
-template <template <class> class Op, class Engine>
+template <template <class> class Op, class... Engines>
 struct GroupedEntry {
   static std::string reject(const GroupedGemmDesc& desc) {
-    return reject_dtype<Engine>(desc.dtype);
+    return reject_dtype<Engines...>(desc.dtype);
   }
   static std::size_t workspace(const GroupedGemmDesc& desc, const Exec& exec) {
-    if (desc.dtype == DType::f32) return bytes<SgemmEngine<float>>(desc, exec);
-    return bytes<Engine>(desc, exec);
+    std::size_t each = 0;
+    visit_engine<Engines...>(desc.dtype, [&]<class Engine>() {
+      each = Scratch<Engine>::bytes_per_thread(Op<Engine>::floats(desc));
+    });
+    return each * static_cast<std::size_t>(exec.threads);
   }
   static Status run(const GroupedGemmDesc& desc, const GroupedGemmArgs& args, void* workspace,
                     const Exec& exec) noexcept {
-    if (desc.dtype == DType::f32) {
-      Op<SgemmEngine<float>>::run(desc, args, workspace, exec.threads);
-    } else {
-      Op<Engine>::run(desc, args, workspace, exec.threads);
-    }
+    visit_engine<Engines...>(
+        desc.dtype, [&]<class Engine>() { Op<Engine>::run(desc, args, workspace, exec.threads); });
     return {};
   }
-
- private:
-  template <class E>
-  static std::size_t bytes(const GroupedGemmDesc& desc, const Exec& exec) {
-    return Scratch<E>::bytes_per_thread(Op<E>::floats(desc)) *
-           static_cast<std::size_t>(exec.threads);
+  static constexpr Kernel<GroupedGemmDesc> kernel(const char* op, const char* name) {
+    return {op, name, DeviceType::cpu, reject, workspace, run};
   }
 };
 
-/// Defines the plain and the fast bf16 entry of one grouped GEMM.
-#define SONICMOE_CPU_GROUPED_GEMM(Op, op_text, plain, fast)                              \
-  const Kernel<GroupedGemmDesc> plain = {op_text,                                        \
-                                         "cpu." op_text,                                 \
-                                         DeviceType::cpu,                                \
-                                         GroupedEntry<Op, SgemmEngine<Bf16>>::reject,    \
-                                         GroupedEntry<Op, SgemmEngine<Bf16>>::workspace, \
-                                         GroupedEntry<Op, SgemmEngine<Bf16>>::run};      \
-  const Kernel<GroupedGemmDesc> fast = {op_text,                                         \
-                                        "cpu-avx512bf16." op_text,                       \
-                                        DeviceType::cpu,                                 \
-                                        GroupedEntry<Op, Bf16Engine>::reject,            \
-                                        GroupedEntry<Op, Bf16Engine>::workspace,         \
-                                        GroupedEntry<Op, Bf16Engine>::run}
+/// Defines the three entries of one grouped GEMM: k##Op, k##Op##Avx512, k##Op##Avx512Bf16.
+#define SONICMOE_CPU_GROUPED_GEMM(Op, op_text)                                                  \
+  const Kernel<GroupedGemmDesc> k##Op =                                                         \
+      GroupedEntry<Op, SgemmEngine<float>, SgemmEngine<Bf16>>::kernel(op_text, "cpu." op_text); \
+  const Kernel<GroupedGemmDesc> k##Op##Avx512 =                                                 \
+      GroupedEntry<Op, Avx512Engine<float>>::kernel(op_text, "cpu-avx512." op_text);            \
+  const Kernel<GroupedGemmDesc> k##Op##Avx512Bf16 =                                             \
+      GroupedEntry<Op, Avx512Engine<Bf16>>::kernel(op_text, "cpu-avx512bf16." op_text)
 
 /// Calls f(ActivationFn{}) for the activation.
 template <class F>

@@ -24,7 +24,9 @@ std::string processor_name() {
 
 std::string processor_details() {
   return std::to_string(usable_threads()) + " threads" +
-         (Bf16Engine::usable() ? ", AVX-512 BF16" : ", bf16 through fp32");
+         (Avx512Engine<float>::missing() == nullptr ? ", AVX-512" : "") +
+         (Avx512Engine<math::Bf16>::missing() == nullptr ? ", AVX-512 BF16"
+                                                         : ", bf16 through fp32");
 }
 
 std::string missing_feature() {

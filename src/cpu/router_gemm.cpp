@@ -67,46 +67,43 @@ struct RouterGemm {
   }
 };
 
-template <class Engine>
-std::string reject(const RouterGemmDesc& desc) {
-  // dgrad contracts over experts in pairs taken from rows of W, so any E is fine; but rows of an
-  // odd E would be read past their end by the left operand.
-  if (std::is_same_v<Engine, Bf16Engine> && desc.pass == GemmPass::dgrad && desc.experts % 2 != 0) {
-    return "experts: got " + std::to_string(desc.experts) + ", allowed: even numbers";
+template <class... Engines>
+struct Entry {
+  static std::string reject(const RouterGemmDesc& desc) {
+    // dgrad contracts over experts, which bf16 takes in pairs from the rows of dlogits: those of an
+    // odd E would be read past their end.
+    constexpr bool kPairs = (std::is_same_v<Engines, Avx512Engine<Bf16>> || ...);
+    if (kPairs && desc.pass == GemmPass::dgrad && desc.experts % 2 != 0) {
+      return "experts: got " + std::to_string(desc.experts) + ", allowed: even numbers";
+    }
+    return reject_dtype<Engines...>(desc.dtype);
   }
-  return reject_dtype<Engine>(desc.dtype);
-}
-
-template <class Engine>
-std::size_t workspace(const RouterGemmDesc& desc, const Exec& exec) {
-  const std::size_t floats = kBlockN * kBlockN;
-  const std::size_t each = desc.dtype == DType::f32
-                               ? Scratch<SgemmEngine<float>>::bytes_per_thread(floats)
-                               : Scratch<Engine>::bytes_per_thread(floats);
-  return each * static_cast<std::size_t>(exec.threads);
-}
-
-template <class Engine>
-Status run(const RouterGemmDesc& desc, const RouterGemmArgs& args, void* memory,
-           const Exec& exec) noexcept {
-  if (desc.dtype == DType::f32) {
-    RouterGemm<SgemmEngine<float>>::run(desc, args, memory, exec.threads);
-  } else {
-    RouterGemm<Engine>::run(desc, args, memory, exec.threads);
+  static std::size_t workspace(const RouterGemmDesc& desc, const Exec& exec) {
+    std::size_t each = 0;
+    visit_engine<Engines...>(desc.dtype, [&]<class Engine>() {
+      each = Scratch<Engine>::bytes_per_thread(kBlockN * kBlockN);
+    });
+    return each * static_cast<std::size_t>(exec.threads);
   }
-  return {};
-}
+  static Status run(const RouterGemmDesc& desc, const RouterGemmArgs& args, void* memory,
+                    const Exec& exec) noexcept {
+    visit_engine<Engines...>(desc.dtype, [&]<class Engine>() {
+      RouterGemm<Engine>::run(desc, args, memory, exec.threads);
+    });
+    return {};
+  }
+  static constexpr Kernel<RouterGemmDesc> kernel(const char* name) {
+    return {"router_gemm", name, DeviceType::cpu, reject, workspace, run};
+  }
+};
 
 }  // namespace
 
-const Kernel<RouterGemmDesc> kRouterGemm = {"router_gemm",
-                                            "cpu.router_gemm",
-                                            DeviceType::cpu,
-                                            reject<SgemmEngine<Bf16>>,
-                                            workspace<SgemmEngine<Bf16>>,
-                                            run<SgemmEngine<Bf16>>};
-const Kernel<RouterGemmDesc> kRouterGemmBf16 = {"router_gemm",         "cpu-avx512bf16.router_gemm",
-                                                DeviceType::cpu,       reject<Bf16Engine>,
-                                                workspace<Bf16Engine>, run<Bf16Engine>};
+const Kernel<RouterGemmDesc> kRouterGemm =
+    Entry<SgemmEngine<float>, SgemmEngine<Bf16>>::kernel("cpu.router_gemm");
+const Kernel<RouterGemmDesc> kRouterGemmAvx512 =
+    Entry<Avx512Engine<float>>::kernel("cpu-avx512.router_gemm");
+const Kernel<RouterGemmDesc> kRouterGemmAvx512Bf16 =
+    Entry<Avx512Engine<Bf16>>::kernel("cpu-avx512bf16.router_gemm");
 
 }  // namespace sonicmoe::cpu

@@ -72,6 +72,6 @@ struct UpProj {
 
 }  // namespace
 
-SONICMOE_CPU_GROUPED_GEMM(UpProj, "up_proj", kUpProj, kUpProjBf16);
+SONICMOE_CPU_GROUPED_GEMM(UpProj, "up_proj");
 
 }  // namespace sonicmoe::cpu

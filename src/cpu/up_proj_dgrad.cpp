@@ -43,6 +43,6 @@ struct UpProjDgrad {
 
 }  // namespace
 
-SONICMOE_CPU_GROUPED_GEMM(UpProjDgrad, "up_proj_dgrad", kUpProjDgrad, kUpProjDgradBf16);
+SONICMOE_CPU_GROUPED_GEMM(UpProjDgrad, "up_proj_dgrad");
 
 }  // namespace sonicmoe::cpu

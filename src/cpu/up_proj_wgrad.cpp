@@ -54,6 +54,6 @@ struct UpProjWgrad {
 
 }  // namespace
 
-SONICMOE_CPU_GROUPED_GEMM(UpProjWgrad, "up_proj_wgrad", kUpProjWgrad, kUpProjWgradBf16);
+SONICMOE_CPU_GROUPED_GEMM(UpProjWgrad, "up_proj_wgrad");
 
 }  // namespace sonicmoe::cpu

@@ -153,7 +153,11 @@ TEST(BadLayer, DevicesAndOptions) {
        {kUnsupported, "kernel: got cpu.nothing, allowed: a name or backend of sonicmoe::kernels()",
         [](Request* r) { r->options.kernel = "cpu.nothing"; }},
        {kUnsupported, "dtype: got f32, allowed: bf16",
-        [](Request* r) { r->options.kernel = "cpu-avx512bf16.up_proj"; }}});
+        [](Request* r) { r->options.kernel = "cpu-avx512bf16.up_proj"; }},
+       {kUnsupported, "dtype: got bf16, allowed: f32", [](Request* r) {
+          r->options.kernel = "cpu-avx512.up_proj";
+          r->desc.dtype = DType::bf16;
+        }}});
 }
 
 Case make_case(const LayerDesc& desc) {
