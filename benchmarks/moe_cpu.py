@@ -156,11 +156,15 @@ def _peak_of_step(name, thiek, dtype, threads, pipe):
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     before = _memory("VmRSS")
     step(LAYERS[name], leaves, dout, thiek[-1])
-    pipe.send(_memory("VmHWM") - before)
+    peak = _memory("VmHWM") - before
+    for leaf in leaves:
+        leaf.grad = None
+    pipe.send((peak, _memory("VmRSS") - before))
 
 
-def peak_bytes(name, thiek, dtype, threads):
-    """Peak growth of the resident memory during one step, in a process of its own."""
+def memory_of_step(name, thiek, dtype, threads):
+    """How resident memory grows at most during one step, and how much of that stays once the step's
+    results are gone, in bytes; in a process of its own."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_peak_of_step, args=(name, thiek, dtype, threads, there))
@@ -202,7 +206,7 @@ def measure(thiek, dtype, repeats, threads):
         for name, values in times.items()
     }
     faster = min(LOOPS, key=median.get)
-    peak = {name: peak_bytes(name, thiek, dtype, threads) for name in LAYERS}
+    memory = {name: memory_of_step(name, thiek, dtype, threads) for name in LAYERS}
     rows = [
         {
             "what": name,
@@ -210,7 +214,8 @@ def measure(thiek, dtype, repeats, threads):
             "mad_ms": spread[name],
             "speedup_over_faster_loop": median[faster] / median[name],
             "fraction_of_bound": median[BOUND] / median[name],
-            "peak_bytes": peak.get(name),
+            "peak_bytes": memory.get(name, (None, None))[0],
+            "kept_bytes": memory.get(name, (None, None))[1],
             "largest_difference": errors.get(name),
         }
         for name in times
@@ -220,15 +225,18 @@ def measure(thiek, dtype, repeats, threads):
 
 def show(record):
     print(f"\n{record['dtype']}, faster loop: {record['faster_loop']}")
-    titles = f"{'ms':>9}{'MAD':>7}{'x loop':>8}{'of bound':>10}{'peak MB':>9}{'difference':>12}"
-    print(f"{'':12}{titles}")
+    titles = f"{'ms':>9}{'MAD':>7}{'x loop':>8}{'of bound':>10}"
+    print(f"{'':12}{titles}{'peak MB':>9}{'kept MB':>9}{'difference':>12}")
     for row in record["rows"]:
-        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.1f}"
+        peak, kept = (
+            "-" if row[field] is None else f"{row[field] / 1e6:.1f}"
+            for field in ("peak_bytes", "kept_bytes")
+        )
         error = row["largest_difference"]
         print(
             f"{row['what']:12}{row['ms']:9.1f}{row['mad_ms']:7.1f}"
-            f"{row['speedup_over_faster_loop']:8.2f}{row['fraction_of_bound']:10.2f}{peak:>9}"
-            f"{'-' if error is None else format(error, '.1e'):>12}"
+            f"{row['speedup_over_faster_loop']:8.2f}{row['fraction_of_bound']:10.2f}"
+            f"{peak:>9}{kept:>9}{'-' if error is None else format(error, '.1e'):>12}"
         )
 
 

@@ -5,7 +5,8 @@
 namespace sonicmoe::python {
 namespace {
 
-constexpr std::size_t kAlignment = 256;  // of Workspace::data
+constexpr std::size_t kAlignment = 256;               // of Workspace::data
+constexpr std::size_t kLarge = std::size_t{4} << 20;  // smaller pieces are for malloc to keep
 
 std::string text(const std::int64_t* values, std::size_t count) {
   std::string result = "(";
@@ -37,6 +38,46 @@ const char* text(ScalarType dtype) {
 // std::invalid_argument becomes ValueError in Python, std::runtime_error RuntimeError.
 [[noreturn]] void refuse(const char* argument, const std::string& got, const std::string& allowed) {
   throw std::invalid_argument(std::string(argument) + ": got " + got + ", allowed: " + allowed);
+}
+
+/// The workspace of the last CPU call that has ended.
+class KeptMemory {
+ public:
+  /// What is kept, if it has `bytes` and is not too large for them. If not it is freed: it would
+  /// only stand beside what the caller takes instead.
+  HostMemory take(std::size_t bytes) {
+    HostMemory memory;
+    {
+      const std::lock_guard lock(mutex_);
+      memory = std::exchange(memory_, {});
+    }
+    const bool fits = memory.bytes >= bytes && memory.bytes / Scratch::kKeptPerNeeded <= bytes;
+    return fits ? std::move(memory) : HostMemory{};
+  }
+  void put(HostMemory memory) {
+    const std::lock_guard lock(mutex_);
+    std::swap(memory_, memory);  // the other one is freed after the lock
+  }
+
+ private:
+  std::mutex mutex_;
+  HostMemory memory_;
+};
+
+KeptMemory& kept_memory() {
+  static KeptMemory memory;
+  return memory;
+}
+
+HostMemory new_memory(std::size_t bytes) {
+  HostMemory memory;
+  memory.bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  memory.data.reset(std::aligned_alloc(kAlignment, memory.bytes));
+  if (memory.data == nullptr) {
+    check(Status::error(StatusCode::out_of_memory, "workspace: got no memory for %zu bytes",
+                        memory.bytes));
+  }
+  return memory;
 }
 
 }  // namespace
@@ -103,11 +144,21 @@ Tensor empty(const Tensor& like, Shape shape, ScalarType dtype) {
   return torch::stable::empty({shape.begin(), shape.size()}, dtype, std::nullopt, like.device());
 }
 
-Scratch::Scratch(const Tensor& like, std::size_t bytes)
-    : memory_(empty(like, {static_cast<std::int64_t>(bytes + kAlignment)}, ScalarType::Byte)),
-      bytes_(bytes) {
-  const auto address = reinterpret_cast<std::uintptr_t>(memory_.mutable_data_ptr());
-  data_ = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+Scratch::Scratch(const Tensor& like, std::size_t bytes) : data_(nullptr), bytes_(bytes) {
+  if (bytes == 0) return;
+  if (!like.is_cpu()) {
+    tensor_ = empty(like, {static_cast<std::int64_t>(bytes + kAlignment)}, ScalarType::Byte);
+    const auto address = reinterpret_cast<std::uintptr_t>(tensor_->mutable_data_ptr());
+    data_ = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    return;
+  }
+  if (bytes >= kLarge) memory_ = kept_memory().take(bytes);
+  if (memory_.data == nullptr) memory_ = new_memory(bytes);
+  data_ = memory_.data.get();
+}
+
+Scratch::~Scratch() {
+  if (memory_.bytes >= kLarge) kept_memory().put(std::move(memory_));
 }
 
 }  // namespace sonicmoe::python

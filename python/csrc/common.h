@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -57,14 +59,33 @@ T* output(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-/// Memory of torch's allocator for one call, aligned as the library wants it.
+/// Memory of the host, freed with its owner.
+struct HostMemory {
+  struct Free {
+    void operator()(void* data) const { std::free(data); }
+  };
+  std::unique_ptr<void, Free> data;
+  std::size_t bytes = 0;
+};
+
+/// Workspace for one call. On the CPU a large one is kept when the call ends, for the next call
+/// that it fits: zeroed pages of memory mapped afresh took a seventh of a step
+/// (docs/findings/cpu-memory.md). One at most is kept; the next large call frees it if that needs
+/// more, or less than 1 / kKeptPerNeeded of it. Calls that overlap take memory of their own.
+/// Elsewhere workspace comes from torch's allocator, which keeps memory itself.
 class Scratch {
  public:
+  static constexpr std::size_t kKeptPerNeeded = 4;
+
   Scratch(const Tensor& like, std::size_t bytes);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
   operator Workspace() const { return {data_, bytes_}; }  // NOLINT: implicit by design
 
  private:
-  Tensor memory_;
+  std::optional<Tensor> tensor_;
+  HostMemory memory_;
   void* data_;
   std::size_t bytes_;
 };

@@ -1,5 +1,7 @@
 """The layer against plain PyTorch: every activation, router mode, layout, bias and dtype."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers import ROUTERS, assert_as_good, make_layer, permuted, run, run_plain
@@ -55,6 +57,20 @@ def test_sizes(tokens, experts, k, dtype):
 def test_one_expert(dtype):
     layer = make_layer(bias=True, dtype=DTYPES[dtype], experts=1)
     compare(layer, 1, ActivationType.SWIGLU, "softmax_over_topk")
+
+
+def test_calls_of_several_threads_and_sizes_do_not_share_workspace():
+    # Every workspace is large enough to be kept between calls, and they differ in size.
+    def results(layer):
+        o, _, _, leaves = run(layer, 2, ActivationType.SWIGLU, "softmax_over_topk")
+        o.square().sum().backward()
+        return [o.detach(), *(leaf.grad for leaf in leaves.values())]
+
+    layers = [make_layer(tokens=tokens) for tokens in (6000, 40000, 5000, 12000) * 3]
+    expected = [results(layer) for layer in layers]
+    with ThreadPoolExecutor(4) as pool:
+        for got, want in zip(pool.map(results, layers), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("bias", [False, True])
