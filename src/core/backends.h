@@ -60,6 +60,7 @@ int enter(int index) noexcept;
 void leave(int previous) noexcept;
 Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
 
+extern const Kernel<RouterGemmDesc> kRouterGemm;
 // The number is the tile's width along the axis that a cluster shares.
 extern const Kernel<GroupedGemmDesc> kUpProj256;
 extern const Kernel<GroupedGemmDesc> kDownProj256;
@@ -75,6 +76,10 @@ extern const Kernel<TopKDesc> kTopK;
 extern const Kernel<MetadataDesc> kMetadata;
 extern const Kernel<AggregateDesc> kAggregate;
 extern const Kernel<ScoreGradDesc> kScoreGrad;
+extern const Kernel<BiasGradDesc> kBiasGrad;
+extern const Kernel<AuxLossDesc> kAuxLoss;
+extern const Kernel<TokenRoundingDesc> kTokenRounding;
+extern const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad;
 }  // namespace cuda
 #endif
 

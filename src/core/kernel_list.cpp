@@ -71,7 +71,12 @@ std::span<const Kernel<MetadataDesc>* const> kernel_list() {
 
 template <>
 std::span<const Kernel<BiasGradDesc>* const> kernel_list() {
-  static constexpr const Kernel<BiasGradDesc>* kList[] = {&cpu::kBiasGrad};
+  static constexpr const Kernel<BiasGradDesc>* kList[] = {
+    &cpu::kBiasGrad,
+#if SONICMOE_HAS_CUDA
+    &cuda::kBiasGrad,
+#endif
+  };
   return kList;
 }
 
@@ -99,19 +104,34 @@ std::span<const Kernel<ScoreGradDesc>* const> kernel_list() {
 
 template <>
 std::span<const Kernel<AuxLossDesc>* const> kernel_list() {
-  static constexpr const Kernel<AuxLossDesc>* kList[] = {&cpu::kAuxLoss};
+  static constexpr const Kernel<AuxLossDesc>* kList[] = {
+    &cpu::kAuxLoss,
+#if SONICMOE_HAS_CUDA
+    &cuda::kAuxLoss,
+#endif
+  };
   return kList;
 }
 
 template <>
 std::span<const Kernel<TokenRoundingDesc>* const> kernel_list() {
-  static constexpr const Kernel<TokenRoundingDesc>* kList[] = {&cpu::kTokenRounding};
+  static constexpr const Kernel<TokenRoundingDesc>* kList[] = {
+    &cpu::kTokenRounding,
+#if SONICMOE_HAS_CUDA
+    &cuda::kTokenRounding,
+#endif
+  };
   return kList;
 }
 
 template <>
 std::span<const Kernel<TokenRoundingGradDesc>* const> kernel_list() {
-  static constexpr const Kernel<TokenRoundingGradDesc>* kList[] = {&cpu::kTokenRoundingGrad};
+  static constexpr const Kernel<TokenRoundingGradDesc>* kList[] = {
+    &cpu::kTokenRoundingGrad,
+#if SONICMOE_HAS_CUDA
+    &cuda::kTokenRoundingGrad,
+#endif
+  };
   return kList;
 }
 

@@ -20,22 +20,6 @@ struct Slots {
   std::int32_t top_k;                 // 0: lists
 };
 
-/// 16 bytes that are read once, past L1, if `wanted`. One instruction under a predicate: a branch
-/// would wait for one load before the next.
-template <class T>
-__device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted) {
-  uint4 bits = {};
-  asm("{ .reg .pred wanted;\n"
-      "  setp.ne.s32 wanted, %5, 0;\n"
-      "  @wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
-      : "l"(from), "r"(static_cast<int>(wanted)));
-  Eight<T> result;
-  static_assert(sizeof result == sizeof bits);
-  memcpy(&result, &bits, sizeof bits);
-  return result;
-}
-
 template <class T, bool kWeighted>
 __global__ void __launch_bounds__(kThreads)
     aggregate(const T* rows, Slots slots, const float* slot_scores, const T* addend, T* out,
@@ -121,7 +105,7 @@ Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& ex
 
 }  // namespace
 
-extern const Kernel<AggregateDesc> kAggregate = {"aggregate",
+const Kernel<AggregateDesc> kAggregate = {"aggregate",
                                                  "cuda.aggregate",
                                                  DeviceType::cuda,
                                                  takes_16_bit<AggregateDesc>,

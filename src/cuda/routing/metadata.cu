@@ -1,7 +1,8 @@
 // Slots to grouped rows by stable counting sorts: by expert, and for lists by token before that, a
 // digit at a time. A sort is three launches: blocks count their stretch of slots, one pass makes
 // each count the number of equal keys in the blocks before, blocks place their stretch. Positions
-// follow from counts alone, so the order in which anything runs does not matter.
+// follow from counts alone, so the order in which anything runs does not matter. The second and the
+// third launch start early: what they do before they wait touches nothing that is still written.
 #include <algorithm>
 #include <bit>
 #include <cinttypes>
@@ -47,7 +48,7 @@ struct Source {
     return length == nullptr ? slots : *length;
   }
   __device__ std::int32_t slot(std::int64_t i) const {
-    return order == nullptr ? static_cast<std::int32_t>(i) : order[i];
+    return order == nullptr ? static_cast<std::int32_t>(i) : __ldg(order + i);
   }
 };
 
@@ -58,7 +59,7 @@ struct ByExpert {
   std::int32_t* error_word;
 
   __device__ int key(std::int32_t slot) const {
-    const std::int32_t e = slot_experts[slot];
+    const std::int32_t e = __ldg(slot_experts + slot);
     return e >= 0 && e < experts ? e : -1;
   }
   __device__ void look(std::int32_t slot) const {
@@ -77,8 +78,8 @@ struct ByToken {
   std::int32_t* error_word;
 
   __device__ int key(std::int32_t slot) const {
-    const std::int32_t e = slot_experts[slot];
-    const std::int32_t t = slot_tokens[slot];
+    const std::int32_t e = __ldg(slot_experts + slot);
+    const std::int32_t t = __ldg(slot_tokens + slot);
     return e >= 0 && e < experts && t >= 0 && t < tokens ? t >> shift & mask : -1;
   }
   __device__ void look(std::int32_t slot) const {
@@ -95,7 +96,9 @@ struct ToOrder {
   std::int32_t* length;     ///< (1): slots that are rows; null once it is known
   bool fill_tail;
 
-  __device__ void place(std::int32_t slot, std::int32_t at) const { order[at] = slot; }
+  struct Payload {};
+  __device__ Payload load(std::int32_t) const { return {}; }
+  __device__ void place(std::int32_t slot, std::int32_t at, Payload) const { order[at] = slot; }
   __device__ void drop(std::int32_t slot) const { slot_rows[slot] = -1; }
   __device__ void past_end(std::int64_t i) const {
     if (fill_tail) order[i] = -1;
@@ -111,13 +114,20 @@ struct ToRows {
   MetadataArgs a;
   std::uint32_t top_k;  ///< 0: lists
 
-  __device__ void place(std::int32_t slot, std::int32_t row) const {
+  struct Payload {
+    std::int32_t token;
+    float score;
+  };
+  __device__ Payload load(std::int32_t slot) const {
+    return {top_k == 0 ? __ldg(a.slot_tokens + slot)
+                       : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k),
+            a.row_scores != nullptr ? __ldg(a.slot_scores + slot) : 0.0f};
+  }
+  __device__ void place(std::int32_t slot, std::int32_t row, const Payload& payload) const {
     a.slot_rows[slot] = row;
     a.row_slots[row] = slot;
-    a.row_tokens[row] = top_k == 0
-                            ? a.slot_tokens[slot]
-                            : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k);
-    if (a.row_scores != nullptr) a.row_scores[row] = a.slot_scores[slot];
+    a.row_tokens[row] = payload.token;
+    if (a.row_scores != nullptr) a.row_scores[row] = payload.score;
   }
   __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
   __device__ void past_end(std::int64_t row) const {
@@ -134,6 +144,7 @@ template <class By>
 __global__ void __launch_bounds__(kWarps* kWarp)
     count_keys(Shape shape, Source source, By by, std::int32_t* counters) {
   __shared__ std::int32_t shared[kSharedBins];
+  let_next_start();
   std::int32_t* const mine = counters + std::int64_t{blockIdx.x} * shape.bins;
   std::int32_t* const count = shape.shared() ? shared : mine;
   for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) count[b] = 0;
@@ -161,6 +172,8 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   const int first = static_cast<int>(threadIdx.y) * kRows;
   std::int32_t count[kRows];
   std::int32_t sum = 0;
+  wait_for_previous();
+  let_next_start();
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const bool has = bin < shape.bins && first + i < shape.blocks;
@@ -192,40 +205,12 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   }
 }
 
-/// Exclusive sums over the bins by one block: put(bin, sum) for each, and the total to all threads.
-template <int kThreads, class Put>
-__device__ std::int32_t scan_bins(const std::int32_t* totals, int bins, Put put) {
-  __shared__ std::int32_t of_warp[kThreads / kWarp];
-  std::int32_t carry = 0;
-  for (int first = 0; first < bins; first += kThreads) {
-    const int bin = first + static_cast<int>(threadIdx.x);
-    const std::int32_t own = bin < bins ? totals[bin] : 0;
-    std::int32_t scan = own;
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      const std::int32_t before = __shfl_up_sync(kAllLanes, scan, distance);
-      if (lane_id() >= distance) scan += before;
-    }
-    if (lane_id() == kWarp - 1) of_warp[threadIdx.x / kWarp] = scan;
-    __syncthreads();
-    std::int32_t all = 0;
-#pragma unroll
-    for (int w = 0; w < kThreads / kWarp; ++w) {
-      if (w < static_cast<int>(threadIdx.x) / kWarp) scan += of_warp[w];
-      all += of_warp[w];
-    }
-    if (bin < bins) put(bin, carry + scan - own);
-    carry += all;
-    __syncthreads();
-  }
-  return carry;
-}
-
 /// Many bins: their starts once for all blocks. starts[bins] is the total.
 __global__ void __launch_bounds__(1024)
     make_starts(Shape shape, const std::int32_t* totals, std::int32_t* starts) {
-  const std::int32_t total = scan_bins<1024>(
-      totals, shape.bins, [&](int bin, std::int32_t start) { starts[bin] = start; });
+  const std::int32_t total = exclusive_sums<1024>(
+      shape.bins, [&](int bin) { return totals[bin]; },
+      [&](int bin, std::int32_t start) { starts[bin] = start; });
   if (threadIdx.x == 0) starts[shape.bins] = total;
 }
 
@@ -234,18 +219,29 @@ __global__ void __launch_bounds__(1024)
 template <class By, class To>
 __device__ void place_in_order(std::int64_t begin, std::int64_t end, Source source, const By& by,
                                const To& to, std::int32_t* next) {
-  for (std::int64_t first = begin; first < end; first += kWarp) {
-    const std::int64_t i = first + lane_id();
-    const std::int32_t slot = i < end ? source.slot(i) : -1;
-    const int key = i < end ? by.key(slot) : -1;
-    const unsigned same = __match_any_sync(kAllLanes, key);
-    const int before = __popc(same & ((1u << lane_id()) - 1u));
-    const std::int32_t at = key >= 0 ? next[key] + before : 0;
-    __syncwarp();
-    if (key >= 0 && before == 0) next[key] = at + __popc(same);
-    __syncwarp();
-    if (key >= 0) to.place(slot, at);
-    if (key < 0 && i < end) to.drop(slot);
+  constexpr int kTurns = 4;  // loaded before the first is placed
+  for (std::int64_t first = begin; first < end; first += kTurns * kWarp) {
+    std::int32_t slot[kTurns];
+    int key[kTurns];
+    typename To::Payload payload[kTurns];
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      const std::int64_t i = first + r * kWarp + lane_id();
+      slot[r] = i < end ? source.slot(i) : -1;
+      key[r] = i < end ? by.key(slot[r]) : -1;
+      if (key[r] >= 0) payload[r] = to.load(slot[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      const unsigned same = __match_any_sync(kAllLanes, key[r]);
+      const int before = __popc(same & ((1u << lane_id()) - 1u));
+      const std::int32_t at = key[r] >= 0 ? next[key[r]] + before : 0;
+      __syncwarp();
+      if (key[r] >= 0 && before == 0) next[key[r]] = at + __popc(same);
+      __syncwarp();
+      if (key[r] >= 0) to.place(slot[r], at, payload[r]);
+      if (key[r] < 0 && slot[r] >= 0) to.drop(slot[r]);
+    }
   }
 }
 
@@ -262,16 +258,17 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   const std::int64_t end = min(begin + shape.stretch, source.size(shape.slots));
 
   for (int b = threadIdx.x; b < kWarps * shape.bins; b += blockDim.x) next[b] = 0;
-  const std::int32_t total = scan_bins<kWarps * kWarp>(
-      totals, shape.bins, [&](int bin, std::int32_t at) { start[bin] = at; });
   __syncthreads();
-
   const std::int64_t warp_begin = begin + warp * (shape.stretch / kWarps);
   const std::int64_t warp_end = min(warp_begin + shape.stretch / kWarps, end);
   for (std::int64_t i = warp_begin + lane_id(); i < warp_end; i += kWarp) {
     const int key = by.key(source.slot(i));
     if (key >= 0) atomicAdd(&next_of_warp[key], 1);
   }
+  wait_for_previous();
+  const std::int32_t total = exclusive_sums<kWarps * kWarp>(
+      shape.bins, [&](int bin) { return totals[bin]; },
+      [&](int bin, std::int32_t at) { start[bin] = at; });
   __syncthreads();
   for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) {
     std::int32_t at = start[b] + counters[std::int64_t{blockIdx.x} * shape.bins + b];
@@ -435,12 +432,12 @@ void sort(const Shape& shape, const Source& source, const By& by, const To& to, 
           std::int32_t* totals, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(shape.blocks);
   count_keys<<<blocks, kWarps * kWarp, 0, stream>>>(shape, source, by, m.counters);
-  sum_blocks<<<blocks_for(shape.bins, kWarp), dim3(kWarp, kWarp), 0, stream>>>(shape, m.counters,
-                                                                               totals);
+  launch_early(sum_blocks, blocks_for(shape.bins, kWarp), dim3(kWarp, kWarp), 0, stream, shape,
+               m.counters, totals);
   if (shape.shared()) {
     const std::size_t bytes = 4 * static_cast<std::size_t>((kWarps + 1) * shape.bins);
-    place_slots<<<blocks, kWarps * kWarp, bytes, stream>>>(shape, source, by, to, m.counters,
-                                                           totals);
+    launch_early(place_slots<By, To>, blocks, kWarps * kWarp, bytes, stream, shape, source, by, to,
+                 m.counters, totals);
   } else {
     make_starts<<<1, 1024, 0, stream>>>(shape, totals, m.starts);
     place_slots_slowly<<<blocks, kWarp, 0, stream>>>(shape, source, by, to, m.counters, m.starts);
@@ -494,7 +491,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
 
 }  // namespace
 
-extern const Kernel<MetadataDesc> kMetadata = {
+const Kernel<MetadataDesc> kMetadata = {
     "metadata",       "cuda.metadata",
     DeviceType::cuda, [](const MetadataDesc&) { return std::string(); },
     workspace,        run};

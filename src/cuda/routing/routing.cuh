@@ -73,6 +73,31 @@ inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
+/// Launches a kernel that may start while the one before it in the stream still runs. It must call
+/// wait_for_previous() before it touches what that one reads or writes.
+template <class... Parameters, class... Arguments>
+void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
+                  cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  (void)cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);  // launched() sees the error
+}
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+/// From here on the next kernel may start, if it was launched early.
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 
 /// Sum over a warp at distance 16, 8, 4, 2, 1, as in math::lane_sum32; every lane gets it.
@@ -84,11 +109,41 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+/// put(i, value(0) + ... + value(i-1)) for i below n, by one block of kThreads; the whole sum to
+/// all.
+template <int kThreads, class Value, class Put>
+__device__ std::int32_t exclusive_sums(int n, Value value, Put put) {
+  __shared__ std::int32_t of_warp[kThreads / kWarp];
+  std::int32_t carry = 0;
+  for (int first = 0; first < n; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    const std::int32_t own = i < n ? value(i) : 0;
+    std::int32_t sum = own;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const std::int32_t before = __shfl_up_sync(kAllLanes, sum, distance);
+      if (lane_id() >= distance) sum += before;
+    }
+    if (lane_id() == kWarp - 1) of_warp[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    std::int32_t all = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / kWarp; ++w) {
+      if (w < static_cast<int>(threadIdx.x) / kWarp) sum += of_warp[w];
+      all += of_warp[w];
+    }
+    if (i < n) put(i, carry + sum - own);
+    carry += all;
+    __syncthreads();
+  }
+  return carry;
+}
+
 /// 32 bits that ascend with a number: -0 is +0, and every NaN is 1, below all numbers. Never 0.
 __device__ __forceinline__ std::uint32_t order_bits(float x) {
   const std::uint32_t u = math::bits(math::add(x, 0.0f));
-  const std::uint32_t ordered = u ^ (u >> 31 ? 0xffffffffu : 0x80000000u);
-  return x != x ? 1u : ordered;
+  const std::uint32_t turn = static_cast<std::uint32_t>(static_cast<std::int32_t>(u) >> 31);
+  return x != x ? 1u : u ^ (turn | 0x80000000u);
 }
 __device__ __forceinline__ float from_order_bits(std::uint32_t ordered) {
   return math::from_bits(ordered >> 31 ? ordered ^ 0x80000000u : ~ordered);
@@ -113,6 +168,22 @@ __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
     sum = math::add(sum, math::softmax_term(to_float(logits[e]), row_max));
   }
   return {row_max, warp_sum(sum)};
+}
+
+/// 16 bytes that are read once, past L1, if `wanted`; else zeros. One instruction under a
+/// predicate: a branch would wait for one load before the next.
+template <class T>
+__device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted) {
+  uint4 bits = {};
+  asm("{ .reg .pred wanted;\n"
+      "  setp.ne.s32 wanted, %5, 0;\n"
+      "  @wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+      : "l"(from), "r"(static_cast<int>(wanted)));
+  Eight<T> result;
+  static_assert(sizeof result == sizeof bits);
+  memcpy(&result, &bits, sizeof bits);
+  return result;
 }
 
 /// Or-ed into the error word, if there is one.

@@ -106,7 +106,7 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& ex
 
 }  // namespace
 
-extern const Kernel<ScoreGradDesc> kScoreGrad = {"score_grad",
+const Kernel<ScoreGradDesc> kScoreGrad = {"score_grad",
                                                  "cuda.score_grad",
                                                  DeviceType::cuda,
                                                  takes_any_dtype<ScoreGradDesc>,

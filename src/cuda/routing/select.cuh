@@ -8,7 +8,8 @@
 ///
 /// A value and its expert travel as one integer key, [bits that ascend with the value | ~expert],
 /// so the largest key is the next expert with ties broken. No bit of the value is lost: a 16-bit
-/// logit and an expert below 2^16 fill 32 bits, an fp32 value takes 64. Key 0 means none.
+/// logit fits the upper 19 bits of a float and leaves 13 for the expert, an fp32 value takes a
+/// 64-bit key. Key 0 means none.
 namespace sonicmoe::cuda {
 
 /// What of a descriptor decides a token's experts and scores.
@@ -25,35 +26,25 @@ struct Route {
   }
 };
 
-template <class T>
-__device__ __forceinline__ unsigned raw_bits(T x) {
-  if constexpr (std::is_same_v<T, __half>) return __half_as_ushort(x);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __bfloat16_as_ushort(x);
-}
-template <class T>
-__device__ __forceinline__ T from_raw_bits(unsigned bits) {
-  const unsigned short u = static_cast<unsigned short>(bits);
-  if constexpr (std::is_same_v<T, __half>) return __ushort_as_half(u);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __ushort_as_bfloat16(u);
-}
-
-template <class T>
-struct Key32 {  // of a 16-bit logit
+struct Key32 {  // of a 16-bit logit, for experts below 2^13
   std::uint32_t bits = 0;
 
-  static __device__ Key32 of(T x, std::int64_t expert) {
-    const float value = to_float(x);
-    const unsigned raw = value == 0.0f ? 0u : raw_bits(x);  // -0 is +0
-    const unsigned ordered = value != value ? 1u : raw ^ (raw >> 15 ? 0xffffu : 0x8000u);
-    return {ordered << 16 | (0xffffu - static_cast<unsigned>(expert))};
+  static __device__ Key32 of(float x, int expert) {
+    // bf16 and fp16, subnormal numbers included, have no more than 10 bits of mantissa.
+    const std::uint32_t ordered = x != x ? 1u << kExpertBits : order_bits(x) & ~kExperts;
+    return {ordered | (kExperts - static_cast<unsigned>(expert))};
   }
   __device__ float value() const {
-    const unsigned ordered = bits >> 16;
-    return to_float(from_raw_bits<T>(ordered ^ (ordered >> 15 ? 0x8000u : 0xffffu)));
+    // Below zero all bits are turned, those that were cut off too.
+    return from_order_bits(bits >> 31 ? bits & ~kExperts : bits | kExperts);
   }
   __device__ std::int32_t expert() const {
-    return static_cast<std::int32_t>(0xffffu - (bits & 0xffffu));
+    return static_cast<std::int32_t>(kExperts - (bits & kExperts));
   }
+
+ private:
+  static constexpr int kExpertBits = 13;
+  static constexpr std::uint32_t kExperts = (1u << kExpertBits) - 1;
 };
 
 struct Key64 {  // of a value in fp32
@@ -68,8 +59,7 @@ struct Key64 {  // of a value in fp32
   }
 };
 
-template <class T>
-__device__ __forceinline__ Key32<T> warp_max(Key32<T> key) {
+__device__ __forceinline__ Key32 warp_max(Key32 key) {
   return {__reduce_max_sync(kAllLanes, key.bits)};
 }
 __device__ __forceinline__ Key64 warp_max(Key64 key) {
@@ -79,42 +69,46 @@ __device__ __forceinline__ Key64 warp_max(Key64 key) {
   return {std::uint64_t{top} << 32 | __reduce_max_sync(kAllLanes, low)};
 }
 
-/// A lane's keys as kGroups lists of kDepth, each in descending order, so that the largest is the
-/// head of a list and taking it shifts that list alone.
-template <class Key, int kGroups, int kDepth>
+/// The kDepth largest keys of a lane in descending order: with the experts spread over 32 lanes,
+/// few tokens need more of one lane, and those build the list again.
+template <class Key>
 struct LaneKeys {
-  Key key[kGroups * kDepth];
+  static constexpr int kDepth = 4;
+  Key key[kDepth];
+  bool more = true;  ///< the lane has keys that are not in the list
 
-  __device__ void sort() {
-    static_assert(kDepth == 1 || kDepth == 2 || kDepth == 4);
+  /// From key_of(0) .. key_of(kPerLane - 1), those below `bound`.
+  template <int kPerLane, class KeyOf>
+  __device__ void build(KeyOf key_of, Key bound) {
 #pragma unroll
-    for (int g = 0; g < kGroups * kDepth; g += kDepth) {
-      if constexpr (kDepth == 2) order(g, g + 1);
-      if constexpr (kDepth == 4) {
-        order(g, g + 1), order(g + 2, g + 3), order(g, g + 2), order(g + 1, g + 3);
-        order(g + 1, g + 2);
+    for (int first = 0; first < kPerLane; first += kDepth) {
+      LaneKeys four;
+#pragma unroll
+      for (int i = 0; i < kDepth; ++i) {
+        if (first + i < kPerLane) four.key[i] = key_of(first + i);
+        if (kPerLane > kDepth && four.key[i].bits >= bound.bits) four.key[i] = Key{};
+      }
+      four.order(0, 1), four.order(2, 3), four.order(0, 2), four.order(1, 3), four.order(1, 2);
+      if (first == 0) {
+        *this = four;
+      } else {
+        merge(four);
       }
     }
+    more = kPerLane > kDepth && key[kDepth - 1].bits != 0;
   }
 
   /// The largest key of the warp, which is then gone.
   __device__ Key take() {
-    Key best = key[0];
+    const Key best = warp_max(key[0]);
+    if (key[0].bits == best.bits) {
 #pragma unroll
-    for (int g = 1; g < kGroups; ++g) {
-      if (key[g * kDepth].bits > best.bits) best = key[g * kDepth];
-    }
-    best = warp_max(best);
-#pragma unroll
-    for (int g = 0; g < kGroups * kDepth; g += kDepth) {
-      if (key[g].bits == best.bits) {
-#pragma unroll
-        for (int i = 0; i + 1 < kDepth; ++i) key[g + i] = key[g + i + 1];
-        key[g + kDepth - 1] = Key{};
-      }
+      for (int i = 0; i + 1 < kDepth; ++i) key[i] = key[i + 1];
+      key[kDepth - 1] = Key{};
     }
     return best;
   }
+  __device__ bool used_up() const { return __any_sync(kAllLanes, more && key[0].bits == 0); }
 
  private:
   __device__ void order(int a, int b) {
@@ -122,6 +116,15 @@ struct LaneKeys {
     const Key larger = swap ? key[b] : key[a];
     key[b] = swap ? key[a] : key[b];
     key[a] = larger;
+  }
+  /// The largest four of two lists: first of either end, then into order (they rise and fall).
+  __device__ void merge(const LaneKeys& other) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) {
+      const Key theirs = other.key[kDepth - 1 - i];
+      if (theirs.bits > key[i].bits) key[i] = theirs;
+    }
+    order(0, 2), order(1, 3), order(0, 1), order(2, 3);
   }
 };
 
@@ -131,21 +134,20 @@ struct Chosen {
   float score[2];
 };
 
-/// A token's logits in a warp: lane l holds experts l, l + 32, ... For at most 32 * kGroups *
-/// kDepth experts and 64 entries.
-template <class T, int kGroups, int kDepth>
+/// A token's logits in a warp: lane l holds experts l, l + 32, ... For at most 32 * kPerLane
+/// experts and 64 entries.
+template <class T, int kPerLane_>
 struct WarpRow {
-  static constexpr int kPerLane = kGroups * kDepth;
+  static constexpr int kPerLane = kPerLane_;
   T logit[kPerLane];
-  std::int64_t experts;
+  int experts;
 
-  __device__ WarpRow(const T* logits, std::int64_t count) : experts(count) {
+  __device__ WarpRow(const T* logits, std::int64_t count) : experts(static_cast<int>(count)) {
+    const T* mine = logits + lane_id();
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      logit[j] = has(j) ? logits[expert(j)] : from_float<T>(0.0f);
-    }
+    for (int j = 0; j < kPerLane; ++j) logit[j] = has(j) ? mine[j * kWarp] : from_float<T>(0.0f);
   }
-  __device__ std::int64_t expert(int j) const { return j * kWarp + lane_id(); }
+  static __device__ int expert(int j) { return j * kWarp + lane_id(); }
   __device__ bool has(int j) const { return expert(j) < experts; }
 
   /// True in every lane if the row would be refused: a NaN, or no finite maximum.
@@ -186,50 +188,49 @@ struct WarpRow {
 
   /// Entries of softmax over the top-K.
   __device__ Chosen choose_by_logit(const Route& route) const {
-    using Key = std::conditional_t<sizeof(T) == 2, Key32<T>, Key64>;
-    LaneKeys<Key, kGroups, kDepth> keys;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      if (has(j)) keys.key[j] = Key::of(logit[j], expert(j));
-    }
-    return choose(keys, route);
+    using Key = std::conditional_t<sizeof(T) == 2, Key32, Key64>;
+    return choose<Key>(route, [&](int j) { return Key::of(to_float(logit[j]), expert(j)); });
   }
   /// Entries of top-K over the softmax.
   __device__ Chosen choose_by_probability(const Route& route, const float (&p)[kPerLane]) const {
-    LaneKeys<Key64, kGroups, kDepth> keys;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      if (has(j)) keys.key[j] = Key64::of(p[j], expert(j));
-    }
-    return choose(keys, route);
+    return choose<Key64>(route, [&](int j) { return Key64::of(p[j], expert(j)); });
   }
 
  private:
-  template <class Keys>
-  static __device__ Chosen choose(Keys& keys, const Route& route) {
-    keys.sort();
-    decltype(keys.take()) mine[2];
+  template <class Key, class KeyOf>
+  __device__ Chosen choose(const Route& route, KeyOf key_of) const {
+    const auto key = [&](int j) { return has(j) ? key_of(j) : Key{}; };
+    Key mine[2];
+    LaneKeys<Key> keys;
+    Key last;
+    last.bits = ~last.bits;
+    constexpr bool kAll = kPerLane <= keys.kDepth;  // the list holds all keys of a lane
+    if constexpr (kAll) keys.template build<kPerLane>(key, last);
     float max = 0.0f;
-    for (int k = 0; k < route.top_k; ++k) {
-      const auto best = keys.take();
-      if (k == 0) max = best.value();
-      if (k == lane_id()) mine[0] = best;
-      if (k == lane_id() + kWarp) mine[1] = best;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int left = min(route.top_k - i * kWarp, kWarp);
+      for (int k = 0; k < left; ++k) {
+        if (!kAll && keys.used_up()) keys.template build<kPerLane>(key, last);
+        last = keys.take();
+        if (k == lane_id()) mine[i] = last;
+      }
+      if (i == 0) max = __shfl_sync(kAllLanes, mine[0].value(), 0);
     }
     Chosen c;
+    float sum = 0.0f;  // in stored order
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       c.expert[i] = mine[i].expert();
       c.score[i] = mine[i].value();
       if (route.over_top_k) c.score[i] = math::softmax_term(c.score[i], max);
+      const int left = route.normalised ? min(route.top_k - i * kWarp, kWarp) : 0;
+      for (int k = 0; k < left; ++k) sum = math::add(sum, __shfl_sync(kAllLanes, c.score[i], k));
     }
-    if (!route.normalised) return c;
-    float sum = 0.0f;  // in stored order
-    for (int k = 0; k < route.top_k; ++k) {
-      sum = math::add(sum, __shfl_sync(kAllLanes, k < kWarp ? c.score[0] : c.score[1], k % kWarp));
+    if (route.normalised) {
+      c.score[0] = math::div(c.score[0], sum);
+      c.score[1] = math::div(c.score[1], sum);
     }
-    c.score[0] = math::div(c.score[0], sum);
-    c.score[1] = math::div(c.score[1], sum);
     return c;
   }
 };
@@ -242,15 +243,15 @@ inline bool fits_warp_row(std::int64_t experts, std::int64_t top_k) {
   return experts <= kWarpRowExperts && top_k <= kWarpRowTopK;
 }
 
-/// f(Groups, Depth) as integral constants, for the smallest WarpRow that holds a row.
+/// f(kPerLane) as an integral constant, for the smallest WarpRow that holds a row.
 template <class F>
 Status visit_row_size(std::int64_t experts, F&& f) {
   using std::integral_constant;
-  if (experts <= 64) return f(integral_constant<int, 1>{}, integral_constant<int, 2>{});
-  if (experts <= 128) return f(integral_constant<int, 1>{}, integral_constant<int, 4>{});
-  if (experts <= 256) return f(integral_constant<int, 2>{}, integral_constant<int, 4>{});
-  if (experts <= 512) return f(integral_constant<int, 4>{}, integral_constant<int, 4>{});
-  return f(integral_constant<int, 8>{}, integral_constant<int, 4>{});
+  if (experts <= 64) return f(integral_constant<int, 2>{});
+  if (experts <= 128) return f(integral_constant<int, 4>{});
+  if (experts <= 256) return f(integral_constant<int, 8>{});
+  if (experts <= 512) return f(integral_constant<int, 16>{});
+  return f(integral_constant<int, 32>{});
 }
 
 inline constexpr int kSlowThreads = 256;

@@ -8,19 +8,19 @@ namespace {
 
 constexpr int kWarps = 8;  // tokens of a block
 
-template <class T, bool kOverTopK, int kGroups, int kDepth>
-__global__ void __launch_bounds__(kWarps* kWarp)
+template <class T, bool kOverTopK, int kPerLane>
+__global__ void __launch_bounds__(kWarps* kWarp, 1)
     top_k(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
           std::int32_t* error_word) {
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   if (t >= tokens) return;
-  const WarpRow<T, kGroups, kDepth> row(logits + t * route.experts, route.experts);
+  const WarpRow<T, kPerLane> row(logits + t * route.experts, route.experts);
   if (error_word != nullptr && row.bad() && lane_id() == 0) report(error_word, kBadLogits);
   Chosen chosen;
   if constexpr (kOverTopK) {
     chosen = row.choose_by_logit(route);
   } else {
-    float p[row.kPerLane];
+    float p[kPerLane];
     row.probabilities(p);
     chosen = row.choose_by_probability(route, p);
   }
@@ -59,9 +59,9 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
                                                                      a.error_word);
     return launched("top_k: launch");
   }
-  return visit_row_size(d.experts, [&](auto groups, auto depth) {
-    const auto kernel = route.over_top_k ? top_k<T, true, groups.value, depth.value>
-                                         : top_k<T, false, groups.value, depth.value>;
+  return visit_row_size(d.experts, [&](auto per_lane) {
+    const auto kernel =
+        route.over_top_k ? top_k<T, true, per_lane.value> : top_k<T, false, per_lane.value>;
     kernel<<<blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream>>>(
         logits, d.tokens, route, a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
@@ -77,7 +77,7 @@ Status run(const TopKDesc& desc, const TopKArgs& args, void* memory, const Exec&
 
 }  // namespace
 
-extern const Kernel<TopKDesc> kTopK = {
+const Kernel<TopKDesc> kTopK = {
     "top_k", "cuda.top_k", DeviceType::cuda, takes_any_dtype<TopKDesc>, workspace, run};
 
 }  // namespace sonicmoe::cuda

@@ -1,0 +1,443 @@
+// Token choice first; then each expert whose count is not a multiple of the tile drops its weakest
+// tokens or adds the best others. Probabilities lie expert by expert with the sign bit set where a
+// token is routed, so that an expert's block reads one stretch of memory to select and flips signs
+// in it; nothing else writes there.
+#include "core/backends.h"
+#include "cuda/routing/select.cuh"
+#include "math/philox.h"
+#include "math/rounding.h"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kWarps = 8;             // tokens of a block that routes
+constexpr int kTokens = 256;          // of a block that writes lists
+constexpr int kSelectThreads = 1024;  // of an expert's block
+constexpr int kMaxChanging = 1024;    // below the largest tile
+constexpr std::uint32_t kRouted = 0x80000000u;
+
+struct Memory {
+  std::uint32_t* marked;        // (E, T): bits of the probability, kRouted
+  float* scores;                // (T, K): of token choice
+  std::int32_t* ids;            // (T, K)
+  std::int32_t* chosen;         // (E): rows before rounding
+  std::int32_t* goes_up;        // (E)
+  std::int32_t* token_offsets;  // (T): within the block of kTokens
+  std::int32_t* block_starts;   // (blocks + 1)
+  void* check;
+
+  static std::int64_t blocks(const TokenRoundingDesc& d) {
+    return (d.tokens + kTokens - 1) / kTokens;
+  }
+  static std::size_t layout(const TokenRoundingDesc& d, void* base, Memory* out) {
+    char* const at = static_cast<char*>(base);
+    std::size_t end = kCheckBytes;
+    const auto take = [&](auto* array, std::int64_t count) {
+      if (out != nullptr)
+        *array = reinterpret_cast<std::remove_pointer_t<decltype(array)>>(at + end);
+      end += 4 * static_cast<std::size_t>(count);
+    };
+    Memory unused;
+    Memory& m = out == nullptr ? unused : *out;
+    m.check = base;
+    take(&m.marked, d.tokens * d.experts);
+    take(&m.scores, d.tokens * d.top_k);
+    take(&m.ids, d.tokens * d.top_k);
+    take(&m.chosen, d.experts);
+    take(&m.goes_up, d.experts);
+    take(&m.token_offsets, d.tokens);
+    take(&m.block_starts, blocks(d) + 1);
+    return end;
+  }
+};
+
+/// Token choice. The block's 8 tokens go through shared memory, so that an expert's 8 probabilities
+/// are written as one sector.
+template <class T, int kPerLane>
+__global__ void __launch_bounds__(kWarps* kWarp, 1)
+    choose_tokens(const T* logits, std::int64_t tokens, Route route, Memory m,
+                  std::int32_t* error_word) {
+  extern __shared__ std::uint32_t marked[];  // (E, kWarps + 1)
+  constexpr int kStride = kWarps + 1;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const std::int64_t first = std::int64_t{blockIdx.x} * kWarps;
+  const std::int64_t t = first + warp;
+  if (t < tokens) {
+    const WarpRow<T, kPerLane> row(logits + t * route.experts, route.experts);
+    if (error_word != nullptr && row.bad() && lane_id() == 0) report(error_word, kBadLogits);
+    float p[kPerLane];
+    row.probabilities(p);
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      if (row.has(j)) marked[row.expert(j) * kStride + warp] = math::bits(p[j]) & ~kRouted;
+    }
+    const Chosen chosen =
+        route.over_top_k ? row.choose_by_logit(route) : row.choose_by_probability(route, p);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = lane_id() + i * kWarp;
+      if (k >= route.top_k) continue;
+      m.scores[t * route.top_k + k] = chosen.score[i];
+      m.ids[t * route.top_k + k] = chosen.expert[i];
+      marked[chosen.expert[i] * kStride + warp] |= kRouted;
+    }
+  }
+  __syncthreads();
+  const int cells = static_cast<int>(route.experts) * kWarps;
+  for (int i = threadIdx.x; i < cells; i += blockDim.x) {
+    const int e = i / kWarps;
+    const std::int64_t token = first + i % kWarps;
+    if (token < tokens) m.marked[e * tokens + token] = marked[e * kStride + i % kWarps];
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kSlowThreads)
+    choose_tokens_slowly(const T* logits, std::int64_t tokens, Route route, Memory m,
+                         std::int32_t* error_word) {
+  const std::int64_t t = blockIdx.x;
+  const T* row = logits + t * route.experts;
+  const RowSoftmax softmax = row_softmax(row, route.experts);
+  if (threadIdx.x == 0 && softmax.sum != softmax.sum) report(error_word, kBadLogits);
+  for (std::int64_t e = threadIdx.x; e < route.experts; e += kSlowThreads) {
+    const float p = softmax.probability(to_float(row[e]));
+    m.marked[e * tokens + t] = math::bits(p) & ~kRouted;
+  }
+  std::int32_t* const ids = m.ids + t * route.top_k;
+  route_slowly(route, row, softmax, m.scores + t * route.top_k, ids);
+  for (int k = threadIdx.x; k < route.top_k; k += kSlowThreads) {
+    m.marked[ids[k] * tokens + t] |= kRouted;
+  }
+}
+
+/// Sum over a block of kSelectThreads; every thread gets it.
+__device__ int block_sum(int x) {
+  __shared__ int of_warp[kSelectThreads / kWarp];
+  x = __reduce_add_sync(kAllLanes, x);
+  __syncthreads();  // the last result has been read
+  if (lane_id() == 0) of_warp[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return __reduce_add_sync(kAllLanes, of_warp[lane_id()]);
+}
+
+/// Rows of each expert before rounding, a block per expert.
+__global__ void __launch_bounds__(kSelectThreads)
+    count_chosen(std::int64_t tokens, Memory m, std::int32_t* frequency) {
+  const std::int64_t expert = blockIdx.x;
+  int count = 0;
+  for (std::int64_t t = threadIdx.x; t < tokens; t += kSelectThreads) {
+    count += static_cast<int>(m.marked[expert * tokens + t] >> 31);
+  }
+  count = block_sum(count);
+  if (threadIdx.x != 0) return;
+  m.chosen[expert] = count;
+  if (frequency != nullptr) frequency[expert] = count;
+}
+
+/// Where the draws of a call come from.
+struct Draws {
+  std::uint64_t seed;
+  std::uint64_t offset;
+  const std::uint64_t* memory;  ///< (2), instead of both
+  __device__ std::uint32_t operator()(std::int64_t expert) const {
+    const bool inside = memory != nullptr;
+    return math::philox(inside ? memory[0] : seed, inside ? memory[1] : offset,
+                        static_cast<std::uint64_t>(expert));
+  }
+};
+
+struct Rounding {
+  std::int64_t tokens;
+  std::int64_t experts;
+  std::int32_t tile;
+  RoundingRule rule;
+  Draws draw;
+};
+
+/// The decision of every rule that needs counts only. One block; the running error of `balance`
+/// needs the experts in order.
+__global__ void __launch_bounds__(1024) decide(Rounding rounding, Memory m) {
+  const auto candidates = [&](std::int64_t e) {
+    return math::candidates(m.chosen[e], rounding.tile, rounding.tokens);
+  };
+  if (rounding.rule == RoundingRule::balance) {
+    if (threadIdx.x != 0) return;
+    std::int64_t error = 0;
+    for (std::int64_t e = 0; e < rounding.experts; ++e) {
+      const math::Candidates c = candidates(e);
+      const bool up = c.open && math::balance_up(c, error);
+      m.goes_up[e] = up;
+      error += (up ? c.ceil : c.floor) - c.count;
+    }
+    return;
+  }
+  for (std::int64_t e = threadIdx.x; e < rounding.experts; e += blockDim.x) {
+    const math::Candidates c = candidates(e);
+    bool up = rounding.rule == RoundingRule::up;
+    if (rounding.rule == RoundingRule::nearest) up = math::nearest_up(c);
+    if (rounding.rule == RoundingRule::stochastic) {
+      up = math::stochastic_up(c, rounding.tile, rounding.draw(e));
+    }
+    m.goes_up[e] = c.open && up;  // nearest_scores: decided where the scores are
+  }
+}
+
+/// What an expert's block shares.
+struct Selection {
+  static constexpr int kDigitBits = 11;
+  std::int32_t bins[1 << kDigitBits];
+  std::int32_t token[kMaxChanging];  ///< those that change, ascending
+  std::uint32_t threshold;
+  std::int32_t left;   ///< how many are wanted of the tokens with the threshold's rank
+  std::int32_t equal;  ///< how many there are
+  std::int32_t before[kSelectThreads / kWarp];
+  float sum;
+};
+
+/// One expert's tokens that could change: the routed ones (down) or the others (up). The lowest
+/// rank goes first: the best of the others, the weakest of the routed. Among equals the lower token
+/// goes up first, and the higher one goes down first.
+struct Changing {
+  const std::uint32_t* marked;
+  std::int64_t tokens;
+  bool up;
+  __device__ bool is(std::uint32_t mark) const { return (mark >> 31 != 0) != up; }
+  __device__ std::uint32_t rank(std::uint32_t mark) const {
+    return up ? ~mark & ~kRouted : mark & ~kRouted;
+  }
+};
+
+/// Puts the `wanted` tokens of lowest rank into s.token in ascending order of token. A radix select
+/// finds the rank of the last; then one pass in token order. The whole block calls it.
+__device__ void select_changing(const Changing& who, int wanted, Selection& s) {
+  constexpr int kBits = Selection::kDigitBits;
+  std::uint32_t prefix = 0;
+  int left = wanted;
+  for (int shift = 2 * kBits; shift >= 0; shift -= kBits) {
+    for (int b = threadIdx.x; b < 1 << kBits; b += kSelectThreads) s.bins[b] = 0;
+    __syncthreads();
+    for (std::int64_t t = threadIdx.x; t < who.tokens; t += kSelectThreads) {
+      const std::uint32_t mark = who.marked[t];
+      const std::uint32_t rank = who.rank(mark);
+      const bool in_prefix = shift == 2 * kBits || rank >> (shift + kBits) == prefix;
+      if (who.is(mark) && in_prefix) {
+        atomicAdd(&s.bins[rank >> shift & ((1u << kBits) - 1u)], 1);
+      }
+    }
+    __syncthreads();
+    // The bin in which the wanted-th lies: two bins a thread.
+    const int pair = s.bins[2 * threadIdx.x] + s.bins[2 * threadIdx.x + 1];
+    (void)exclusive_sums<kSelectThreads>(
+        kSelectThreads, [&](int) { return pair; },
+        [&](int i, int below) {
+          const int first = s.bins[2 * i];
+          if (below >= left || below + pair < left) return;
+          const bool second = below + first < left;
+          s.threshold = prefix << kBits | static_cast<std::uint32_t>(2 * i + second);
+          s.left = left - below - (second ? first : 0);
+          s.equal = second ? pair - first : first;
+        });
+    __syncthreads();
+    prefix = s.threshold;
+    left = s.left;
+    __syncthreads();
+  }
+
+  const int skipped = who.up ? 0 : s.equal - left;  // of those equal to the threshold
+  int lower = 0;                                    // in the tokens before
+  int equal = 0;
+  for (std::int64_t first = 0; first < who.tokens; first += kSelectThreads) {
+    const std::int64_t t = first + threadIdx.x;
+    const std::uint32_t mark = t < who.tokens ? who.marked[t] : (who.up ? kRouted : 0u);
+    const bool candidate = who.is(mark);
+    const bool is_lower = candidate && who.rank(mark) < prefix;
+    const bool is_equal = candidate && who.rank(mark) == prefix;
+    const unsigned lowers = __ballot_sync(kAllLanes, is_lower);
+    const unsigned equals = __ballot_sync(kAllLanes, is_equal);
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    if (lane_id() == 0) s.before[warp] = __popc(lowers) | __popc(equals) << 16;
+    __syncthreads();
+    const int of_warp = s.before[lane_id()];
+    const int warps_before = __reduce_add_sync(kAllLanes, lane_id() < warp ? of_warp : 0);
+    const int all = __reduce_add_sync(kAllLanes, of_warp);
+    const unsigned lanes_before = (1u << lane_id()) - 1u;
+    const int my_lower = lower + (warps_before & 0xffff) + __popc(lowers & lanes_before);
+    const int my_equal = equal + (warps_before >> 16) + __popc(equals & lanes_before);
+    const int equal_taken = min(max(my_equal - skipped, 0), left);
+    if (is_lower || (is_equal && my_equal >= skipped && my_equal - skipped < left)) {
+      s.token[my_lower + equal_taken] = static_cast<std::int32_t>(t);
+    }
+    lower += all & 0xffff;
+    equal += all >> 16;
+    __syncthreads();
+  }
+}
+
+/// A routed entry's score: of top-K, or if it was added, the probability.
+__device__ float score_of(const std::int32_t* ids, const float* scores, int top_k,
+                          std::int64_t expert, std::uint32_t mark) {
+  for (int k = 0; k < top_k; ++k) {
+    if (ids[k] == expert) return scores[k];
+  }
+  return math::from_bits(mark & ~kRouted);
+}
+
+/// Rounds one expert: a block.
+__global__ void __launch_bounds__(kSelectThreads)
+    round_expert(Rounding rounding, int top_k, Memory m, std::int32_t* counts) {
+  __shared__ Selection s;
+  const std::int64_t expert = blockIdx.x;
+  std::uint32_t* const marked = m.marked + expert * rounding.tokens;
+  const math::Candidates c = math::candidates(m.chosen[expert], rounding.tile, rounding.tokens);
+  const int to_drop = c.count - c.floor;
+  const int to_add = c.ceil - c.count;
+  const auto select = [&](bool up) {
+    select_changing({marked, rounding.tokens, up}, up ? to_add : to_drop, s);
+  };
+  // The sum of what would change, ascending by token, as math::lane_sum32 adds.
+  const auto changing_score = [&](bool up) {
+    select(up);
+    if (threadIdx.x < kWarp) {
+      float sum = 0.0f;
+      for (int i = lane_id(); i < (up ? to_add : to_drop); i += kWarp) {
+        const std::int64_t t = s.token[i];
+        sum = math::add(
+            sum, score_of(m.ids + t * top_k, m.scores + t * top_k, top_k, expert, marked[t]));
+      }
+      sum = warp_sum(sum);
+      if (lane_id() == 0) s.sum = sum;
+    }
+    __syncthreads();
+    return s.sum;
+  };
+
+  bool up = m.goes_up[expert] != 0;
+  if (c.open && rounding.rule == RoundingRule::nearest_scores) {
+    const float dropped = changing_score(false);
+    const float added = changing_score(true);
+    up = math::score_up(dropped, added, rounding.draw(expert));
+  }
+  const int wanted = up ? to_add : to_drop;
+  if (threadIdx.x == 0) counts[expert] = up ? c.ceil : c.floor;
+  if (wanted == 0) return;
+  select(up);
+  for (int i = threadIdx.x; i < wanted; i += kSelectThreads) marked[s.token[i]] ^= kRouted;
+}
+
+/// token_offsets: where a token's entries begin within its block; block_starts: entries of a block.
+__global__ void __launch_bounds__(kTokens)
+    count_entries(std::int64_t tokens, std::int64_t experts, Memory m) {
+  const std::int64_t t = std::int64_t{blockIdx.x} * kTokens + threadIdx.x;
+  int entries = 0;
+  if (t < tokens) {
+#pragma unroll 8
+    for (std::int64_t e = 0; e < experts; ++e) {
+      entries += static_cast<int>(m.marked[e * tokens + t] >> 31);
+    }
+  }
+  const int all = exclusive_sums<kTokens>(
+      kTokens, [&](int) { return entries; },
+      [&](int, int before) {
+        if (t < tokens) m.token_offsets[t] = before;
+      });
+  if (threadIdx.x == 0) m.block_starts[blockIdx.x] = all;
+}
+
+__global__ void __launch_bounds__(1024) start_blocks(int blocks, std::int32_t* block_starts) {
+  const int all = exclusive_sums<1024>(
+      blocks, [&](int b) { return block_starts[b]; },
+      [&](int b, int before) { block_starts[b] = before; });
+  if (threadIdx.x == 0) block_starts[blocks] = all;
+}
+
+/// The lists, a thread per token; then the sentinels, all threads together.
+__global__ void __launch_bounds__(kTokens)
+    write_lists(std::int64_t tokens, std::int64_t experts, int top_k, std::int64_t capacity,
+                Memory m, TokenRoundingArgs a) {
+  const std::int64_t t = std::int64_t{blockIdx.x} * kTokens + threadIdx.x;
+  if (t < tokens) {
+    std::int32_t at = m.block_starts[blockIdx.x] + m.token_offsets[t];
+#pragma unroll 8
+    for (std::int64_t e = 0; e < experts; ++e) {
+      const std::uint32_t mark = __ldg(m.marked + e * tokens + t);
+      if ((mark & kRouted) == 0) continue;
+      a.scores[at] = score_of(m.ids + t * top_k, m.scores + t * top_k, top_k, e, mark);
+      a.token_ids[at] = static_cast<std::int32_t>(t);
+      a.expert_ids[at++] = static_cast<std::int32_t>(e);
+    }
+  }
+  const std::int64_t threads = std::int64_t{gridDim.x} * kTokens;
+  for (std::int64_t i = m.block_starts[gridDim.x] + t; i < capacity; i += threads) {
+    a.scores[i] = 0.0f;
+    a.token_ids[i] = static_cast<std::int32_t>(tokens - 1);
+    a.expert_ids[i] = static_cast<std::int32_t>(experts);
+  }
+}
+
+template <class T>
+Status choose(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const Memory& m,
+              cudaStream_t stream) {
+  const T* logits = static_cast<const T*>(a.logits);
+  const Route route = Route::of(d);
+  if (!fits_warp_row(d.experts, d.top_k)) {
+    choose_tokens_slowly<<<blocks_for(d.tokens, 1), kSlowThreads, 0, stream>>>(
+        logits, d.tokens, route, m, a.error_word);
+    return launched("token_rounding: launch");
+  }
+  return visit_row_size(d.experts, [&](auto per_lane) {
+    const std::size_t bytes = 4 * static_cast<std::size_t>(d.experts * (kWarps + 1));
+    choose_tokens<T, per_lane.value>
+        <<<blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, stream>>>(logits, d.tokens, route,
+                                                                          m, a.error_word);
+    return launched("token_rounding: launch");
+  });
+}
+
+template <class T>
+Status run_typed(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* memory,
+                 const Exec& exec) {
+  const cudaStream_t stream = stream_of(exec);
+  Memory m;
+  Memory::layout(d, memory, &m);
+  if (exec.checked) {
+    const T* logits = static_cast<const T*>(a.logits);
+    if (Status s = check_logits(logits, d.tokens, d.experts, m.check, stream); !s.ok()) return s;
+  }
+  if (d.tokens > 0) {
+    if (Status s = choose<T>(d, a, m, stream); !s.ok()) return s;
+  }
+  const unsigned experts = static_cast<unsigned>(d.experts);
+  const int top_k = static_cast<int>(d.top_k);
+  const Rounding rounding{d.tokens, d.experts, static_cast<std::int32_t>(d.tile), d.rule,
+                          Draws{a.seed, a.offset, a.draws}};
+  count_chosen<<<experts, kSelectThreads, 0, stream>>>(d.tokens, m, a.frequency);
+  decide<<<1, 1024, 0, stream>>>(rounding, m);
+  round_expert<<<experts, kSelectThreads, 0, stream>>>(rounding, top_k, m, a.counts);
+  if (d.tokens > 0) {
+    const unsigned blocks = static_cast<unsigned>(Memory::blocks(d));
+    count_entries<<<blocks, kTokens, 0, stream>>>(d.tokens, d.experts, m);
+    start_blocks<<<1, 1024, 0, stream>>>(static_cast<int>(blocks), m.block_starts);
+    write_lists<<<blocks, kTokens, 0, stream>>>(d.tokens, d.experts, top_k, d.capacity(), m, a);
+  }
+  return launched("token_rounding: launch");
+}
+
+std::size_t workspace(const TokenRoundingDesc& d, const Exec&) {
+  return Memory::layout(d, nullptr, nullptr);
+}
+
+Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* memory,
+           const Exec& exec) noexcept {
+  return visit_logits(d.dtype,
+                      [&](auto type) { return run_typed<decltype(type)>(d, a, memory, exec); });
+}
+
+}  // namespace
+
+const Kernel<TokenRoundingDesc> kTokenRounding = {
+    "token_rounding", "cuda.token_rounding",
+    DeviceType::cuda, takes_any_dtype<TokenRoundingDesc>,
+    workspace,        run};
+
+}  // namespace sonicmoe::cuda
