@@ -39,7 +39,11 @@ SONICMOE_HD float exp(float x) {
 /// GPU takes its special function unit, whose relative error is a few units of 2^-22.
 SONICMOE_HD float sigmoid(float x) {
 #if defined(__CUDA_ARCH__)
-  return __fdividef(1.0f, 1.0f + __expf(-x));
+  // 2^t and 1/t as the unit gives them: both ends of the range come out right (inf, then 0).
+  float e, s;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
+  return s;
 #else
   return div(1.0f, add(1.0f, exp(-x)));
 #endif

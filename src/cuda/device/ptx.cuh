@@ -71,8 +71,8 @@ __device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
 }
 
 /// On the barrier at the same place in CTA `rank` of the cluster. At CTA scope on purpose: cluster
-/// scope costs a fence of the whole GPU, and what is passed on is that reads through the async proxy
-/// are over, which wgmma.wait_group has already seen to.
+/// scope costs a fence of the whole GPU, and what is passed on is that reads through the async
+/// proxy are over, which wgmma.wait_group has already seen to.
 __device__ __forceinline__ void mbarrier_arrive_at(std::uint32_t barrier, std::uint32_t rank) {
   asm volatile(
       "{\n"
@@ -106,11 +106,17 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
 
 // Copies.
 
-/// 16 bytes from global to shared memory, through the generic proxy; zeros when `valid` is false
-/// (`from` is then not read).
+/// 16 bytes from global to shared memory, through the generic proxy.
+__device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+
+/// The same, or zeros when `valid` is false (`from` is then not read).
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from, bool valid) {
   const std::uint32_t size = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(size)
                : "memory");
 }
@@ -119,6 +125,15 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from
 /// of those that the barrier was initialised for.
 __device__ __forceinline__ void copy_async_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/// Until at most `kPending` of this thread's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 /// Orders this thread's earlier (or acquired) generic accesses to shared memory before its later

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/device/fragment.cuh"
+#include "cuda/device/warp_tile.cuh"
 #include "cuda/epilogue/dispatch.cuh"
 #include "cuda/sm90/grouped_gemm.cuh"
 
@@ -22,92 +22,110 @@ struct ActivationParams {
 template <ActivationKind kKind>
 struct StoreActivation {
   using Params = ActivationParams;
+  static constexpr int kWarpBytes = 2 * WarpTile::kBytes;
 
-  template <class Traits, int kMBlocks, int kCount>
-  static __device__ __forceinline__ void run(const Params& e, const GemmParams&, const Tile& tile,
-                                             int m_first, float (&acc)[kMBlocks][kCount]) {
-    visit_activation<kKind>(e.activation,
-                            [&](auto fn) { run_as<decltype(fn), Traits>(e, tile, m_first, acc); });
-  }
-
- private:
-  template <class Fn, class Traits, int kMBlocks, int kCount>
-  static __device__ __forceinline__ void run_as(const Params& e, const Tile& tile, int m_first,
-                                                float (&acc)[kMBlocks][kCount]) {
+  template <class Traits>
+  class Run {
+   public:
     using T = typename Traits::T;
-    constexpr bool kGated = Fn::kIsGlu;
+    static constexpr int kCount = Traits::kN / 2;
+    static constexpr bool kGated = kKind != ActivationKind::plain;
     // With a gate the tile's left half holds gate columns, the right half the up columns of the
     // same units, so that a pair lies in one thread.
-    constexpr int kUnits = kGated ? Traits::kN / 2 : Traits::kN;
-    constexpr int kUp = kGated ? kCount / 2 : 0;
-    const int n = e.intermediate;
-    const int unit = tile.shared * kUnits;
-    const int t = static_cast<int>(threadIdx.x) % 128;
-    const int quad = t % 4;
-    const int valid = tile.rows - tile.own * kOwn;
-    const std::int64_t first = static_cast<std::int64_t>(tile.first_row) + tile.own * kOwn;
-    if (e.b1[0] != nullptr) {
-#pragma unroll
-      for (int m = 0; m < kMBlocks; ++m) add_bias<T, kUp>(e, tile.expert, unit, quad, acc[m]);
+    static constexpr int kUnits = kGated ? Traits::kN / 2 : Traits::kN;
+    static constexpr int kUp = kGated ? kCount / 2 : 0;
+
+    __device__ Run(const Params& e, const GemmParams&, const Tile& tile, int m_first,
+                   std::uint32_t staging)
+        : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
+
+    __device__ void begin() {}
+
+    __device__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
+      visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
     }
+
+   private:
+    template <class Fn>
+    __device__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
+      const int n = e_.intermediate;
+      const int unit = tile_.shared * kUnits;
+      const int valid = tile_.rows - tile_.own * kOwn;
+      const std::int64_t first = static_cast<std::int64_t>(tile_.first_row) + tile_.own * kOwn;
+      const std::int64_t width = kGated ? 2 * n : n;
 #pragma unroll
-    for (int m = 0; m < kMBlocks; ++m) {
+      for (int m = 0; m < Traits::kMBlocks; ++m) {
+        const int row = (m_first_ + m) * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+        const int rows = valid - row;
+        if (rows <= 0) continue;
+        if (e_.b1[0] != nullptr) add_bias(unit, acc[m]);
+        T* const preact = static_cast<T*>(e_.preact) + (first + row) * width + unit;
+        T* const act = static_cast<T*>(e_.act) + (first + row) * n + unit;
+        int turn = 0;
+        const auto store = [&](const Block(&blocks)[4], T* to, std::int64_t stride, int columns) {
+          const WarpTile staged(staging_ + turn++ % 2 * WarpTile::kBytes);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = (m_first + m) * 64 + t / 32 * 16 + t % 32 / 4 + 8 * h;
-        T* const act = static_cast<T*>(e.act) + (first + row) * n + unit;
-        T* const preact = e.preact == nullptr ? nullptr
-                                              : static_cast<T*>(e.preact) +
-                                                    (first + row) * (kGated ? 2 * n : n) + unit;
+          for (int i = 0; i < 4; ++i) staged.put(i, blocks[i]);
+          __syncwarp();
+          staged.store(to, stride, rows, columns);
+          __syncwarp();
+        };
 #pragma unroll
-        for (int group = 0; group < kUnits / 32; ++group) {
-          Words gate, up, a;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int i = 4 * (4 * group + j) + 2 * h;
-            const float g0 = acc[m][i], g1 = acc[m][i + 1];
-            const float u0 = acc[m][kUp + i], u1 = acc[m][kUp + i + 1];
-            gate.w[j] = Pair<T>::pack(g0, g1);
-            if (kGated) up.w[j] = Pair<T>::pack(u0, u1);
-            a.w[j] = Pair<T>::pack(Fn::forward(g0, u0), Fn::forward(g1, u1));
-          }
-          const int column = (4 * group + quad) * 8;
-          const bool inside = row < valid && unit + column < n;
-          if (e.preact != nullptr) {
-            gate = quad_transpose(gate);
-            if (inside) store_words(preact + column, gate);
+        for (int chunk = 0; chunk < kUnits / 64; ++chunk) {
+          const int columns = n - unit - chunk * 64;
+          if (columns <= 0) break;
+          Block blocks[4];
+          if (e_.preact != nullptr) {
+            pack(&acc[m][chunk * 32], blocks);
+            store(blocks, preact + chunk * 64, width, columns);
             if (kGated) {
-              up = quad_transpose(up);
-              if (inside) store_words(preact + n + column, up);
+              pack(&acc[m][kUp + chunk * 32], blocks);
+              store(blocks, preact + n + chunk * 64, width, columns);
             }
           }
-          a = quad_transpose(a);
-          if (inside) store_words(act + column, a);
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            const float* gate = &acc[m][chunk * 32 + 2 * i];
+            const float* up = &acc[m][kUp + chunk * 32 + 2 * i];
+            blocks[i / 4].w[i % 4] =
+                Pair<T>::pack(Fn::forward(gate[0], up[0]), Fn::forward(gate[1], up[1]));
+          }
+          store(blocks, act + chunk * 64, n, columns);
         }
       }
     }
-  }
 
-  template <class T, int kUp, int kCount>
-  static __device__ __forceinline__ void add_bias(const Params& e, int expert, int unit, int quad,
-                                                  float (&acc)[kCount]) {
-    constexpr int kColumns = kUp > 0 ? kUp : kCount;
+    static __device__ void pack(const float* acc, Block (&blocks)[4]) {
 #pragma unroll
-    for (int half = 0; half < kCount / kColumns; ++half) {
-      const T* bias = static_cast<const T*>(e.b1[half]) + expert * e.bias_expert_stride;
+      for (int i = 0; i < 16; ++i) {
+        blocks[i / 4].w[i % 4] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
+      }
+    }
+
+    __device__ void add_bias(int unit, float (&acc)[kCount]) const {
+      const int quad = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-      for (int j = 0; j < kColumns / 4; ++j) {
+      for (int half = 0; half < (kGated ? 2 : 1); ++half) {
+        const T* bias = static_cast<const T*>(e_.b1[half]) + tile_.expert * e_.bias_expert_stride;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int column = unit + j * 8 + quad * 2 + i;
-          if (column >= e.intermediate) continue;
-          const float b = static_cast<float>(bias[column * e.bias_stride]);
-          acc[half * kUp + 4 * j + i] += b;
-          acc[half * kUp + 4 * j + 2 + i] += b;
+        for (int j = 0; j < kUnits / 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int column = unit + j * 8 + quad * 2 + i;
+            if (column >= e_.intermediate) continue;
+            const float b = static_cast<float>(bias[column * e_.bias_stride]);
+            acc[half * kUp + 4 * j + i] += b;
+            acc[half * kUp + 4 * j + 2 + i] += b;
+          }
         }
       }
     }
-  }
+
+    const Params& e_;
+    const Tile& tile_;
+    int m_first_;
+    std::uint32_t staging_;
+  };
 };
 
 }  // namespace sonicmoe::cuda

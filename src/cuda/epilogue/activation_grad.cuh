@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/device/fragment.cuh"
+#include "cuda/device/warp_tile.cuh"
 #include "cuda/epilogue/dispatch.cuh"
 #include "cuda/sm90/grouped_gemm.cuh"
 
@@ -19,97 +19,140 @@ struct ActivationGradParams {
   Activation activation;
 };
 
+/// A warp goes through its tile in chunks of 16 rows x 64 columns. Chunks of H are fetched two
+/// ahead, the first two before the main loop; dH takes their place in shared memory on its way out.
 template <ActivationKind kKind>
 struct StoreActivationGrad {
   using Params = ActivationGradParams;
+  static constexpr bool kGated = kKind != ActivationKind::plain;
+  static constexpr int kBufferBytes =
+      (kGated ? 2 : 1) * WarpTile::kBytes;  // gate and up of a chunk
+  static constexpr int kWarpBytes = 2 * kBufferBytes + WarpTile::kBytes;
 
-  template <class Traits, int kMBlocks, int kCount>
-  static __device__ __forceinline__ void run(const Params& e, const GemmParams&, const Tile& tile,
-                                             int m_first, float (&acc)[kMBlocks][kCount]) {
-    visit_activation<kKind>(e.activation,
-                            [&](auto fn) { run_as<decltype(fn), Traits>(e, tile, m_first, acc); });
-  }
-
- private:
-  struct Preact {
-    Words gate, up;
-  };
-
-  template <class T, bool kGated>
-  static __device__ __forceinline__ Preact load(const T* row, int column, int n, bool inside) {
-    Preact h = {};
-    if (inside) {
-      h.gate = load_words(row + column);
-      if (kGated) h.up = load_words(row + n + column);
-    }
-    return h;
-  }
-
-  template <class Fn, class Traits, int kMBlocks, int kCount>
-  static __device__ __forceinline__ void run_as(const Params& e, const Tile& tile, int m_first,
-                                                float (&acc)[kMBlocks][kCount]) {
+  template <class Traits>
+  class Run {
+   public:
     using T = typename Traits::T;
-    constexpr bool kGated = Fn::kIsGlu;
-    constexpr int kGroups = Traits::kN / 32;
-    const int n = e.intermediate;
-    const int width = kGated ? 2 * n : n;
-    const int unit = tile.shared * Traits::kN;
-    const int t = static_cast<int>(threadIdx.x) % 128;
-    const int quad = t % 4;
-    const int valid = tile.rows - tile.own * kOwn;
-    const std::int64_t first = static_cast<std::int64_t>(tile.first_row) + tile.own * kOwn;
+    static constexpr int kCount = Traits::kN / 2;
+    static constexpr int kAcross = Traits::kN / 64;  // chunks side by side
+    static constexpr int kChunks = Traits::kMBlocks * kAcross;
+
+    __device__ Run(const Params& e, const GemmParams&, const Tile& tile, int m_first,
+                   std::uint32_t staging)
+        : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
+
+    __device__ void begin() {
 #pragma unroll
-    for (int m = 0; m < kMBlocks; ++m) {
+      for (int chunk = 0; chunk < 2; ++chunk) fetch(chunk);
+      const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = (m_first + m) * 64 + t / 32 * 16 + t % 32 / 4 + 8 * h;
-        const bool row_inside = row < valid;
-        const T* const preact = static_cast<const T*>(e.preact) + (first + row) * width + unit;
-        T* const dpreact = static_cast<T*>(e.dpreact) + (first + row) * width + unit;
-        T* const scaled = static_cast<T*>(e.scaled_act) + (first + row) * n + unit;
-        const float score = row_inside ? e.row_scores[first + row] : 0.0f;
-        float dot = 0.0f;
-        // H of the next group is on its way while this one is computed.
-        Preact next = load<T, kGated>(preact, quad * 8, n, row_inside && unit + quad * 8 < n);
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const int column = (4 * group + quad) * 8;
-          const bool inside = row_inside && unit + column < n;
-          const Preact now = next;
-          if (group + 1 < kGroups) {
-            next = load<T, kGated>(preact, column + 32, n, row_inside && unit + column + 32 < n);
-          }
-          const Words gate = quad_transpose(now.gate);
-          const Words up = kGated ? quad_transpose(now.up) : Words{};
-          Words dgate, dup, a;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int i = 4 * (4 * group + j) + 2 * h;
-            const float2 g = Pair<T>::unpack(gate.w[j]);
-            const float2 u = Pair<T>::unpack(up.w[j]);
-            const math::Gradients r0 = Fn::backward(g.x, u.x, score * acc[m][i]);
-            const math::Gradients r1 = Fn::backward(g.y, u.y, score * acc[m][i + 1]);
-            dot += acc[m][i] * r0.act;
-            dot += acc[m][i + 1] * r1.act;
-            dgate.w[j] = Pair<T>::pack(r0.dgate, r1.dgate);
-            if (kGated) dup.w[j] = Pair<T>::pack(r0.dup, r1.dup);
-            a.w[j] = Pair<T>::pack(score * r0.act, score * r1.act);
-          }
-          dgate = quad_transpose(dgate);
-          if (inside) store_words(dpreact + column, dgate);
-          if (kGated) {
-            dup = quad_transpose(dup);
-            if (inside) store_words(dpreact + n + column, dup);
-          }
-          a = quad_transpose(a);
-          if (inside) store_words(scaled + column, a);
-        }
-        // Columns past n have zero weights and zero H, so they add act(0) * 0.
-        dot = quad_sum(dot);
-        if (row_inside && quad == 0) e.dscores[tile.shared * e.capacity + first + row] = dot;
+      for (int i = 0; i < 2 * Traits::kMBlocks; ++i) {
+        const int row = row_of(i / 2 * kAcross) + lane / 4 + i % 2 * 8;
+        scores_[i] = row < valid() ? e_.row_scores[first() + row] : 0.0f;
       }
     }
-  }
+
+    __device__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
+      visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
+    }
+
+   private:
+    __device__ int valid() const { return tile_.rows - tile_.own * kOwn; }
+    __device__ std::int64_t first() const {
+      return static_cast<std::int64_t>(tile_.first_row) + tile_.own * kOwn;
+    }
+    /// This warp's first row of a chunk, in the tile.
+    __device__ int row_of(int chunk) const {
+      return (m_first_ + chunk / kAcross) * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+    }
+    __device__ int unit_of(int chunk) const {
+      return tile_.shared * Traits::kN + chunk % kAcross * 64;
+    }
+    __device__ std::uint32_t buffer(int chunk) const { return staging_ + chunk % 2 * kBufferBytes; }
+
+    __device__ void fetch(int chunk) {
+      const int n = e_.intermediate;
+      const int row = row_of(chunk), unit = unit_of(chunk);
+      const std::int64_t width = kGated ? 2 * n : n;
+      const T* from = static_cast<const T*>(e_.preact) + (first() + row) * width + unit;
+      WarpTile(buffer(chunk)).fetch(from, width, valid() - row, n - unit);
+      if (kGated) {
+        WarpTile(buffer(chunk) + WarpTile::kBytes).fetch(from + n, width, valid() - row, n - unit);
+      }
+      copy_async_commit();
+    }
+
+    template <class Fn>
+    __device__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
+      const int n = e_.intermediate;
+      const std::int64_t width = kGated ? 2 * n : n;
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      const WarpTile scaled(staging_ + 2 * kBufferBytes);
+      float dot[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const int m = chunk / kAcross;
+        const WarpTile gate(buffer(chunk)), up(buffer(chunk) + WarpTile::kBytes);
+        if (chunk + 1 < kChunks) {
+          copy_async_wait<1>();
+        } else {
+          copy_async_wait<0>();
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const Block g = gate.get(i);
+          Block u = {};
+          if (kGated) u = up.get(i);
+          Block dg, du, a;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float score = scores_[2 * m + j % 2];
+            const float* da = &acc[m][(chunk % kAcross * 4 + i) * 8 + 2 * j];
+            const float2 gs = Pair<T>::unpack(g.w[j]);
+            const float2 us = Pair<T>::unpack(u.w[j]);
+            const math::Gradients r0 = Fn::backward(gs.x, us.x, score * da[0]);
+            const math::Gradients r1 = Fn::backward(gs.y, us.y, score * da[1]);
+            dot[j % 2] += da[0] * r0.act;
+            dot[j % 2] += da[1] * r1.act;
+            dg.w[j] = Pair<T>::pack(r0.dgate, r1.dgate);
+            du.w[j] = Pair<T>::pack(r0.dup, r1.dup);
+            a.w[j] = Pair<T>::pack(score * r0.act, score * r1.act);
+          }
+          gate.put(i, dg);
+          if (kGated) up.put(i, du);
+          scaled.put(i, a);
+        }
+        __syncwarp();
+        const int row = row_of(chunk), unit = unit_of(chunk);
+        const int rows = valid() - row, columns = n - unit;
+        T* const dpreact = static_cast<T*>(e_.dpreact) + (first() + row) * width + unit;
+        gate.store(dpreact, width, rows, columns);
+        if (kGated) up.store(dpreact + n, width, rows, columns);
+        scaled.store(static_cast<T*>(e_.scaled_act) + (first() + row) * n + unit, n, rows, columns);
+        __syncwarp();
+        if (chunk + 2 < kChunks) fetch(chunk + 2);
+        if (chunk % kAcross == kAcross - 1) {
+          // Columns past n have zero weights and zero H: they added nothing.
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float sum = quad_sum(dot[h]);
+            const int r = row + lane / 4 + 8 * h;
+            if (lane % 4 == 0 && r < valid()) {
+              e_.dscores[tile_.shared * e_.capacity + first() + r] = sum;
+            }
+            dot[h] = 0.0f;
+          }
+        }
+      }
+    }
+
+    const Params& e_;
+    const Tile& tile_;
+    int m_first_;
+    std::uint32_t staging_;
+    float scores_[2 * Traits::kMBlocks];
+  };
 };
 
 }  // namespace sonicmoe::cuda

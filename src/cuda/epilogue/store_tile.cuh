@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/device/fragment.cuh"
+#include "cuda/device/warp_tile.cuh"
 #include "cuda/sm90/grouped_gemm.cuh"
 
 /// Epilogue that stores the tile, with an optional bias or on top of what is there.
@@ -26,6 +26,7 @@ struct StoreParams {
 
 /// Rows of the output are the expert's grouped rows.
 struct AtRows {
+  static constexpr bool kGradient = false;  // always overwritten, in the operands' type
   template <class Traits>
   static __device__ Place place(const StoreParams& e, const GemmParams&, const Tile& tile, int*) {
     const int column = tile.shared * Traits::kN;
@@ -37,6 +38,7 @@ struct AtRows {
 
 /// Each expert has a matrix (own axis, shared axis).
 struct AtOwnByShared {
+  static constexpr bool kGradient = true;
   template <class Traits>
   static __device__ Place place(const StoreParams& e, const GemmParams&, const Tile& tile, int*) {
     const int row = tile.own * kOwn;
@@ -48,6 +50,7 @@ struct AtOwnByShared {
 
 /// Each expert has a matrix (shared axis, own axis), or two.
 struct AtSharedByOwn {
+  static constexpr bool kGradient = true;
   template <class Traits>
   static __device__ Place place(const StoreParams& e, const GemmParams& p, const Tile& tile,
                                 int* half) {
@@ -59,127 +62,127 @@ struct AtSharedByOwn {
   }
 };
 
-template <class T>
-__device__ __forceinline__ float to_float(T x) {
-  return static_cast<float>(x);
-}
-
 template <class At>
 struct StoreTile {
   using Params = StoreParams;
+  static constexpr int kWarpBytes = 2 * WarpTile::kBytes;
 
-  template <class Traits, int kMBlocks, int kCount>
-  static __device__ __forceinline__ void run(const Params& e, const GemmParams& p, const Tile& tile,
-                                             int m_first, float (&acc)[kMBlocks][kCount]) {
+  template <class Traits>
+  class Run {
+   public:
     using T = typename Traits::T;
-    int half = 0;
-    const Place at = At::template place<Traits>(e, p, tile, &half);
-    const int t = static_cast<int>(threadIdx.x) % 128;
-    const int quad = t % 4;
-    const T* bias = e.bias == nullptr
-                        ? nullptr
-                        : static_cast<const T*>(e.bias) +
-                              static_cast<std::int64_t>(tile.expert) * e.columns + at.first_column;
-#pragma unroll
-    for (int m = 0; m < kMBlocks; ++m) {
-      const int row = (m_first + m) * 64 + t / 32 * 16 + t % 32 / 4;
-      if (bias != nullptr) add_bias(acc[m], bias, at.columns, quad);
-      if (e.f32) {
-        store_f32(static_cast<float*>(e.out[half]) + at.start, at, row, quad, e.accumulate, acc[m]);
-      } else {
-        store_16(static_cast<T*>(e.out[half]) + at.start, at, row, quad, e.accumulate, acc[m]);
-      }
-    }
-  }
+    static constexpr int kCount = Traits::kN / 2;
 
- private:
-  template <class T, int kCount>
-  static __device__ __forceinline__ void add_bias(float (&acc)[kCount], const T* bias, int columns,
-                                                  int quad) {
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      const int column = j * 8 + quad * 2;
-      if (column >= columns) continue;  // columns are even: multiples of 8
-      const float low = to_float(bias[column]);
-      const float high = to_float(bias[column + 1]);
-      acc[4 * j] += low;
-      acc[4 * j + 1] += high;
-      acc[4 * j + 2] += low;
-      acc[4 * j + 3] += high;
-    }
-  }
+    __device__ Run(const Params& e, const GemmParams& p, const Tile& tile, int m_first,
+                   std::uint32_t staging)
+        : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-  template <class T, int kCount>
-  static __device__ __forceinline__ void store_16(T* out, const Place& at, int row, int quad,
-                                                  bool accumulate, const float (&acc)[kCount]) {
-    // Sixteen bytes at a time need rows that start at multiples of that.
-    const bool vectors = at.row_stride % 8 == 0;
+    __device__ void begin() {}
+
+    __device__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
+      int half = 0;
+      const Place at = At::template place<Traits>(e_, p_, tile_, &half);
+      const int t = static_cast<int>(threadIdx.x) % 128;
+      const T* bias = e_.bias == nullptr
+                          ? nullptr
+                          : static_cast<const T*>(e_.bias) +
+                                static_cast<std::int64_t>(tile_.expert) * e_.columns +
+                                at.first_column;
 #pragma unroll
-    for (int group = 0; group < kCount / 16; ++group) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        Words words;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = 4 * (4 * group + j) + 2 * h;
-          words.w[j] = Pair<T>::pack(acc[i], acc[i + 1]);
-        }
-        const int r = row + 8 * h;
-        const int column = (4 * group + quad) * 8;
-        if (accumulate) {
-          // In fp32, before the one rounding: fetch, bring to fragment order, add, pack.
-          Words old = {};
-          if (r < at.rows && column < at.columns) {
-            old = load_words(out + r * at.row_stride + column);
-          }
-          old = quad_transpose(old);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const int i = 4 * (4 * group + j) + 2 * h;
-            const float2 before = Pair<T>::unpack(old.w[j]);
-            words.w[j] = Pair<T>::pack(acc[i] + before.x, acc[i + 1] + before.y);
-          }
-        }
-        words = quad_transpose(words);
-        if (r >= at.rows || column >= at.columns) continue;
-        T* to = out + r * at.row_stride + column;
-        if (vectors) {
-          store_words(to, words);
+      for (int m = 0; m < Traits::kMBlocks; ++m) {
+        const int row = (m_first_ + m) * 64 + t / 32 * 16;
+        if (row >= at.rows) continue;
+        if (bias != nullptr) add_bias(acc[m], bias, at.columns, t % 4);
+        const std::int64_t start = at.start + row * at.row_stride;
+        if (At::kGradient && e_.f32) {
+          store_f32(static_cast<float*>(e_.out[half]) + start, at, at.rows - row, acc[m]);
         } else {
-          store_single(to, words, at.columns - column);
+          store_16(static_cast<T*>(e_.out[half]) + start, at, at.rows - row, m, acc[m]);
         }
       }
     }
-  }
 
-  template <class T>
-  static __device__ __forceinline__ void store_single(T* to, const Words& words, int count) {
+   private:
+    static __device__ void add_bias(float (&acc)[kCount], const T* bias, int columns, int quad) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const auto bits = static_cast<unsigned short>(words.w[i / 2] >> (i % 2 * 16));
-      if (i < count) reinterpret_cast<unsigned short*>(to)[i] = bits;
+      for (int j = 0; j < kCount / 4; ++j) {
+        const int column = j * 8 + quad * 2;
+        if (column >= columns) continue;  // columns are even: multiples of 8
+        const float low = static_cast<float>(bias[column]);
+        const float high = static_cast<float>(bias[column + 1]);
+        acc[4 * j] += low;
+        acc[4 * j + 1] += high;
+        acc[4 * j + 2] += low;
+        acc[4 * j + 3] += high;
+      }
     }
-  }
 
-  template <int kCount>
-  static __device__ __forceinline__ void store_f32(float* out, const Place& at, int row, int quad,
-                                                   bool accumulate, const float (&acc)[kCount]) {
+    /// 16 rows of this warp, 64 columns at a time, the two staging tiles in turn.
+    __device__ void store_16(T* out, const Place& at, int rows, int m, float (&acc)[kCount]) const {
+      // Sixteen bytes at a time need rows that start at multiples of that.
+      const bool vectors = at.row_stride % 8 == 0;
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
+      for (int chunk = 0; chunk < Traits::kN / 64; ++chunk) {
+        const int columns = at.columns - chunk * 64;
+        if (columns <= 0) break;
+        const WarpTile tile(staging_ + (chunk + m * (Traits::kN / 64)) % 2 * WarpTile::kBytes);
+        if (At::kGradient && e_.accumulate) {
+          // In fp32, before the one rounding.
+          tile.fetch(out + chunk * 64, at.row_stride, rows, columns);
+          copy_async_commit();
+          copy_async_wait<0>();
+          __syncwarp();
+        }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+        for (int i = 0; i < 4; ++i) {
+          float* a = &acc[(chunk * 4 + i) * 8];
+          if (At::kGradient && e_.accumulate) {
+            const Block old = tile.get(i);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int r = row + 8 * h;
-          const int column = j * 8 + quad * 2 + i;
-          if (r >= at.rows || column >= at.columns) continue;
-          float* to = out + r * at.row_stride + column;
-          const float value = acc[4 * j + 2 * h + i];
-          *to = accumulate ? *to + value : value;
+            for (int j = 0; j < 4; ++j) {
+              const float2 before = Pair<T>::unpack(old.w[j]);
+              a[2 * j] += before.x;
+              a[2 * j + 1] += before.y;
+            }
+          }
+          Block b;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) b.w[j] = Pair<T>::pack(a[2 * j], a[2 * j + 1]);
+          tile.put(i, b);
+        }
+        __syncwarp();
+        if (vectors) {
+          tile.store(out + chunk * 64, at.row_stride, rows, columns);
+        } else {
+          tile.store_singly(out + chunk * 64, at.row_stride, rows, columns);
+        }
+        // The tile after next overwrites what the next but one reads: keep lanes together.
+        __syncwarp();
+      }
+    }
+
+    __device__ void store_f32(float* out, const Place& at, int rows,
+                              const float (&acc)[kCount]) const {
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = lane / 4 + i / 2 * 8;
+          const int column = j * 8 + lane % 4 * 2 + i % 2;
+          if (row >= rows || column >= at.columns) continue;
+          float* to = out + row * at.row_stride + column;
+          *to = e_.accumulate ? *to + acc[4 * j + i] : acc[4 * j + i];
         }
       }
     }
-  }
+
+    const Params& e_;
+    const GemmParams& p_;
+    const Tile& tile_;
+    int m_first_;
+    std::uint32_t staging_;
+  };
 };
 
 }  // namespace sonicmoe::cuda

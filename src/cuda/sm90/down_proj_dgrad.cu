@@ -79,8 +79,12 @@ struct Entry {
   }
 };
 
-using Pingpong = Entry<128, Schedule::pingpong, 6>;
-using Wide = Entry<256, Schedule::cooperative, 4>;
+using Pingpong = Entry<128, Schedule::pingpong, 4>;
+using Wide = Entry<256, Schedule::cooperative, 3>;
+
+std::string yield_wide(const GroupedGemmDesc& d) {
+  return yield_to("intermediate", d.intermediate, 256, 128);
+}
 
 }  // namespace
 

@@ -45,7 +45,8 @@ struct Traits {
   static constexpr int kMBlocks = kM / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kShared * kLineBytes;
   static constexpr int kBarriers = 2 * kStages + 2;
-  static constexpr int kSharedMemory = kStages * kStageBytes + kBarriers * 8;
+  static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
+  static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes + kBarriers * 8;
   static constexpr int kThreads = 384;
   static constexpr int kProducerRegisters = kGathers ? 56 : 40;
   static constexpr int kConsumerRegisters = kGathers ? 224 : 232;
@@ -68,7 +69,8 @@ struct GemmParams {
   const std::int32_t* row_tokens;  ///< (R), or null: row r is token r
   int gathered_width;
   int experts;
-  int rows;          ///< without offsets
+  int rows;          ///< without offsets: of all experts together ...
+  int part;          ///< ... and of each
   int shared_tiles;  ///< along the shared axis
   int k_blocks;      ///< rows ops: along K ...
   int k_half;        ///< ... of which in the first half
@@ -80,24 +82,29 @@ template <class Traits>
 struct Pipeline {
   int stage = 0;
   std::uint32_t phase = 0;
-  __device__ void advance(int blocks = 1) {
+  __device__ void advance() {
+    const bool wraps = stage + 1 == Traits::kStages;
+    stage = wraps ? 0 : stage + 1;
+    phase ^= wraps;
+  }
+  __device__ void skip(int blocks) {
     stage += blocks;
-    while (stage >= Traits::kStages) {
-      stage -= Traits::kStages;
-      phase ^= 1;
-    }
+    phase ^= stage / Traits::kStages & 1;
+    stage %= Traits::kStages;
   }
 };
 
-/// Shared memory: stages, then the barriers of full stages, empty stages and turns.
+/// Shared memory: stages, the epilogue's part of each consumer warp, then the barriers of full
+/// stages, empty stages and turns.
 template <class Traits>
 struct SharedMemory {
   std::uint32_t base;
   __device__ std::uint32_t own(int stage) const { return base + stage * Traits::kStageBytes; }
   __device__ std::uint32_t shared(int stage) const { return own(stage) + kOwnBytes; }
-  __device__ std::uint32_t barrier(int i) const {
-    return base + Traits::kStages * Traits::kStageBytes + i * 8;
+  __device__ std::uint32_t warp(int consumer_warp) const {
+    return base + Traits::kStages * Traits::kStageBytes + consumer_warp * Traits::kWarpBytes;
   }
+  __device__ std::uint32_t barrier(int i) const { return warp(8) + i * 8; }
   __device__ std::uint32_t full(int stage) const { return barrier(stage); }
   __device__ std::uint32_t empty(int stage) const { return barrier(Traits::kStages + stage); }
   __device__ std::uint32_t turn(int consumer) const {
@@ -113,7 +120,7 @@ __device__ __forceinline__ int k_blocks(const GemmParams& p, const Tile& tile) {
 template <class Traits>
 __device__ __forceinline__ TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk_of(
     const GemmParams& p) {
-  return {p.offsets, p.experts, p.rows, p.gathered_width, p.shared_tiles};
+  return {p.offsets, p.experts, p.rows, p.part, p.gathered_width, p.shared_tiles};
 }
 
 /// The bulk copies of one stage, by one thread.
@@ -175,10 +182,10 @@ __device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits
       }
     };
     if constexpr (Traits::kOwnLoad == Own::gather_rows) {
-      const RowGather rows(p.gathered, p.gathered_width, p.row_tokens,
-                           static_cast<std::int64_t>(tile.first_row) + tile.own * kOwn,
-                           tile.rows - tile.own * kOwn);
-      run([&](std::uint32_t own, int block) { rows.load(own, block * kK); });
+      RowGather rows(p.gathered, p.gathered_width, p.row_tokens,
+                     static_cast<std::int64_t>(tile.first_row) + tile.own * kOwn,
+                     tile.rows - tile.own * kOwn);
+      run([&](std::uint32_t own, int) { rows.load(own); });
     } else if constexpr (Traits::kOwnLoad == Own::gather_contraction) {
       ContractionGather rows(p.gathered, p.gathered_width, p.row_tokens, tile.first_row, tile.rows,
                              tile.own * kOwn);
@@ -281,24 +288,29 @@ __device__ __forceinline__ void consume(const GemmParams& p,
   Pipeline<Traits> pipe;
   Tile tile;
   int turn = 0;
+  const std::uint32_t staging = memory.warp(static_cast<int>(threadIdx.x) / 32 - 4);
   for (int index = first; walk.find(index, rank, &tile); index += stride, ++turn) {
     const int blocks = k_blocks<Traits>(p, tile);
     const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kMBlocks;
     float acc[Traits::kMBlocks][Traits::kN / 2];
     if constexpr (Traits::kPingpong) {
       if (turn % 2 != consumer) {
-        pipe.advance(blocks);
+        pipe.skip(blocks);
         continue;
       }
+    }
+    const bool idle = Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64;
+    typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first, staging);
+    if (!idle) run.begin();
+    if constexpr (Traits::kPingpong) {
       // Turn k of consumer 0 follows turn k-1 of consumer 1, whose turn k follows that.
       mbarrier_wait(memory.turn(consumer), (turn / 2 + 1 + consumer) % 2);
     }
-    const bool idle = Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64;
     multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, idle, acc);
     if constexpr (Traits::kPingpong) {
       if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.turn(consumer ^ 1));
     }
-    if (!idle) Traits::Epilogue::template run<Traits>(epilogue, p, tile, m_first, acc);
+    if (!idle) run.finish(acc);
   }
 }
 

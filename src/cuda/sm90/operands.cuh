@@ -60,6 +60,13 @@ __device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_
   }
 }
 
+/// Eight addresses in registers of their own. Without this the compiler computes each into the same
+/// register, and every copy waits until the one before has read its address.
+__device__ __forceinline__ void keep_apart(const char* (&addresses)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) asm volatile("" : "+l"(addresses[i]));
+}
+
 /// Rows of a (T, width) tensor by token id, along M: the K-contiguous tile of 128 rows x 64 k.
 /// Eight threads fetch the 128 bytes of a row; thread t serves rows t/8, t/8 + 16, ...
 class RowGather {
@@ -68,35 +75,53 @@ class RowGather {
   __device__ RowGather(const void* tensor, int width, const std::int32_t* row_tokens,
                        std::int64_t first_row, int valid) {
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
-    column_ = t % 8 * 8;
-    width_ = width;
+    left_ = width - t % 8 * 8;
     // The swizzle: 16-byte piece c of line r lies at piece c ^ (r % 8). All our rows agree in r
     // % 8.
     place_ = t / 8 * kLineBytes + ((t % 8) ^ (t / 8 % 8)) * 16;
+    int token[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int row = t / 8 + 16 * i;
-      const int token = row < valid ? row_tokens[first_row + row] : -1;
-      from_[i] = token < 0 ? nullptr
-                           : static_cast<const char*>(tensor) +
-                                 (static_cast<std::int64_t>(token) * width + column_) * 2;
+      token[i] = row < valid ? row_tokens[first_row + row] : -1;
     }
-  }
-
-  __device__ void load(std::uint32_t stage, int k) const {
-    const bool inside = k + column_ < width_;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      copy_async_16(stage + place_ + i * 16 * kLineBytes, from_[i] + 2 * k,
-                    inside && from_[i] != nullptr);
+      from_[i] = static_cast<const char*>(tensor) +
+                 (static_cast<std::int64_t>(token[i]) * width + t % 8 * 8) * 2;
+      rows_ |= (token[i] >= 0) << i;
     }
+    full_ = valid >= kOwn;
+  }
+
+  /// Calls with k = 0, 64, 128, ... in order.
+  __device__ void load(std::uint32_t stage) {
+    const std::uint32_t to = stage + place_;
+    if (full_ && left_ >= kK) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) copy_async_16(to + i * 16 * kLineBytes, from_[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        copy_async_16(to + i * 16 * kLineBytes, from_[i], left_ > 0 && (rows_ >> i & 1));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) from_[i] += kLineBytes;
+    keep_apart(from_);
+    left_ -= kK;
   }
 
  private:
-  const char* from_[8];
+  const char* from_[8];  // this thread's piece of each of its rows
   std::uint32_t place_;
-  int column_, width_;
+  unsigned rows_ = 0;  // bit i: row i of this thread's exists
+  int left_;           // columns from this thread's piece on
+  bool full_;
 };
+
+/// Offsets of rows count pieces of 16 bytes, so that 32 bits reach 64 GiB; this one is no row.
+inline constexpr std::uint32_t kNoRow = 0xffffffff;
 
 /// Rows of a (T, width) tensor by token id, along K: two chunks of 64 columns x 64 k, columns
 /// contiguous. Sixteen threads fetch the 256 bytes of a row; thread t serves k = t/16, t/16 + 8,
@@ -106,51 +131,66 @@ class ContractionGather {
   /// `row_tokens` null: row r is token r.
   __device__ ContractionGather(const void* tensor, int width, const std::int32_t* row_tokens,
                                std::int64_t first_row, int rows, int column)
-      : row_tokens_(row_tokens), first_row_(first_row), rows_(rows), width_(width) {
+      : row_tokens_(row_tokens), first_row_(first_row), rows_(rows), row_pieces_(width / 8) {
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
     const int piece = t % 16;
     line_ = t / 16;
     base_ = static_cast<const char*>(tensor) + (column + piece * 8) * 2;
     inside_ = column + piece * 8 < width;
+    full_ = column + kOwn <= width;
     place_ = piece / 8 * kChunkBytes + line_ * kLineBytes + ((piece % 8) ^ line_) * 16;
-    ahead_ = ids(0);
+    ahead_ = offset_of(0);
   }
 
   /// Calls with block = 0, 1, 2, ... in order.
   __device__ void load(std::uint32_t stage, int block) {
-    // A warp serves 16 k of a block, so its 32 lanes hold the ids of two blocks, and the next two
-    // are on their way.
+    // A warp serves 16 k of a block, so its 32 lanes hold the offsets of two blocks, and the next
+    // two are on their way.
     if (block % 2 == 0) {
       now_ = ahead_;
-      ahead_ = ids(block + 2);
+      ahead_ = offset_of(block + 2);
     }
+    const char* from[8];
+    unsigned rows = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int token = __shfl_sync(~0u, now_, block % 2 * 16 + 2 * i + line_ % 2);
-      copy_async_16(stage + place_ + i * kBlockBytes,
-                    base_ + static_cast<std::int64_t>(token) * width_ * 2, inside_ && token >= 0);
+      const std::uint32_t row = __shfl_sync(~0u, now_, block % 2 * 16 + 2 * i + line_ % 2);
+      from[i] = base_ + static_cast<std::uint64_t>(row) * 16;
+      rows |= (row != kNoRow) << i;
+    }
+    const std::uint32_t to = stage + place_;
+    if (full_ && (block + 1) * kK <= rows_) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) copy_async_16(to + i * kBlockBytes, from[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        copy_async_16(to + i * kBlockBytes, from[i], inside_ && (rows >> i & 1));
+      }
     }
   }
 
  private:
-  /// This lane's id of blocks `block` and `block` + 1.
-  __device__ int ids(int block) const {
+  /// This lane's row of blocks `block` and `block` + 1.
+  __device__ std::uint32_t offset_of(int block) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int line = line_ / 2 * 2 + lane % 2 + lane % 16 / 2 * 8;
     const int row = (block + lane / 16) * kK + line;
-    if (row >= rows_) return -1;
+    if (row >= rows_) return kNoRow;
     const std::int64_t grouped = first_row_ + row;
-    return row_tokens_ == nullptr ? static_cast<int>(grouped) : row_tokens_[grouped];
+    const int token = row_tokens_ == nullptr ? static_cast<int>(grouped) : row_tokens_[grouped];
+    return static_cast<std::uint32_t>(token) * row_pieces_;
   }
 
   const char* base_;
   const std::int32_t* row_tokens_;
   std::int64_t first_row_;
-  int rows_, width_;
+  int rows_;
+  std::uint32_t row_pieces_;
   int line_;
-  bool inside_;
+  bool inside_, full_;
   std::uint32_t place_;
-  int now_ = -1, ahead_;
+  std::uint32_t now_ = kNoRow, ahead_;
 };
 
 }  // namespace sonicmoe::cuda

@@ -25,12 +25,13 @@ class TileWalk {
  public:
   static constexpr int kGroup = 8;
 
-  /// `offsets` null: one expert that owns rows 0 to rows-1.
-  __device__ TileWalk(const std::int32_t* offsets, int experts, int rows, int own_extent,
+  /// `offsets` null: the rows are split into equal parts of `part` rows, one for each expert.
+  __device__ TileWalk(const std::int32_t* offsets, int experts, int rows, int part, int own_extent,
                       int shared_tiles)
       : offsets_(offsets),
         experts_(experts),
         rows_(rows),
+        part_(part),
         own_extent_(own_extent),
         shared_tiles_(shared_tiles) {
     load_window();
@@ -76,8 +77,13 @@ class TileWalk {
     count_ = 0;
     last_ = 0;
     if (expert < experts_) {
-      first_row_ = offsets_ == nullptr ? 0 : offsets_[expert];
-      count_ = (offsets_ == nullptr ? rows_ : offsets_[expert + 1]) - first_row_;
+      if (offsets_ != nullptr) {
+        first_row_ = offsets_[expert];
+        count_ = offsets_[expert + 1] - first_row_;
+      } else {
+        first_row_ = min(expert * part_, rows_);
+        count_ = min(part_, rows_ - first_row_);
+      }
       last_ = cluster_tiles(count_) * shared_tiles_;
     }
 #pragma unroll
@@ -88,7 +94,7 @@ class TileWalk {
   }
 
   const std::int32_t* offsets_;
-  int experts_, rows_, own_extent_, shared_tiles_;
+  int experts_, rows_, part_, own_extent_, shared_tiles_;
   int window_ = 0, start_ = 0;
   int first_row_, count_, last_;  // of this lane's expert
 };

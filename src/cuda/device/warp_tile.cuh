@@ -1,0 +1,162 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/device/ptx.cuh"
+
+/// Between accumulator fragments and rows in global memory, one warp at a time.
+namespace sonicmoe::cuda {
+
+template <class T>
+struct Pair;  // two T in a word
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
+    std::uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+  static __device__ __forceinline__ float2 unpack(std::uint32_t word) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  }
+};
+
+template <>
+struct Pair<__half> {
+  static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
+    std::uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+  static __device__ __forceinline__ float2 unpack(std::uint32_t word) {
+    float2 out;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(out.x), "=f"(out.y)
+        : "r"(word));
+    return out;
+  }
+};
+
+/// The words of a 16 x 16 block as a warp holds them in an accumulator, lane l: [0] row l/4,
+/// columns 2 (l%4) + {0, 1}; [1] eight rows below; [2], [3] eight columns to the right of those.
+struct Block {
+  std::uint32_t w[4];
+};
+
+/// 16 rows x 64 columns of 16-bit values in shared memory, private to a warp. A row is a line of
+/// 128 bytes, its 16-byte pieces permuted by piece ^ (row % 8), so that columns of pieces
+/// (fragments) and rows (global memory) are both accessed without bank conflicts. Rows go to and
+/// from global memory 128 bytes at a time, each under its own predicate: nothing is read or written
+/// past the last row of an expert, or past the last column.
+///
+/// The caller puts __syncwarp() between accesses by fragments and accesses by rows.
+class WarpTile {
+ public:
+  static constexpr int kRows = 16;
+  static constexpr int kColumns = 64;
+  static constexpr int kBytes = kRows * 128;
+
+  __device__ explicit WarpTile(std::uint32_t address) : address_(address) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    // Fragments: lane l addresses row l%16 of the block, in its left or right half.
+    const std::uint32_t row = lane % 16;
+    fragment_ = address + row * 128;
+    half_ = lane / 16;
+    key_ = row % 8;
+  }
+
+  /// Block `i` of four along the columns.
+  __device__ void put(int i, const Block& b) const {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at(i)),
+                 "r"(b.w[0]), "r"(b.w[1]), "r"(b.w[2]), "r"(b.w[3])
+                 : "memory");
+  }
+  __device__ Block get(int i) const {
+    Block b;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b.w[0]), "=r"(b.w[1]), "=r"(b.w[2]), "=r"(b.w[3])
+                 : "r"(at(i))
+                 : "memory");
+    return b;
+  }
+
+  /// Tile to global memory: `to` is the tile's first element, `rows` and `columns` are what is left
+  /// of the matrix from there on (columns a multiple of 8, rows of the matrix aligned to 16 bytes).
+  template <class T>
+  __device__ void store(T* to, std::int64_t row_stride, int rows, int columns) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int piece = lane % 8;
+    uint4 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = read(i * 4 + lane / 8, piece);
+    if (piece * 8 >= columns) return;
+    to += lane / 8 * row_stride + piece * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i * 4 + lane / 8 < rows) *reinterpret_cast<uint4*>(to + i * 4 * row_stride) = v[i];
+    }
+  }
+
+  /// Any number of columns, any alignment: one element at a time.
+  template <class T>
+  __device__ void store_singly(T* to, std::int64_t row_stride, int rows, int columns) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+    for (int i = lane; i < kRows * kColumns; i += 32) {
+      const int row = i / kColumns, column = i % kColumns;
+      std::uint16_t bits;
+      asm volatile("ld.shared.b16 %0, [%1];"
+                   : "=h"(bits)
+                   : "r"(address_ + row * 128 + ((column / 8) ^ (row % 8)) * 16 + column % 8 * 2));
+      if (row < rows && column < columns) {
+        reinterpret_cast<std::uint16_t*>(to)[row * row_stride + column] = bits;
+      }
+    }
+  }
+
+  /// Starts to bring rows from global memory, zeros where there are none; the warp waits with
+  /// cp.async groups and __syncwarp().
+  template <class T>
+  __device__ void fetch(const T* from, std::int64_t row_stride, int rows, int columns) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int piece = lane % 8;
+    from += lane / 8 * row_stride + piece * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      copy_async_16(address_ + row * 128 + ((piece ^ (row % 8)) * 16), from + i * 4 * row_stride,
+                    row < rows && piece * 8 < columns);
+    }
+  }
+
+ private:
+  __device__ std::uint32_t at(int i) const { return fragment_ + (((2 * i + half_) ^ key_) * 16); }
+  __device__ uint4 read(int row, int piece) const {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address_ + row * 128 + ((piece ^ (row % 8)) * 16))
+                 : "memory");
+    return v;
+  }
+
+  std::uint32_t address_, fragment_, half_, key_;
+};
+
+/// Sum over the four lanes of a quad, the same in each, in one order.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  x += __shfl_xor_sync(~0u, x, 2);
+  return x;
+}
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,206 @@
+// The router's three products: logits = x Wr^T, dx = dlogits Wr, dWr = dlogits^T x. The grouped
+// kernel with one expert.
+#include <algorithm>
+
+#include "core/backends.h"
+#include "core/ledger.h"
+#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+template <class T>
+struct Logits
+    : Traits<T, Own::load_rows, Major::k, false, 128, Schedule::pingpong, 5, StoreTile<AtRows>> {};
+template <class T>
+struct RouterDgrad
+    : Traits<T, Own::load_rows, Major::mn, false, 128, Schedule::pingpong, 5, StoreTile<AtRows>> {};
+template <class T>
+struct RouterWgrad : Traits<T, Own::gather_contraction, Major::mn, true, 128, Schedule::cooperative,
+                            5, StoreTile<AtSharedByOwn>> {};
+
+/// The copy engine wants rows that start at multiples of 16 bytes.
+bool needs_padding(const RouterGemmDesc& d) {
+  return d.pass != GemmPass::forward && d.experts % 8 != 0;
+}
+std::int64_t padded(std::int64_t experts) { return (experts + 7) / 8 * 8; }
+
+/// dWr has few tiles and a long sum over tokens: parts of the tokens go to different clusters, and
+/// their fp32 sums are added in order. How many depends on the shape alone.
+struct Split {
+  int parts;
+  int tokens;  // of each part
+};
+Split split_of(const RouterGemmDesc& d) {
+  constexpr int kClusters = 66;
+  const int clusters = tiles(d.hidden, 2 * kOwn) * tiles(d.experts, 128);
+  const int wanted = std::clamp(kClusters / clusters, 1, std::max(tiles(d.tokens, 8 * kK), 1));
+  const int part = tiles(tiles(d.tokens, wanted), kK) * kK;
+  return {std::max(tiles(d.tokens, std::max(part, 1)), 1), std::max(part, kK)};
+}
+
+struct Regions {
+  std::size_t dlogits, partials, bytes;
+};
+Regions regions(const RouterGemmDesc& d) {
+  Ledger ledger;
+  Regions r{};
+  const std::size_t tokens = static_cast<std::size_t>(d.tokens);
+  const std::size_t experts = static_cast<std::size_t>(d.experts);
+  if (needs_padding(d)) {
+    r.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(padded(d.experts)) * 2);
+  }
+  if (d.pass == GemmPass::wgrad) {
+    r.partials = ledger.book("partials", static_cast<std::size_t>(split_of(d).parts) * experts *
+                                             static_cast<std::size_t>(d.hidden) * 4);
+  }
+  r.bytes = ledger.size();
+  return r;
+}
+
+__global__ void pad_rows(const std::uint16_t* from, std::int64_t rows, int width, int padded_width,
+                         std::uint16_t* to) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t row = i / padded_width;
+  const int column = static_cast<int>(i % padded_width);
+  if (row >= rows) return;
+  to[i] = column < width ? from[row * width + column] : std::uint16_t{0};
+}
+
+template <class T>
+__global__ void add_parts(const float* parts, int count, std::int64_t elements, T* out) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= elements) return;
+  float sum = 0.0f;
+  for (int part = 0; part < count; ++part) sum += parts[part * elements + i];
+  out[i] = static_cast<T>(sum);
+}
+
+GemmParams all_tokens(const RouterGemmDesc& d) {
+  GemmParams p{};
+  p.experts = 1;
+  p.rows = p.part = static_cast<int>(d.tokens);
+  return p;
+}
+
+template <class T>
+Status forward(const RouterGemmDesc& d, const RouterGemmArgs& a, const Exec& exec) {
+  using Config = Logits<T>;
+  TensorMaps maps(d.dtype);
+  GemmParams p = all_tokens(d);
+  p.own[0] = p.own[1] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kOwn});
+  p.shared[0] = p.shared[1] =
+      maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, Config::kN / 2});
+  if (!maps.status().ok()) return maps.status();
+  p.shared_tiles = tiles(d.experts, Config::kN);
+  p.k_blocks = p.k_half = tiles(d.hidden, kK);
+  StoreParams e{};
+  e.out[0] = a.logits;
+  e.row_stride = d.experts;
+  e.columns = static_cast<int>(d.experts);
+  return launch<Config>(p, e, exec, "router_gemm: launch");
+}
+
+template <class T>
+Status dgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogits,
+             const Exec& exec) {
+  using Config = RouterDgrad<T>;
+  TensorMaps maps(d.dtype);
+  GemmParams p = all_tokens(d);
+  p.own[0] = p.own[1] = maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kOwn});
+  p.shared[0] = p.shared[1] = maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, kK / 2});
+  if (!maps.status().ok()) return maps.status();
+  p.shared_tiles = tiles(d.hidden, Config::kN);
+  p.k_blocks = p.k_half = tiles(d.experts, kK);
+  StoreParams e{};
+  e.out[0] = a.dx;
+  e.row_stride = d.hidden;
+  e.columns = static_cast<int>(d.hidden);
+  return launch<Config>(p, e, exec, "router_gemm: launch");
+}
+
+template <class T>
+Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogits, float* partials,
+             const Exec& exec) {
+  using Config = RouterWgrad<T>;
+  const Split split = split_of(d);
+  TensorMaps maps(d.dtype);
+  GemmParams p{};
+  p.shared[0] = p.shared[1] = maps.encode(
+      {d.tokens > 0 ? dlogits : partials, d.experts, d.tokens, 1, padded(d.experts), 0, kK / 2});
+  if (!maps.status().ok()) return maps.status();
+  p.gathered = a.x;
+  p.gathered_width = static_cast<int>(d.hidden);
+  p.experts = split.parts;
+  p.rows = static_cast<int>(d.tokens);
+  p.part = split.tokens;
+  p.shared_tiles = p.shared_half = tiles(d.experts, Config::kM);
+  StoreParams e{};
+  e.out[0] = partials;
+  e.expert_stride = d.experts * d.hidden;
+  e.row_stride = d.hidden;
+  e.rows = static_cast<int>(d.experts);
+  e.columns = static_cast<int>(d.hidden);
+  e.f32 = true;
+  if (Status status = launch<Config>(p, e, exec, "router_gemm: launch"); !status.ok())
+    return status;
+  constexpr int kThreads = 256;
+  add_parts<<<tiles(e.expert_stride, kThreads), kThreads, 0, stream_of(exec)>>>(
+      partials, split.parts, e.expert_stride, static_cast<T*>(a.dw));
+  return launched("router_gemm: sums");
+}
+
+std::string reject(const RouterGemmDesc& d) { return reject_dtype(d.dtype); }
+std::size_t workspace(const RouterGemmDesc& d, const Exec&) { return regions(d).bytes; }
+
+Status prepare_pass(const RouterGemmDesc& d, const Exec&) {
+  return visit_type(d.dtype, [&](auto type) {
+    using T = decltype(type);
+    switch (d.pass) {
+      case GemmPass::forward:
+        return prepare<Logits<T>>();
+      case GemmPass::dgrad:
+        return prepare<RouterDgrad<T>>();
+      case GemmPass::wgrad:
+        break;
+    }
+    return prepare<RouterWgrad<T>>();
+  });
+}
+
+Status run(const RouterGemmDesc& d, const RouterGemmArgs& a, void* memory,
+           const Exec& exec) noexcept {
+  if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
+  const Regions at = regions(d);
+  const void* dlogits = a.dlogits;
+  if (needs_padding(d) && d.tokens > 0) {
+    constexpr int kThreads = 256;
+    auto* const copy = reinterpret_cast<std::uint16_t*>(static_cast<char*>(memory) + at.dlogits);
+    pad_rows<<<tiles(d.tokens * padded(d.experts), kThreads), kThreads, 0, stream_of(exec)>>>(
+        static_cast<const std::uint16_t*>(a.dlogits), d.tokens, static_cast<int>(d.experts),
+        static_cast<int>(padded(d.experts)), copy);
+    if (Status status = launched("router_gemm: padding"); !status.ok()) return status;
+    dlogits = copy;
+  }
+  return visit_type(d.dtype, [&](auto type) {
+    using T = decltype(type);
+    switch (d.pass) {
+      case GemmPass::forward:
+        return forward<T>(d, a, exec);
+      case GemmPass::dgrad:
+        return dgrad<T>(d, a, dlogits, exec);
+      case GemmPass::wgrad:
+        break;
+    }
+    return wgrad<T>(d, a, dlogits,
+                    reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials), exec);
+  });
+}
+
+}  // namespace
+
+const Kernel<RouterGemmDesc> kRouterGemm = {
+    "router_gemm", "cuda.router_gemm", DeviceType::cuda, reject, workspace, run, prepare_pass};
+
+}  // namespace sonicmoe::cuda
