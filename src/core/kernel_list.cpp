@@ -7,7 +7,13 @@ namespace sonicmoe {
 template <>
 std::span<const Kernel<RouterGemmDesc>* const> kernel_list() {
   static constexpr const Kernel<RouterGemmDesc>* kList[] = {
-      &cpu::kRouterGemmAvx512Bf16, &cpu::kRouterGemmAvx512, &cpu::kRouterGemm};
+    &cpu::kRouterGemmAvx512Bf16,
+    &cpu::kRouterGemmAvx512,
+    &cpu::kRouterGemm,
+#if SONICMOE_HAS_CUDA
+    &cuda::kRouterGemm,
+#endif
+  };
   return kList;
 }
 
@@ -36,8 +42,8 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cuda::kUpProj256,  //
     &cuda::kDownProj256,
     &cuda::kDownProj192,  //
-    &cuda::kDownProjDgrad128,
-    &cuda::kDownProjDgrad256,  //
+    &cuda::kDownProjDgrad256,
+    &cuda::kDownProjDgrad128,  //
     &cuda::kUpProjDgrad256,
     &cuda::kUpProjDgrad192,  //
     &cuda::kDownProjWgrad256,
