@@ -1,8 +1,11 @@
 #include <cmath>
 #include <cstdio>
+#include <limits>
 #include <memory>
 
+#include "cublas_bound.h"
 #include "dense_bound.h"
+#include "device_clock.h"
 #include "interrupt.h"
 #include "operations.h"
 #include "subcommands.h"
@@ -17,18 +20,43 @@ constexpr const char* kDefaultShape = "4096,512,256,32,4";
 
 constexpr const char* kHelp =
     "Times forward, backward and their sum on random data, and beside them, interleaved in\n"
-    "the same process with the same threads, the dense bound: the six GEMMs as dense fp32\n"
-    "GEMMs (OpenBLAS) with perfectly even experts, the faster of two ways to use the threads.\n"
+    "the same process, the dense bound: the six GEMMs with perfectly even experts, each timed\n"
+    "alone, the fastest of several ways: on the CPU fp32 OpenBLAS, experts in parallel or\n"
+    "threads inside a GEMM; on CUDA cuBLAS in the layer's type, strided-batched or what\n"
+    "cuBLASLt's heuristics propose. On the CPU forward and backward are the whole layer. On\n"
+    "CUDA they start from given scores and experts: metadata, all kernels and all gradients,\n"
+    "but not router and top-K, which layer_forward, layer_backward and layer add; 'host' is\n"
+    "how long the calls of layer keep the host. Times on CUDA are between two events.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
     "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
     "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
-    "counts every input and output once; 'of bound' is bound time / time.\n"
+    "counts every input and output once; 'of bound' is bound time / time. 'of roof' (CUDA) is\n"
+    "the least time that the operation's flops at the rate of the fastest GEMM of the bound, or\n"
+    "its bytes at the rate of a large copy in this run, allow, over its time.\n"
     "JSON: version, command, device, threads, seed, repeats, interrupted, layer {thiek,\n"
     "dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile} or null,\n"
     "bias, inference}, rows, results [{what, runs, ms, mad_ms, tflops, gbps, bound_ms,\n"
-    "of_bound}], dense_bound [{gemm, way, runs, ms, mad_ms, tflops}], saved_bytes {x, preact,\n"
+    "of_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}], "
+    "saved_bytes {x, preact,\n"
     "routing, logits, total}, workspace_bytes {forward, backward}. A figure that does not\n"
-    "exist is null.";
+    "exist is null. With --configs: {version, command, device, configs [{config, ...}]}.";
+
+struct BenchSettings : Settings {
+  bool operations = false;
+  int repeats = 20;
+  std::string configs;
+  bool on_cuda() const { return device.type == DeviceType::cuda; }
+};
+
+/// What no kernel passes, measured in the same run.
+struct Roof {
+  double flops = std::nan("");  ///< a second
+  double bytes = std::nan("");  ///< a second
+
+  double seconds(const Task& task) const {
+    return std::fmax(task.flops / flops, task.bytes / bytes);
+  }
+};
 
 struct Row {
   Task task;
@@ -42,18 +70,20 @@ std::string cell(double value, const char* format) {
   return text;
 }
 
-Json print_rows(const std::vector<Row>& rows) {
+Json print_rows(const std::vector<Row>& rows, const Roof& roof) {
   Json results = Json::array();
-  std::printf("%-19s %10s %9s %9s %8s %10s %9s\n", "", "ms", "+-", "TFLOP/s", "GB/s", "bound ms",
-              "of bound");
+  std::printf("%-19s %10s %9s %9s %8s %10s %9s %8s\n", "", "ms", "+-", "TFLOP/s", "GB/s",
+              "bound ms", "of bound", "of roof");
   for (const auto& [task, bound] : rows) {
     if (task.seconds.empty()) continue;
     const double seconds = median(task.seconds), spread = mad(task.seconds);
     const double tflops = task.flops / seconds * 1e-12, gbps = task.bytes / seconds * 1e-9;
-    std::printf("%-19s %10s %9s %9s %8s %10s %9s\n", task.name.c_str(),
+    const double of_roof = task.on_host ? std::nan("") : roof.seconds(task) / seconds;
+    std::printf("%-19s %10s %9s %9s %8s %10s %9s %8s\n", task.name.c_str(),
                 cell(seconds * 1e3, "%.3f").c_str(), cell(spread * 1e3, "%.3f").c_str(),
                 cell(tflops, "%.4f").c_str(), cell(gbps, "%.2f").c_str(),
-                cell(bound * 1e3, "%.3f").c_str(), cell(bound / seconds, "%.2f").c_str());
+                cell(bound * 1e3, "%.3f").c_str(), cell(bound / seconds, "%.2f").c_str(),
+                cell(of_roof, "%.2f").c_str());
     results.push_back({{"what", task.name},
                        {"runs", task.seconds.size()},
                        {"ms", seconds * 1e3},
@@ -61,15 +91,15 @@ Json print_rows(const std::vector<Row>& rows) {
                        {"tflops", task.flops > 0 ? finite(tflops) : Json()},
                        {"gbps", finite(gbps)},
                        {"bound_ms", finite(bound * 1e3)},
-                       {"of_bound", finite(bound / seconds)}});
+                       {"of_bound", finite(bound / seconds)},
+                       {"of_roof", finite(of_roof)}});
   }
   return results;
 }
 
-Json print_bound(const DenseBound& bound, DType dtype) {
+Json print_bound(const Bound& bound) {
   Json list = Json::array();
-  std::printf("\ndense bound: fp32 OpenBLAS, even experts%s\n",
-              dtype == DType::f32 ? "" : " (there is no 2-byte OpenBLAS to bound this dtype with)");
+  std::printf("\ndense bound: %s\n", bound.title().c_str());
   for (const auto& [task, way] : bound.gemms()) {
     const double seconds = median(task->seconds), spread = mad(task->seconds);
     const double tflops = task->flops / seconds * 1e-12;
@@ -137,8 +167,8 @@ std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Wo
 }
 
 /// Forward plus backward of the same repeat.
-Task sum(const Task& forward, const Task& backward) {
-  Task total{.name = "total",
+Task sum(const char* name, const Task& forward, const Task& backward) {
+  Task total{.name = name,
              .run = {},
              .flops = forward.flops + backward.flops,
              .bytes = forward.bytes + backward.bytes};
@@ -148,68 +178,198 @@ Task sum(const Task& forward, const Task& backward) {
   return total;
 }
 
-std::vector<Row> make_rows(const std::vector<Group>& layer, const std::vector<Group>& operations,
-                           const DenseBound& bound) {
-  const auto [forward, backward] = bound.seconds();
-  std::vector<Row> rows = {{layer[0].tasks[0], forward}};
-  if (layer.size() > 1) {
-    rows.push_back({layer[1].tasks[0], backward});
-    rows.push_back({sum(layer[0].tasks[0], layer[1].tasks[0]), forward + backward});
-  }
-  for (const Group& group : operations) {
-    rows.push_back({group.tasks[0]});
-    for (const auto& gemm : bound.gemms()) {
-      if (gemm.task->name == group.tasks[0].name) {
-        rows.back().bound_seconds = median(gemm.task->seconds);
-      }
-    }
-  }
-  return rows;
+/// A copy of a gigabyte within the device.
+Group copy_group(const Buffer& from, const Buffer& to) {
+  const auto run = [&from, &to] {
+    DeviceClock::copy(to.data(), from.data(), to.bytes());
+    return Status();
+  };
+  return {.tasks = {{.name = "copy", .run = run, .bytes = 2 * static_cast<double>(from.bytes())}}};
 }
 
-int run_bench(Settings& settings, bool with_operations, int repeats) {
+/// Everything that one shape is timed with, and the report.
+class Bench {
+ public:
+  explicit Bench(const BenchSettings& settings)
+      : settings_(settings),
+        plan_(settings.plan(settings.desc, settings.layer_line())),
+        tensors_(settings.desc, plan_.saved_bytes(), settings.seed, settings.device),
+        workspace_(plan_.workspace_bytes(), settings.device) {
+    // Backward reads what forward wrote, and so do the operations; and forward counts the rows.
+    const Status status = plan_.forward(tensors_.forward_args(), workspace_.workspace());
+    if (!status.ok()) throw std::runtime_error(std::string("forward: ") + status.message());
+    layer_ = layer_groups(plan_, tensors_, workspace_.workspace());
+    if (settings.operations || settings.on_cuda()) {
+      operations_ = std::make_unique<Operations>(settings, tensors_);
+    }
+    if (settings.on_cuda()) {
+      add_cuda();
+    } else {
+      bound_ = std::make_unique<DenseBound>(settings.desc, tensors_.rows(), settings.threads,
+                                            settings.seed);
+    }
+  }
+
+  void time() {
+    std::vector<Group*> groups;
+    const auto add = [&](std::vector<Group>& list) {
+      for (Group& group : list) groups.push_back(&group);
+    };
+    add(layer_);
+    add(experts_);
+    if (bound_) add(bound_->groups());
+    if (operations_ && settings_.operations) add(operations_->groups());
+    add(others_);
+    time_interleaved(groups, settings_.repeats, settings_.threads, settings_.device);
+  }
+
+  Json report() const {
+    const LayerDesc& desc = settings_.desc;
+    std::printf("sonicmoe %s bench %s --threads %d --seed %llu\n", version(),
+                settings_.layer_line().c_str(), settings_.threads,
+                static_cast<unsigned long long>(settings_.seed));
+    if (desc.rounding_tile > 0) {
+      std::printf("%lld rows after token rounding, %lld before, room for %lld\n",
+                  static_cast<long long>(tensors_.rows()),
+                  static_cast<long long>(desc.tokens * desc.top_k),
+                  static_cast<long long>(desc.rows()));
+    }
+    Json report = {{"version", version()},
+                   {"command", "bench"},
+                   {"device", device_name(settings_.device)},
+                   {"threads", settings_.threads},
+                   {"seed", settings_.seed},
+                   {"repeats", settings_.repeats},
+                   {"interrupted", interrupted()},
+                   {"layer", settings_.layer_json()},
+                   {"rows", tensors_.rows()}};
+    const Roof measured = roof();
+    report["results"] = print_rows(rows(), measured);
+    report["copy_TBps"] = finite(measured.bytes * 1e-12);
+    if (bound_) {
+      report["dense_bound"] = print_bound(*bound_);
+    } else {
+      report["dense_bound"] = Json::array();
+      std::printf("\nno dense bound: %s\n", no_bound_.c_str());
+    }
+    report.update(print_memory(plan_, desc.inference));
+    return report;
+  }
+
+ private:
+  void add_cuda() {
+    for (Task task : {operations_->forward(), operations_->backward()}) {
+      if (task.flops > 0) experts_.push_back({.tasks = {std::move(task)}});
+    }
+    layer_[0].tasks[0].name = "layer_forward";
+    std::vector<std::function<Status()>> calls = {layer_[0].tasks[0].run};
+    if (layer_.size() > 1) {
+      layer_[1].tasks[0].name = "layer_backward";
+      calls.push_back(layer_[1].tasks[0].run);
+    }
+    const auto call = [calls] {
+      for (const auto& run : calls) {
+        if (Status status = run(); !status.ok()) return status;
+      }
+      return Status();
+    };
+    others_.push_back({.tasks = {{.name = "host", .run = call, .on_host = true}}});
+    constexpr std::size_t kGigabyte = std::size_t{1} << 30;
+    copy_from_ = Buffer(kGigabyte, settings_.device);
+    copy_to_ = Buffer(kGigabyte, settings_.device);
+    others_.push_back(copy_group(copy_from_, copy_to_));
+    bound_ = CublasBound::make(settings_.desc, tensors_.rows(), settings_.device, settings_.seed,
+                               &no_bound_);
+  }
+
+  Roof roof() const {
+    Roof out;
+    if (!settings_.on_cuda()) return out;
+    for (const Group& group : others_) {
+      const Task& task = group.tasks[0];
+      if (task.name == "copy") out.bytes = task.bytes / median(task.seconds);
+    }
+    if (!bound_) return out;
+    for (const auto& gemm : bound_->gemms()) {
+      out.flops = std::fmax(out.flops, gemm.task->flops / median(gemm.task->seconds));
+    }
+    return out;
+  }
+
+  std::vector<Row> rows() const {
+    const auto [forward, backward] = bound_ ? bound_->seconds() : Bound::Seconds{kNone, kNone};
+    std::vector<Row> rows;
+    const auto add = [&](const std::vector<Group>& groups, const char* total, double one,
+                         double two) {
+      if (groups.empty()) return;
+      rows.push_back({groups[0].tasks[0], one});
+      if (groups.size() < 2) return;
+      rows.push_back({groups[1].tasks[0], two});
+      rows.push_back({sum(total, groups[0].tasks[0], groups[1].tasks[0]), one + two});
+    };
+    add(experts_, "total", forward, backward);
+    add(layer_, settings_.on_cuda() ? "layer" : "total", forward, backward);
+    if (operations_ && settings_.operations) {
+      for (const Group& group : operations_->groups()) rows.push_back(operation_row(group));
+    }
+    for (const Group& group : others_) rows.push_back({group.tasks[0]});
+    return rows;
+  }
+
+  Row operation_row(const Group& group) const {
+    Row row{group.tasks[0]};
+    if (!bound_) return row;
+    for (const auto& gemm : bound_->gemms()) {
+      if (gemm.task->name == row.task.name) row.bound_seconds = median(gemm.task->seconds);
+    }
+    return row;
+  }
+
+  static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  const BenchSettings& settings_;
+  LayerPlan plan_;
+  LayerTensors tensors_;
+  Buffer workspace_, copy_from_, copy_to_;
+  std::vector<Group> layer_;    // the layer's two calls
+  std::vector<Group> experts_;  // CUDA: without the router
+  std::vector<Group> others_;   // CUDA: host time, copy
+  std::unique_ptr<Operations> operations_;
+  std::unique_ptr<Bound> bound_;
+  std::string no_bound_;
+};
+
+void set_shape(LayerDesc* desc, const LayerDesc& wanted) {
+  desc->tokens = wanted.tokens, desc->hidden = wanted.hidden;
+  desc->intermediate = wanted.intermediate;
+  desc->experts = wanted.experts, desc->top_k = wanted.top_k;
+}
+
+Json run_one(const BenchSettings& settings) {
+  Bench bench(settings);
+  bench.time();
+  return bench.report();
+}
+
+int run_bench(BenchSettings& settings) {
   settings.resolve();
-  const LayerDesc& desc = settings.desc;
-  const LayerPlan plan = settings.plan(desc, settings.layer_line());
-  const LayerTensors tensors(desc, plan.saved_bytes(), settings.seed);
-  const Buffer workspace(plan.workspace_bytes());
-  // Backward reads what forward wrote, and so do the operations; and forward counts the rows.
-  const Status status = plan.forward(tensors.forward_args(), workspace.workspace());
-  if (!status.ok()) throw std::runtime_error(std::string("forward: ") + status.message());
-  std::vector<Group> layer = layer_groups(plan, tensors, workspace.workspace());
-  DenseBound bound(desc, tensors.rows(), settings.threads, settings.seed);
-  std::unique_ptr<Operations> operations;
-  if (with_operations) operations = std::make_unique<Operations>(settings, tensors);
-  std::vector<Group> none;
-  std::vector<Group>& operation_groups = operations ? operations->groups() : none;
-
-  std::vector<Group*> groups;
-  for (auto* list : {&layer, &bound.groups(), &operation_groups}) {
-    for (Group& group : *list) groups.push_back(&group);
+  Json report;
+  if (settings.configs.empty()) {
+    report = run_one(settings);
+  } else {
+    report = {{"version", version()},
+              {"command", "bench"},
+              {"device", device_name(settings.device)},
+              {"configs", Json::array()}};
+    for (const auto& item : verify::benchmark_cases()) {
+      if (item.name == "cpu" || interrupted()) continue;
+      set_shape(&settings.desc, item.desc);
+      std::printf("\n== %s\n", item.name.c_str());
+      Json one = {{"config", item.name}};
+      one.update(run_one(settings));
+      report["configs"].push_back(std::move(one));
+      std::fflush(stdout);
+    }
   }
-  time_interleaved(groups, repeats, settings.threads);
-
-  std::printf("sonicmoe %s bench %s --threads %d --seed %llu\n", version(),
-              settings.layer_line().c_str(), settings.threads,
-              static_cast<unsigned long long>(settings.seed));
-  if (desc.rounding_tile > 0) {
-    std::printf("%lld rows after token rounding, %lld before, room for %lld\n",
-                static_cast<long long>(tensors.rows()),
-                static_cast<long long>(desc.tokens * desc.top_k),
-                static_cast<long long>(desc.rows()));
-  }
-  Json report = {{"version", version()},
-                 {"command", "bench"},
-                 {"device", device_name(settings.device)},
-                 {"threads", settings.threads},
-                 {"seed", settings.seed},
-                 {"repeats", repeats},
-                 {"interrupted", interrupted()},
-                 {"layer", settings.layer_json()},
-                 {"rows", tensors.rows()}};
-  report["results"] = print_rows(make_rows(layer, operation_groups, bound));
-  report["dense_bound"] = print_bound(bound, desc.dtype);
-  report.update(print_memory(plan, desc.inference));
   write_json(settings.json, report);
   if (!interrupted()) return 0;
   std::printf("interrupted\n");
@@ -219,34 +379,28 @@ int run_bench(Settings& settings, bool with_operations, int repeats) {
 }  // namespace
 
 Subcommand add_bench(CLI::App& app) {
-  struct State {
-    Settings settings;
-    bool operations = false;
-    int repeats = 20;
-  };
-  auto state = std::make_shared<State>();
+  auto settings = std::make_shared<BenchSettings>();
   auto* parser = app.add_subcommand("bench", "Times the layer beside a dense-GEMM bound");
   parser->footer(kHelp);
-  state->settings.add_to(*parser, kDefaultShape);
+  settings->add_to(*parser, kDefaultShape);
   std::vector<std::string> shapes;
   for (const auto& item : verify::benchmark_cases()) shapes.push_back(item.name);
-  const auto set_shape = [state](const std::string& name) {
-    LayerDesc& desc = state->settings.desc;
-    const LayerDesc& wanted = verify::find_case(name)->desc;
-    desc.tokens = wanted.tokens, desc.hidden = wanted.hidden;
-    desc.intermediate = wanted.intermediate;
-    desc.experts = wanted.experts, desc.top_k = wanted.top_k;
+  const auto set_case = [settings](const std::string& name) {
+    set_shape(&settings->desc, verify::find_case(name)->desc);
   };
-  parser->add_option_function<std::string>("--case", set_shape, "--thiek of a published table")
-      ->check(one_of(shapes))
-      ->type_name(join(shapes))
-      ->excludes(parser->get_option("--thiek"));
-  parser->add_flag("--ops", state->operations, "Time each operation by itself, too")
+  auto* one =
+      parser->add_option_function<std::string>("--case", set_case, "--thiek of a published table");
+  one->check(one_of(shapes))->type_name(join(shapes))->excludes(parser->get_option("--thiek"));
+  parser->add_option("--configs", settings->configs, "All twelve shapes of published tables")
+      ->check(one_of({"targets"}))
+      ->type_name("targets")
+      ->excludes(parser->get_option("--thiek"))
+      ->excludes(one);
+  parser->add_flag("--ops", settings->operations, "Time each operation by itself, too")
       ->check(no_value());
-  add_integer(*parser, "--repeats", state->repeats, 1, 1000000,
+  add_integer(*parser, "--repeats", settings->repeats, 1, 1000000,
               "Timed repeats of everything (default: 20)");
-  return {parser,
-          [state] { return run_bench(state->settings, state->operations, state->repeats); }};
+  return {parser, [settings] { return run_bench(*settings); }};
 }
 
 }  // namespace sonicmoe::cli

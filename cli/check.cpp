@@ -25,14 +25,14 @@ struct CheckSettings : Settings {
   bool list_cases = false;
 };
 
-int list_cases() {
-  for (const auto& item : verify::full_cases()) std::printf("%s\n", item.name.c_str());
+int list_cases(Device device) {
+  for (const auto& item : verify::full_cases(device)) std::printf("%s\n", item.name.c_str());
   return 0;
 }
 
 std::vector<verify::Case> chosen_cases(const CheckSettings& settings) {
   if (settings.has_shape) return {verify::custom_case(settings.desc, settings.seed)};
-  if (settings.case_name.empty()) return verify::smoke_cases();
+  if (settings.case_name.empty()) return verify::smoke_cases(settings.device);
   return {*verify::find_case(settings.case_name)};
 }
 
@@ -61,7 +61,7 @@ Json print_report(const verify::Report& report, int* passed, int* failed) {
 }
 
 int run_check(CheckSettings& settings) {
-  if (settings.list_cases) return list_cases();
+  if (settings.list_cases) return list_cases(settings.device);
   settings.resolve();
   const std::vector<verify::Case> cases = chosen_cases(settings);
   // A case that the library refuses is a matter of options, not of wrong results.
@@ -77,7 +77,7 @@ int run_check(CheckSettings& settings) {
   for (const auto& item : cases) {
     if (interrupted()) break;
     const int failed_before = failed;
-    const std::string repro = verify::repro_command(item, settings.threads);
+    const std::string repro = verify::repro_command(item, settings.threads, settings.device);
     Json reports = Json::array();
     std::printf("%s\n", settings.has_shape ? settings.layer_line().c_str() : item.name.c_str());
     const auto print_all = [&](const std::vector<verify::Report>& all) {

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cmath>
 #include <thread>
 
 #include "tensors.h"
@@ -105,6 +104,11 @@ struct DenseBound::Data {
 
 DenseBound::DenseBound(const LayerDesc& desc, std::int64_t rows, int threads, std::uint64_t seed)
     : data_(std::make_shared<Data>(desc, rows, threads, seed)) {
+  title_ = "fp32 OpenBLAS, even experts";
+  if (desc.dtype != DType::f32) {
+    title_ += " (there is no 2-byte OpenBLAS to bound this dtype with)";
+  }
+  candidates_.resize(desc.inference ? 2 : 6);
   openblas_set_num_threads(1);
   for (const bool experts_in_parallel : {true, false}) {
     for (const bool backward : {false, true}) {
@@ -116,6 +120,9 @@ DenseBound::DenseBound(const LayerDesc& desc, std::int64_t rows, int threads, st
           data->run(gemm, experts_in_parallel);
           return Status();
         };
+        candidates_[i].push_back(
+            {groups_.size(), group.tasks.size(),
+             experts_in_parallel ? "experts in parallel" : "threads inside a GEMM"});
         group.tasks.push_back({.name = gemm.name, .run = run, .flops = data_->flops(gemm)});
       }
       if (!experts_in_parallel) {
@@ -133,33 +140,6 @@ DenseBound::DenseBound(const LayerDesc& desc, std::int64_t rows, int threads, st
       groups_.push_back(std::move(group));
     }
   }
-}
-
-std::vector<DenseBound::Gemm> DenseBound::gemms() const {
-  std::vector<Gemm> all;
-  const std::size_t half = groups_.size() / 2;
-  for (std::size_t i = 0; i < half; ++i) {
-    for (std::size_t j = 0; j < groups_[i].tasks.size(); ++j) {
-      const Task& first = groups_[i].tasks[j];
-      const Task& second = groups_[half + i].tasks[j];
-      if (first.seconds.empty() || second.seconds.empty()) continue;
-      const bool first_wins = median(first.seconds) <= median(second.seconds);
-      all.push_back({first_wins ? &first : &second,
-                     first_wins ? "experts in parallel" : "threads inside a GEMM"});
-    }
-  }
-  return all;
-}
-
-DenseBound::Seconds DenseBound::seconds() const {
-  const auto all = gemms();
-  const auto sum = [&all](std::size_t begin, std::size_t end) {
-    if (all.size() < end) return std::nan("");
-    double seconds = 0;
-    for (std::size_t i = begin; i < end; ++i) seconds += median(all[i].task->seconds);
-    return seconds;
-  };
-  return {sum(0, 2), sum(2, 6)};
 }
 
 }  // namespace sonicmoe::cli

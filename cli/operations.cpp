@@ -4,16 +4,13 @@
 #include <stdexcept>
 
 namespace sonicmoe::cli {
-namespace {
-
-Buffer words(std::int64_t count) { return Buffer(static_cast<std::size_t>(count) * 4); }
-
-}  // namespace
-
 Operations::Operations(const Settings& settings, const LayerTensors& layer)
     : settings_(settings), layer_(layer), s_(settings.desc), rows_(layer.rows()) {
   const auto rows_of = [&](std::int64_t columns) {
-    return make_tensor(s_.r * columns, settings_.desc.dtype);
+    return make_tensor(s_.r * columns, settings_.desc.dtype, settings_.device);
+  };
+  const auto words = [&](std::int64_t count) {
+    return Buffer(static_cast<std::size_t>(count) * 4, settings_.device);
   };
   scores_ = words(s_.r);
   ids_ = words(s_.r);
@@ -39,7 +36,7 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer)
   scaled_act_ = rows_of(s_.n);
   row_dscores_ = words(s_.r);
   dx_rows_ = rows_of(s_.d);
-  dlogits_ = make_tensor(s_.t * s_.e, settings_.desc.dtype);
+  dlogits_ = make_tensor(s_.t * s_.e, settings_.desc.dtype, settings_.device);
   add_backward();
 }
 
@@ -55,17 +52,54 @@ double Operations::moved_bytes(const Buffer& buffer) const {
 }
 
 template <class Desc>
-void Operations::add(std::string name, const Desc& desc, const typename Desc::Args& args,
-                     double flops, std::initializer_list<const Buffer*> moved) {
+Task Operations::task(std::string name, const Desc& desc, const typename Desc::Args& args,
+                      double flops, std::initializer_list<const Buffer*> moved) const {
   const auto plan = settings_.plan(desc, settings_.layer_line());
-  const auto workspace = std::make_shared<Buffer>(plan.workspace_bytes());
+  const auto workspace = std::make_shared<Buffer>(plan.workspace_bytes(), settings_.device);
   Task task{.name = std::move(name),
             .run = [plan, args, workspace] { return plan.run(args, workspace->workspace()); },
             .flops = flops};
   for (const Buffer* buffer : moved) task.bytes += moved_bytes(*buffer);
   const Status status = task.run();
   if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
-  groups_.push_back({.tasks = {std::move(task)}});
+  return task;
+}
+
+template <class Desc>
+void Operations::add(std::string name, const Desc& desc, const typename Desc::Args& args,
+                     double flops, std::initializer_list<const Buffer*> moved) {
+  groups_.push_back({.tasks = {task(std::move(name), desc, args, flops, moved)}});
+}
+
+Task Operations::sequence(std::string name, std::initializer_list<const char*> operations) const {
+  Task all{.name = std::move(name), .run = {}};
+  std::vector<std::function<Status()>> runs;
+  for (const char* operation : operations) {
+    const Task* task = operation == aggregate_alone_.name ? &aggregate_alone_ : nullptr;
+    for (const Group& group : groups_) {
+      if (group.tasks[0].name == operation) task = &group.tasks[0];
+    }
+    if (task == nullptr) continue;  // bias_grad, where there are no biases
+    runs.push_back(task->run);
+    all.flops += task->flops;
+    all.bytes += task->bytes;
+  }
+  all.run = [runs = std::move(runs)] {
+    for (const auto& run : runs) {
+      if (Status status = run(); !status.ok()) return status;
+    }
+    return Status();
+  };
+  return all;
+}
+
+Task Operations::forward() const {
+  return sequence("forward", {"metadata", "up_proj", "down_proj", "aggregate_o"});
+}
+
+Task Operations::backward() const {
+  return sequence("backward", {"down_proj_dgrad", "bias_grad", "score_grad", "down_proj_wgrad",
+                               "up_proj_wgrad", "up_proj_dgrad", "aggregate_alone"});
 }
 
 void Operations::add_routing() {
@@ -294,8 +328,10 @@ void Operations::add_backward() {
 
   AggregateArgs args = aggregate_args();
   args.rows = dx_rows_.data();
-  args.addend = l.dx.data();
   args.out = l.dx.data();
+  aggregate_alone_ = task("aggregate_alone", aggregate_desc(), args, 0,
+                          {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx});
+  args.addend = l.dx.data();
   add("aggregate_dx", aggregate_desc(), args, 0,
       {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});
 }

@@ -13,7 +13,16 @@ class Operations {
   Operations(const Settings& settings, const LayerTensors& layer);
   std::vector<Group>& groups() { return groups_; }
 
+  /// From given scores and experts on, without the router: metadata to O, and dO to dX, the weight
+  /// gradients and the scores' gradient. One task each; `backward` not for inference.
+  Task forward() const;
+  Task backward() const;
+
  private:
+  template <class Desc>
+  Task task(std::string name, const Desc& desc, const typename Desc::Args& args, double flops,
+            std::initializer_list<const Buffer*> moved) const;
+  Task sequence(std::string name, std::initializer_list<const char*> operations) const;
   template <class Desc>
   void add(std::string name, const Desc& desc, const typename Desc::Args& args, double flops,
            std::initializer_list<const Buffer*> moved);
@@ -40,6 +49,7 @@ class Operations {
   Buffer slot_tokens_, token_offsets_, token_slots_, dscores_;  // token rounding only
   Buffer preact_, act_, expert_out_, dpreact_, scaled_act_, row_dscores_, dx_rows_, dlogits_;
   std::vector<Group> groups_;
+  Task aggregate_alone_;  // without the router's dX
 };
 
 }  // namespace sonicmoe::cli

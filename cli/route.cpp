@@ -83,18 +83,17 @@ class Comparison {
       logits = random_logits(desc_.tokens, desc_.experts, settings_.skew, settings_.seed);
     }
     const auto bytes = verify::encode(logits->values, desc_.dtype);
-    logits_ = Buffer(bytes.size());
-    std::copy(bytes.begin(), bytes.end(), logits_.as<std::byte>());
+    logits_ = Buffer(bytes.size(), settings_.device);
+    logits_.upload(bytes.data(), bytes.size());
 
     const std::int64_t slots = desc_.tokens * desc_.top_k;
-    scores_ = make_tensor(slots, DType::f32);
-    ids_ = make_tensor(slots, DType::f32);
+    const Buffer scores = words(slots), ids = words(slots);
     run(plan,
-        {.logits = logits_.data(), .scores = scores_.as<float>(), .ids = ids_.as<std::int32_t>()});
+        {.logits = logits_.data(), .scores = scores.as<float>(), .ids = ids.as<std::int32_t>()});
+    scores_ = scores.contents<float>();
+    ids_ = ids.contents<std::int32_t>();
     frequency_.resize(static_cast<std::size_t>(desc_.experts));
-    for (std::int64_t i = 0; i < slots; ++i) {
-      ++frequency_[static_cast<std::size_t>(ids_.as<std::int32_t>()[i])];
-    }
+    for (const std::int32_t id : ids_) ++frequency_[static_cast<std::size_t>(id)];
   }
 
   Outcome top_k() const { return count("top_k", frequency_); }
@@ -104,28 +103,28 @@ class Comparison {
                                      desc_.dtype,  desc_.router,  desc_.norm_topk_probs,
                                      rule,         settings_.tile};
     const auto plan = settings_.plan(rounding, settings_.line());
-    const Buffer scores = make_tensor(rounding.capacity(), DType::f32);
-    const Buffer tokens = make_tensor(rounding.capacity(), DType::f32);
-    const Buffer experts = make_tensor(rounding.capacity(), DType::f32);
-    Counts counts(frequency_.size());
+    const Buffer scores = words(rounding.capacity()), tokens = words(rounding.capacity());
+    const Buffer experts = words(rounding.capacity()), counts = words(desc_.experts);
     run(plan, {.logits = logits_.data(),
                .seed = settings_.seed,
                .offset = settings_.offset,
                .scores = scores.as<float>(),
                .token_ids = tokens.as<std::int32_t>(),
                .expert_ids = experts.as<std::int32_t>(),
-               .counts = counts.data()});
-    Outcome out = count(name(rule), counts);
+               .counts = counts.as<std::int32_t>()});
+    Outcome out = count(name(rule), counts.contents<std::int32_t>());
+    const auto expert_ids = experts.contents<std::int32_t>();
+    const auto token_ids = tokens.contents<std::int32_t>();
     // The entries themselves say what was dropped and added, not the counts.
     std::vector<bool> kept(static_cast<std::size_t>(desc_.tokens * desc_.top_k));
     out.rows = 0;
-    for (std::int64_t i = 0; i < rounding.capacity(); ++i) {
-      const std::int32_t expert = experts.as<std::int32_t>()[i];
+    for (std::size_t i = 0; i < expert_ids.size(); ++i) {
+      const std::int32_t expert = expert_ids[i];
       if (expert >= desc_.experts) continue;
       ++out.rows;
-      const std::int64_t first = tokens.as<std::int32_t>()[i] * desc_.top_k;
+      const std::int64_t first = token_ids[i] * desc_.top_k;
       std::int64_t slot = first;
-      while (slot < first + desc_.top_k && ids_.as<std::int32_t>()[slot] != expert) ++slot;
+      while (slot < first + desc_.top_k && ids_[static_cast<std::size_t>(slot)] != expert) ++slot;
       if (slot == first + desc_.top_k) {
         ++out.added;
       } else {
@@ -134,7 +133,7 @@ class Comparison {
     }
     double mass = 0, lost = 0;
     for (std::size_t slot = 0; slot < kept.size(); ++slot) {
-      const double score = scores_.as<float>()[slot];
+      const double score = scores_[slot];
       mass += score;
       if (kept[slot]) continue;
       ++out.dropped;
@@ -145,9 +144,13 @@ class Comparison {
   }
 
  private:
+  Buffer words(std::int64_t count) const {
+    return make_tensor(count, DType::f32, settings_.device);
+  }
+
   template <class Desc>
   void run(const OpPlan<Desc>& plan, const typename Desc::Args& args) const {
-    const Buffer workspace(plan.workspace_bytes());
+    const Buffer workspace(plan.workspace_bytes(), settings_.device);
     const Status status = plan.run(args, workspace.workspace());
     if (!status.ok()) throw UsageError(settings_.line() + ": " + status.message());
   }
@@ -174,8 +177,10 @@ class Comparison {
 
   const RouteSettings& settings_;
   const LayerDesc& desc_;
-  Buffer logits_, scores_, ids_;  // (T, E); (T, K)
-  Counts frequency_;              // (E)
+  Buffer logits_;              // (T, E)
+  std::vector<float> scores_;  // (T, K)
+  Counts ids_;                 // (T, K)
+  Counts frequency_;           // (E)
 };
 
 void print(const Outcome& o) {

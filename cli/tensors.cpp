@@ -13,15 +13,18 @@ Sizes::Sizes(const LayerDesc& desc)
       r(desc.rows()),
       w(desc.preact_width()) {}
 
-LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed)
+LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed,
+                           Device device)
     : draws(seed) {
   constexpr double kActivationScale = 0.2;
   constexpr double kWeightScale = 0.02;
   const Sizes s(desc);
   const auto random = [&](std::int64_t elements, double scale) {
-    return make_random(elements, desc.dtype, scale, seed++);
+    return make_random(elements, desc.dtype, scale, seed++, device);
   };
-  const auto empty = [&](std::int64_t elements) { return make_tensor(elements, desc.dtype); };
+  const auto empty = [&](std::int64_t elements) {
+    return make_tensor(elements, desc.dtype, device);
+  };
 
   x = random(s.t * s.d, kActivationScale);
   router_w = random(s.e * s.d, kWeightScale);
@@ -33,11 +36,11 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
   }
   o = empty(s.t * s.d);
   logits = empty(s.t * s.e);
-  counts = Buffer(static_cast<std::size_t>(s.e) * sizeof(std::int32_t));
+  counts = Buffer(static_cast<std::size_t>(s.e) * sizeof(std::int32_t), device);
   if (desc.inference) return;
 
-  preact = Buffer(saved.preact);
-  routing = Buffer(saved.routing);
+  preact = Buffer(saved.preact, device);
+  routing = Buffer(saved.routing, device);
   dout = random(s.t * s.d, kActivationScale);
   dx = empty(s.t * s.d);
   drouter_w = empty(s.e * s.d);
@@ -67,8 +70,8 @@ ForwardArgs LayerTensors::forward_args() const {
 }
 
 std::int64_t LayerTensors::rows() const {
-  const auto* begin = counts.as<std::int32_t>();
-  return std::accumulate(begin, begin + counts.bytes() / sizeof(*begin), std::int64_t{0});
+  const auto all = counts.contents<std::int32_t>();
+  return std::accumulate(all.begin(), all.end(), std::int64_t{0});
 }
 
 BackwardArgs LayerTensors::backward_args() const {

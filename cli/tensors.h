@@ -15,7 +15,8 @@ struct Sizes {
 
 /// Every tensor of a layer, with random inputs: x 0.2 randn, weights 0.02 randn, dO 0.2 randn.
 struct LayerTensors {
-  LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed);
+  LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed,
+               Device device = {});
 
   ForwardArgs forward_args() const;
   BackwardArgs backward_args() const;

@@ -6,8 +6,10 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 
+#include "device_clock.h"
 #include "interrupt.h"
 #include "progress.h"
 
@@ -34,12 +36,15 @@ class CacheFlush {
   Buffer memory_;
 };
 
-double time_once(const Task& task) {
+double time_once(const Task& task, DeviceClock* clock) {
+  if (clock != nullptr && task.on_host) clock->wait();
+  if (clock != nullptr) clock->start();
   const auto start = std::chrono::steady_clock::now();
   const Status status = task.run();
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
-  return elapsed.count();
+  const double on_device = clock != nullptr ? clock->stop() : 0;
+  return clock != nullptr && !task.on_host ? on_device : elapsed.count();
 }
 
 }  // namespace
@@ -58,19 +63,26 @@ double mad(const std::vector<double>& values) {
   return median(deviations);
 }
 
-void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads) {
-  CacheFlush flush(threads);
+void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads, Device device) {
+  std::optional<CacheFlush> flush;
+  std::optional<DeviceClock> clock;
+  if (device.type == DeviceType::cpu) {
+    flush.emplace(threads);
+  } else {
+    clock.emplace(device);
+  }
   const Progress progress;
   for (int repeat = 0; repeat <= repeats; ++repeat) {
     progress.show(repeat == 0
                       ? "warming up"
                       : "repeat " + std::to_string(repeat) + " of " + std::to_string(repeats));
     for (Group* group : groups) {
-      flush();
+      if (flush) (*flush)();
+      if (clock) clock->flush();
       if (group->before) group->before();
       for (auto& task : group->tasks) {
         if (interrupted()) return;
-        const double seconds = time_once(task);
+        const double seconds = time_once(task, clock ? &*clock : nullptr);
         if (repeat > 0) task.seconds.push_back(seconds);
       }
       if (group->after) group->after();

@@ -20,6 +20,8 @@ struct Task {
   double flops = 0;
   /// Inputs read once plus outputs written once: what no implementation can avoid to move.
   double bytes = 0;
+  /// CUDA: how long the call keeps the host, not how long the device works.
+  bool on_host = false;
   std::vector<double> seconds = {};
 };
 
@@ -32,8 +34,10 @@ struct Group {
 };
 
 /// Runs every group once per repeat, so that the groups see the same conditions of the machine,
-/// after one repeat that is thrown away. Stops early, between tasks, when interrupted. Throws
-/// std::runtime_error with the text of a Status that is not ok.
-void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads);
+/// after one repeat that is thrown away. On CUDA times are those between two events on the default
+/// stream. Stops early, between tasks, when interrupted. Throws std::runtime_error with the text of
+/// a Status that is not ok.
+void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads,
+                      Device device = {});
 
 }  // namespace sonicmoe::cli

@@ -35,7 +35,7 @@ RULES = {
     "tests": (("include", "src", "verify", "cli"), ANY),
 }
 # What may speak to the device outside of its backend, so that the rest of its layer need not.
-CUDA = {"verify/device_memory.cpp"}
+CUDA = {"verify/device_memory.cpp", "cli/device_clock.cpp", "cli/cublas_bound.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 
 
