@@ -149,5 +149,18 @@ TEST(Info, ListsDevicesAndKernels) {
   EXPECT_STRNE(version(), "");
 }
 
+// There is no driver, or the build has no CUDA, or a device is too old: everyone says the same.
+TEST(Devices, PlansRefuseWithTheReasonGiven) {
+  for (const DeviceInfo& info : devices()) {
+    EXPECT_EQ(info.usable, info.reason.empty());
+    if (info.usable) continue;
+    const std::string start = std::string("device: got ") + name(info.device.type) + ", allowed: ";
+    EXPECT_EQ(info.reason.substr(0, start.size()), start);
+    const auto plan = make_plan(small(DType::bf16), info.device);
+    EXPECT_EQ(plan.status().code(), StatusCode::unsupported);
+    EXPECT_EQ(plan.status().message(), info.reason);
+  }
+}
+
 }  // namespace
 }  // namespace sonicmoe
