@@ -2,10 +2,18 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <ostream>
 
 #include "sonicmoe/info.h"
 #include "tests/device.h"
 #include "verify/run.h"
+
+namespace sonicmoe {
+
+/// How GoogleTest shows a kernel.
+static void PrintTo(const KernelInfo& value, std::ostream* out) { *out << value.name; }
+
+}  // namespace sonicmoe
 
 namespace sonicmoe::verify {
 namespace {
