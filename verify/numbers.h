@@ -49,9 +49,18 @@ struct Check {
 /// term, four fp32 roundings of each element, more where there are few to average over.
 ///
 /// `block_ends` are element indices, ascending; the last is the tensor's size. Empty: one block.
+/// `allowance` ||exact|| is added to the bound: see tensor_core_allowance.
 Check two_times_rule(const std::string& tensor, std::span<const double> ours,
                      std::span<const double> exact, std::span<const double> plain,
-                     std::span<const std::size_t> block_ends = {});
+                     std::span<const std::size_t> block_ends = {}, double allowance = 0);
+
+/// Tensor cores add 16 products at a time to the fp32 accumulator and cut off what does not fit,
+/// where the plain loop rounds: each of k/16 steps takes up to one unit in the last place, half of
+/// it on average and always towards zero, from partial sums that are smaller than the whole. So
+/// what is never rounded to 16 bits is smaller by up to k/16 * 2^-24.
+inline double tensor_core_allowance(std::int64_t k) {
+  return static_cast<double>((k + 15) / 16) * 0x1p-24;
+}
 
 /// Same bits (signs of zero aside); error is the largest absolute difference, bound 0.
 Check same_values(const std::string& tensor, std::span<const double> ours,
