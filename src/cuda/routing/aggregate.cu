@@ -10,7 +10,6 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
-constexpr int kInFlight = 8;   // rows loaded before the first is added
 
 /// The slots of a token, in order.
 struct Slots {
@@ -20,40 +19,40 @@ struct Slots {
   std::int32_t top_k;                 // 0: lists
 };
 
-template <class T, bool kWeighted>
-__global__ void __launch_bounds__(kThreads)
+/// kInFlight rows are loaded before the first is added.
+template <class T, bool kWeighted, bool kLists, int kInFlight>
+__global__ void __launch_bounds__(kThreads, 3)
     aggregate(const T* rows, Slots slots, const float* slot_scores, const T* addend, T* out,
               std::int64_t tokens, std::int64_t hidden) {
   const std::int64_t t = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (t >= tokens) return;
-  const bool lists = slots.top_k == 0;
   // Slots, rows and t * K are int32 by validation.
   const std::int32_t begin =
-      lists ? slots.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
-  const std::int32_t count = lists ? slots.token_offsets[t + 1] - begin : slots.top_k;
+      kLists ? slots.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
+  const std::int32_t count = kLists ? slots.token_offsets[t + 1] - begin : slots.top_k;
 
   for (std::int64_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
+    const Eight<T> extra = load_once(addend + t * hidden + j, addend != nullptr);
     float sum[8] = {};
     for (std::int32_t first = 0; first < count; first += kInFlight) {
-      std::int32_t row[kInFlight];
       float score[kInFlight];
       Eight<T> part[kInFlight];
+      unsigned present = 0;  // bits cost fewer registers than the rows
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        row[i] = -1;
-        if (first + i >= count) continue;
-        const std::int32_t at = begin + first + i;
-        const std::int32_t slot = lists ? slots.token_slots[at] : at;
-        row[i] = slots.slot_rows[slot];
-        if constexpr (kWeighted) score[i] = slot_scores[slot];
+        std::int32_t row = -1;
+        if (first + i < count) {
+          const std::int32_t at = begin + first + i;
+          const std::int32_t slot = kLists ? slots.token_slots[at] : at;
+          row = slots.slot_rows[slot];
+          if constexpr (kWeighted) score[i] = slot_scores[slot];
+        }
+        present |= row >= 0 ? 1u << i : 0u;
+        part[i] = load_once(rows + std::int64_t{row} * hidden + j, row >= 0);
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        part[i] = load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0);
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        if (row[i] < 0) continue;
+        if ((present >> i & 1u) == 0) continue;
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
           const float x = to_float(part[i].value[c]);
@@ -62,9 +61,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     if (addend != nullptr) {
-      const Eight<T> part = load_once(addend + t * hidden + j, true);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], to_float(part.value[c]));
+      for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], to_float(extra.value[c]));
     }
     Eight<T> result;
 #pragma unroll
@@ -90,7 +88,11 @@ dim3 block_of(std::int64_t hidden) {
 template <class T>
 Status run_typed(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   const dim3 block = block_of(d.hidden);
-  const auto kernel = a.slot_scores != nullptr ? aggregate<T, true> : aggregate<T, false>;
+  const bool weighted = a.slot_scores != nullptr;
+  const auto lists = weighted ? aggregate<T, true, true, 8> : aggregate<T, false, true, 8>;
+  const auto few = weighted ? aggregate<T, true, false, 4> : aggregate<T, false, false, 4>;
+  const auto many = weighted ? aggregate<T, true, false, 8> : aggregate<T, false, false, 8>;
+  const auto kernel = d.top_k == 0 ? lists : d.top_k <= 4 ? few : many;
   kernel<<<blocks_for(d.tokens, block.y), block, 0, stream_of(exec)>>>(
       static_cast<const T*>(a.rows),
       Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
@@ -106,10 +108,10 @@ Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& ex
 }  // namespace
 
 const Kernel<AggregateDesc> kAggregate = {"aggregate",
-                                                 "cuda.aggregate",
-                                                 DeviceType::cuda,
-                                                 takes_16_bit<AggregateDesc>,
-                                                 no_workspace<AggregateDesc>,
-                                                 run};
+                                          "cuda.aggregate",
+                                          DeviceType::cuda,
+                                          takes_16_bit<AggregateDesc>,
+                                          no_workspace<AggregateDesc>,
+                                          run};
 
 }  // namespace sonicmoe::cuda

@@ -252,7 +252,7 @@ Status run(const BiasGradDesc& d, const BiasGradArgs& a, void* memory, const Exe
 }  // namespace
 
 const Kernel<BiasGradDesc> kBiasGrad = {"bias_grad",      "cuda.bias_grad",
-                                               DeviceType::cuda, takes_16_bit<BiasGradDesc>,
-                                               Memory::bytes,    run};
+                                        DeviceType::cuda, takes_16_bit<BiasGradDesc>,
+                                        Memory::bytes,    run};
 
 }  // namespace sonicmoe::cuda

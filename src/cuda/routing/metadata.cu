@@ -1,6 +1,6 @@
 // Slots to grouped rows by stable counting sorts: by expert, and for lists by token before that, a
-// digit at a time. A sort is three launches: blocks count their stretch of slots, one pass makes
-// each count the number of equal keys in the blocks before, blocks place their stretch. Positions
+// digit at a time. A sort is three launches: blocks count the keys of their slots; one pass makes
+// each count the number of equal keys in the blocks before; blocks place their slots. Positions
 // follow from counts alone, so the order in which anything runs does not matter. The second and the
 // third launch start early: what they do before they wait touches nothing that is still written.
 #include <algorithm>
@@ -14,30 +14,33 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kSharedBins = 1024;  // more keys than this are counted in global memory
-constexpr int kWarps = 8;          // of a block, with counters in shared memory
-constexpr int kDigitBits = 10;     // of a token id at a time
-constexpr std::int64_t kMaxBlocks = 256;
-constexpr std::int64_t kMinStretch = 1024;      // slots of a block
+constexpr int kWarps = 4;          // of a block
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kTurns = 4;                       // slots that a thread holds
+constexpr int kBatch = kTurns * kThreads;       // slots that a block sorts at a time
+constexpr int kWarpBatch = kTurns * kWarp;      // consecutive ones of a warp
+constexpr int kDigitBits = 10;                  // of a token id at a time
 constexpr std::int64_t kMaxCounters = 4 << 20;  // of one sort
 
 /// How many slots a block sorts; all from sizes.
 struct Shape {
   std::int64_t slots;
   int bins;
-  int stretch;  ///< slots of a block, a multiple of kWarps * 32
+  int batches;  ///< of a block
   int blocks;
 
   static Shape of(std::int64_t slots, std::int64_t bins) {
-    const std::int64_t most = std::clamp(kMaxCounters / bins, std::int64_t{1}, kMaxBlocks);
-    constexpr std::int64_t kStep = kWarps * kWarp;
-    const std::int64_t even = ((slots + most - 1) / most + kStep - 1) / kStep * kStep;
-    const std::int64_t stretch = std::max(kMinStretch, even);
+    const std::int64_t most = std::max<std::int64_t>(1, kMaxCounters / bins);
+    const std::int64_t all = std::max<std::int64_t>(1, (slots + kBatch - 1) / kBatch);
+    const std::int64_t batches = (all + most - 1) / most;
     // One block even without slots: it writes the zeros.
-    const std::int64_t blocks = std::max<std::int64_t>(1, (slots + stretch - 1) / stretch);
-    return {slots, static_cast<int>(bins), static_cast<int>(stretch), static_cast<int>(blocks)};
+    return {slots, static_cast<int>(bins), static_cast<int>(batches),
+            static_cast<int>((all + batches - 1) / batches)};
   }
   __host__ __device__ bool shared() const { return bins <= kSharedBins; }
   std::int64_t counters() const { return std::int64_t{blocks} * bins; }
+  __device__ std::int64_t begin() const { return std::int64_t{blockIdx.x} * batches * kBatch; }
+  __device__ std::int64_t end() const { return begin() + std::int64_t{batches} * kBatch; }
 };
 
 /// The slots to sort: `order` (null: 0, 1, 2, ...), as many as *length (null: all).
@@ -96,9 +99,8 @@ struct ToOrder {
   std::int32_t* length;     ///< (1): slots that are rows; null once it is known
   bool fill_tail;
 
-  struct Payload {};
-  __device__ Payload load(std::int32_t) const { return {}; }
-  __device__ void place(std::int32_t slot, std::int32_t at, Payload) const { order[at] = slot; }
+  __device__ void place(std::int32_t slot, std::int32_t at) const { order[at] = slot; }
+  __device__ void placed(std::int32_t, std::int32_t) const {}
   __device__ void drop(std::int32_t slot) const { slot_rows[slot] = -1; }
   __device__ void past_end(std::int64_t i) const {
     if (fill_tail) order[i] = -1;
@@ -114,21 +116,16 @@ struct ToRows {
   MetadataArgs a;
   std::uint32_t top_k;  ///< 0: lists
 
-  struct Payload {
-    std::int32_t token;
-    float score;
-  };
-  __device__ Payload load(std::int32_t slot) const {
-    return {top_k == 0 ? __ldg(a.slot_tokens + slot)
-                       : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k),
-            a.row_scores != nullptr ? __ldg(a.slot_scores + slot) : 0.0f};
-  }
-  __device__ void place(std::int32_t slot, std::int32_t row, const Payload& payload) const {
-    a.slot_rows[slot] = row;
+  /// By row: neighbouring threads write neighbouring rows.
+  __device__ void place(std::int32_t slot, std::int32_t row) const {
     a.row_slots[row] = slot;
-    a.row_tokens[row] = payload.token;
-    if (a.row_scores != nullptr) a.row_scores[row] = payload.score;
+    a.row_tokens[row] = top_k == 0
+                            ? __ldg(a.slot_tokens + slot)
+                            : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k);
+    if (a.row_scores != nullptr) a.row_scores[row] = __ldg(a.slot_scores + slot);
   }
+  /// By slot.
+  __device__ void placed(std::int32_t slot, std::int32_t row) const { a.slot_rows[slot] = row; }
   __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
   __device__ void past_end(std::int64_t row) const {
     a.row_slots[row] = -1;
@@ -141,17 +138,17 @@ struct ToRows {
 
 /// counters[block][bin] = how many of the block's slots have the key.
 template <class By>
-__global__ void __launch_bounds__(kWarps* kWarp)
+__global__ void __launch_bounds__(kThreads)
     count_keys(Shape shape, Source source, By by, std::int32_t* counters) {
   __shared__ std::int32_t shared[kSharedBins];
   let_next_start();
   std::int32_t* const mine = counters + std::int64_t{blockIdx.x} * shape.bins;
   std::int32_t* const count = shape.shared() ? shared : mine;
-  for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) count[b] = 0;
+  for (int b = threadIdx.x; b < shape.bins; b += kThreads) count[b] = 0;
   __syncthreads();
-  const std::int64_t begin = std::int64_t{blockIdx.x} * shape.stretch;
-  const std::int64_t end = min(begin + shape.stretch, source.size(shape.slots));
-  for (std::int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+  const std::int64_t end = min(shape.end(), source.size(shape.slots));
+#pragma unroll kTurns
+  for (std::int64_t i = shape.begin() + threadIdx.x; i < end; i += kThreads) {
     const std::int32_t slot = source.slot(i);
     if (source.order == nullptr) by.look(slot);
     const int key = by.key(slot);
@@ -159,26 +156,34 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
   if (!shape.shared()) return;
   __syncthreads();
-  for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) mine[b] = shared[b];
+  for (int b = threadIdx.x; b < shape.bins; b += kThreads) mine[b] = shared[b];
 }
 
 /// Turns counters into the counts of the blocks before; totals[bin] is the count of all. A block of
-/// 32 x 32 threads takes 32 bins.
+/// 32 x 32 threads takes 32 bins, thread (x, y) the y-th part of the counters of bin x.
 __global__ void __launch_bounds__(kWarp* kWarp)
     sum_blocks(Shape shape, std::int32_t* counters, std::int32_t* totals) {
-  constexpr int kRows = kMaxBlocks / kWarp;
   __shared__ std::int32_t sums[kWarp][kWarp + 1];
   const int bin = static_cast<int>(blockIdx.x) * kWarp + threadIdx.x;
-  const int first = static_cast<int>(threadIdx.y) * kRows;
-  std::int32_t count[kRows];
-  std::int32_t sum = 0;
+  const int part = (shape.blocks + kWarp - 1) / kWarp;
+  const int first = static_cast<int>(threadIdx.y) * part;
+  const int end = bin < shape.bins ? min(first + part, shape.blocks) : 0;
+  const auto counter = [&](int block) -> std::int32_t& {
+    return counters[std::int64_t{block} * shape.bins + bin];
+  };
   wait_for_previous();
   let_next_start();
+  constexpr int kTogether = 16;  // loads in flight; more than that are read twice
+  std::int32_t count[kTogether];
+  const auto load = [&](int i) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const bool has = bin < shape.bins && first + i < shape.blocks;
-    count[i] = has ? counters[std::int64_t{first + i} * shape.bins + bin] : 0;
-    sum += count[i];
+    for (int j = 0; j < kTogether; ++j) count[j] = i + j < end ? counter(i + j) : 0;
+  };
+  std::int32_t sum = 0;
+  for (int i = first; i < end; i += kTogether) {
+    load(i);
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) sum += count[j];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -196,12 +201,13 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   if (threadIdx.x == kWarp - 1 && scanned < shape.bins) totals[scanned] = scan;
   __syncthreads();
   std::int32_t before = sums[threadIdx.y][threadIdx.x];
+  for (int i = first; i < end; i += kTogether) {
+    if (part > kTogether) load(i);
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    if (bin < shape.bins && first + i < shape.blocks) {
-      counters[std::int64_t{first + i} * shape.bins + bin] = before;
+    for (int j = 0; j < kTogether; ++j) {
+      if (i + j < end) counter(i + j) = before;
+      before += count[j];
     }
-    before += count[i];
   }
 }
 
@@ -214,83 +220,104 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) starts[shape.bins] = total;
 }
 
-/// Walks slots begin .. end-1 in order with one warp; next[key] is where the next slot with that
-/// key goes.
-template <class By, class To>
-__device__ void place_in_order(std::int64_t begin, std::int64_t end, Source source, const By& by,
-                               const To& to, std::int32_t* next) {
-  constexpr int kTurns = 4;  // loaded before the first is placed
-  for (std::int64_t first = begin; first < end; first += kTurns * kWarp) {
-    std::int32_t slot[kTurns];
-    int key[kTurns];
-    typename To::Payload payload[kTurns];
-#pragma unroll
-    for (int r = 0; r < kTurns; ++r) {
-      const std::int64_t i = first + r * kWarp + lane_id();
-      slot[r] = i < end ? source.slot(i) : -1;
-      key[r] = i < end ? by.key(slot[r]) : -1;
-      if (key[r] >= 0) payload[r] = to.load(slot[r]);
-    }
-#pragma unroll
-    for (int r = 0; r < kTurns; ++r) {
-      const unsigned same = __match_any_sync(kAllLanes, key[r]);
-      const int before = __popc(same & ((1u << lane_id()) - 1u));
-      const std::int32_t at = key[r] >= 0 ? next[key[r]] + before : 0;
-      __syncwarp();
-      if (key[r] >= 0 && before == 0) next[key[r]] = at + __popc(same);
-      __syncwarp();
-      if (key[r] >= 0) to.place(slot[r], at, payload[r]);
-      if (key[r] < 0 && slot[r] >= 0) to.drop(slot[r]);
-    }
-  }
+/// Where a warp's slots go, 32 in order at a time; next[key] is where the next slot with that key
+/// goes. -1 for slots without a key.
+__device__ std::int32_t take_places(int key, std::int32_t* next) {
+  const unsigned same = __match_any_sync(kAllLanes, key);
+  const int before = __popc(same & ((1u << lane_id()) - 1u));
+  const std::int32_t at = key >= 0 ? next[key] + before : -1;
+  __syncwarp();
+  if (key >= 0 && before == 0) next[key] = at + __popc(same);
+  __syncwarp();
+  return at;
 }
 
-/// Places a stretch of slots: its warps' counts first, then each warp in order.
+/// Places a block's slots, a batch at a time: sorted in shared memory first, so that what goes to
+/// neighbouring rows is written together.
 template <class By, class To>
-__global__ void __launch_bounds__(kWarps* kWarp)
+__global__ void __launch_bounds__(kThreads)
     place_slots(Shape shape, Source source, By by, To to, const std::int32_t* counters,
                 const std::int32_t* totals) {
-  extern __shared__ std::int32_t next[];  // (kWarps, bins), then (bins)
-  std::int32_t* const start = next + kWarps * shape.bins;
+  extern __shared__ std::int32_t memory[];
+  std::int32_t* const next = memory;                      // (kWarps, bins): place in the batch
+  std::int32_t* const base = next + kWarps * shape.bins;  // (bins): place in all, of the batch
+  std::int32_t* const shift = base + shape.bins;          // (bins): from batch to all
+  __shared__ std::int32_t sorted_slot[kBatch];
+  __shared__ std::int32_t sorted_shift[kBatch];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  std::int32_t* const next_of_warp = next + warp * shape.bins;
-  const std::int64_t begin = std::int64_t{blockIdx.x} * shape.stretch;
-  const std::int64_t end = min(begin + shape.stretch, source.size(shape.slots));
+  const std::int64_t size = source.size(shape.slots);
+  std::int32_t total = 0;
 
-  for (int b = threadIdx.x; b < kWarps * shape.bins; b += blockDim.x) next[b] = 0;
-  __syncthreads();
-  const std::int64_t warp_begin = begin + warp * (shape.stretch / kWarps);
-  const std::int64_t warp_end = min(warp_begin + shape.stretch / kWarps, end);
-  for (std::int64_t i = warp_begin + lane_id(); i < warp_end; i += kWarp) {
-    const int key = by.key(source.slot(i));
-    if (key >= 0) atomicAdd(&next_of_warp[key], 1);
-  }
-  wait_for_previous();
-  const std::int32_t total = exclusive_sums<kWarps * kWarp>(
-      shape.bins, [&](int bin) { return totals[bin]; },
-      [&](int bin, std::int32_t at) { start[bin] = at; });
-  __syncthreads();
-  for (int b = threadIdx.x; b < shape.bins; b += blockDim.x) {
-    std::int32_t at = start[b] + counters[std::int64_t{blockIdx.x} * shape.bins + b];
+  for (int batch = 0; batch < shape.batches; ++batch) {
+    for (int b = threadIdx.x; b < kWarps * shape.bins; b += kThreads) next[b] = 0;
+    __syncthreads();
+    const std::int64_t first =
+        shape.begin() + std::int64_t{batch} * kBatch + warp * kWarpBatch + lane_id();
+    std::int32_t slot[kTurns];
+    int key[kTurns];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const std::int32_t count = next[w * shape.bins + b];
-      next[w * shape.bins + b] = at;
-      at += count;
+    for (int r = 0; r < kTurns; ++r) {
+      const std::int64_t i = first + r * kWarp;
+      slot[r] = i < size ? source.slot(i) : -1;
     }
-    if (blockIdx.x == 0) to.start(b, start[b]);
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      key[r] = slot[r] >= 0 ? by.key(slot[r]) : -1;
+      if (key[r] >= 0) atomicAdd(&next[warp * shape.bins + key[r]], 1);
+    }
+    if (batch == 0) {
+      wait_for_previous();
+      total = exclusive_sums<kThreads>(
+          shape.bins, [&](int b) { return totals[b]; },
+          [&](int b, std::int32_t start) {
+            base[b] = start + counters[std::int64_t{blockIdx.x} * shape.bins + b];
+            if (blockIdx.x == 0) to.start(b, start);
+          });
+      if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
+    }
+    __syncthreads();
+    const int placed = exclusive_sums<kThreads>(
+        shape.bins,
+        [&](int b) {
+          std::int32_t sum = 0;
+#pragma unroll
+          for (int w = 0; w < kWarps; ++w) sum += next[w * shape.bins + b];
+          return sum;
+        },
+        [&](int b, std::int32_t start) {
+          shift[b] = base[b] - start;
+          std::int32_t at = start;
+#pragma unroll
+          for (int w = 0; w < kWarps; ++w) {
+            const std::int32_t count = next[w * shape.bins + b];
+            next[w * shape.bins + b] = at;
+            at += count;
+          }
+          base[b] += at - start;
+        });
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      const std::int32_t at = take_places(key[r], next + warp * shape.bins);
+      if (at >= 0) {
+        sorted_slot[at] = slot[r];
+        sorted_shift[at] = shift[key[r]];
+        to.placed(slot[r], at + shift[key[r]]);
+      } else if (slot[r] >= 0) {
+        to.drop(slot[r]);
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < placed; i += kThreads) {
+      to.place(sorted_slot[i], i + sorted_shift[i]);
+    }
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
-  __syncthreads();
-
-  place_in_order(warp_begin, warp_end, source, by, to, next_of_warp);
-  const std::int64_t tail = min(begin + shape.stretch, shape.slots);
-  for (std::int64_t i = begin + threadIdx.x; i < tail; i += blockDim.x) {
+  const std::int64_t tail = min(shape.end(), shape.slots);
+  for (std::int64_t i = shape.begin() + threadIdx.x; i < tail; i += kThreads) {
     if (i >= total) to.past_end(i);
   }
 }
 
-/// The same with counters in global memory, one warp per stretch.
+/// The same with counters in global memory, one warp per block and no batches.
 template <class By, class To>
 __global__ void __launch_bounds__(kWarp)
     place_slots_slowly(Shape shape, Source source, By by, To to, std::int32_t* counters,
@@ -303,11 +330,20 @@ __global__ void __launch_bounds__(kWarp)
   const std::int32_t total = starts[shape.bins];
   if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
   __syncwarp();
-  const std::int64_t begin = std::int64_t{blockIdx.x} * shape.stretch;
-  const std::int64_t end = min(begin + shape.stretch, source.size(shape.slots));
-  place_in_order(begin, end, source, by, to, next);
-  const std::int64_t tail = min(begin + shape.stretch, shape.slots);
-  for (std::int64_t i = begin + threadIdx.x; i < tail; i += kWarp) {
+  const std::int64_t end = min(shape.end(), source.size(shape.slots));
+  for (std::int64_t first = shape.begin(); first < end; first += kWarp) {
+    const std::int64_t i = first + lane_id();
+    const std::int32_t slot = i < end ? source.slot(i) : -1;
+    const std::int32_t at = take_places(slot >= 0 ? by.key(slot) : -1, next);
+    if (at >= 0) {
+      to.place(slot, at);
+      to.placed(slot, at);
+    } else if (slot >= 0) {
+      to.drop(slot);
+    }
+  }
+  const std::int64_t tail = min(shape.end(), shape.slots);
+  for (std::int64_t i = shape.begin() + threadIdx.x; i < tail; i += kWarp) {
     if (i >= total) to.past_end(i);
   }
 }
@@ -431,12 +467,12 @@ template <class By, class To>
 void sort(const Shape& shape, const Source& source, const By& by, const To& to, const Memory& m,
           std::int32_t* totals, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(shape.blocks);
-  count_keys<<<blocks, kWarps * kWarp, 0, stream>>>(shape, source, by, m.counters);
+  count_keys<<<blocks, kThreads, 0, stream>>>(shape, source, by, m.counters);
   launch_early(sum_blocks, blocks_for(shape.bins, kWarp), dim3(kWarp, kWarp), 0, stream, shape,
                m.counters, totals);
   if (shape.shared()) {
-    const std::size_t bytes = 4 * static_cast<std::size_t>((kWarps + 1) * shape.bins);
-    launch_early(place_slots<By, To>, blocks, kWarps * kWarp, bytes, stream, shape, source, by, to,
+    const std::size_t bytes = 4 * static_cast<std::size_t>((kWarps + 2) * shape.bins);
+    launch_early(place_slots<By, To>, blocks, kThreads, bytes, stream, shape, source, by, to,
                  m.counters, totals);
   } else {
     make_starts<<<1, 1024, 0, stream>>>(shape, totals, m.starts);

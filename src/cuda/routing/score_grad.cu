@@ -30,7 +30,7 @@ __global__ void to_slot_order(SlotGradients gradient, std::int64_t slots, float*
 /// kAllExperts: scores are probabilities p, so dlogit_e = p_e (g_e - inner) for every expert; else
 /// scores have a softmax of their own and dlogit_k = s_k (g_k - inner). inner = sum_k g_k s_k.
 template <class T, bool kAllExperts>
-__global__ void __launch_bounds__(kWarps* kWarp)
+__global__ void __launch_bounds__(kWarps* kWarp, 3)
     score_grad(SlotGradients gradient, const float* slot_scores, const std::int32_t* slot_experts,
                const T* logits, const T* dlogits_in, T* dlogits, std::int64_t tokens,
                std::int64_t experts, int top_k, int tile) {
@@ -41,12 +41,19 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   float* const grad = tiles + warp * tile;
   const std::int64_t first = t * top_k;
 
+  // Lane k has entry k; the few tokens with more load the others twice.
+  const bool has = lane_id() < top_k;
+  const std::int32_t my_expert = has ? slot_experts[first + lane_id()] : 0;
+  const float my_score = has ? slot_scores[first + lane_id()] : 0.0f;
+  const float my_gradient = has ? gradient(first + lane_id()) : 0.0f;
   float inner = 0.0f;  // every lane the same sum, in slot order
   for (int k0 = 0; k0 < top_k; k0 += kWarp) {
     const int k = k0 + lane_id();
-    const float g = k < top_k ? gradient(first + k) : 0.0f;
-    const float s = k < top_k ? slot_scores[first + k] : 0.0f;
-    for (int l = 0; l < min(kWarp, top_k - k0); ++l) {
+    const float g = k0 == 0 ? my_gradient : k < top_k ? gradient(first + k) : 0.0f;
+    const float s = k0 == 0 ? my_score : k < top_k ? slot_scores[first + k] : 0.0f;
+    const int left = min(kWarp, top_k - k0);
+#pragma unroll 4
+    for (int l = 0; l < left; ++l) {
       inner = math::fma(__shfl_sync(kAllLanes, g, l), __shfl_sync(kAllLanes, s, l), inner);
     }
   }
@@ -63,10 +70,10 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     }
     __syncwarp();
     for (int k = lane_id(); k < top_k; k += kWarp) {  // a token's experts differ
-      const std::int64_t e = slot_experts[first + k] - e0;
+      const std::int64_t e = (k < kWarp ? my_expert : slot_experts[first + k]) - e0;
       if (e < 0 || e >= n) continue;
-      const float g = gradient(first + k);
-      const float s = slot_scores[first + k];
+      const float g = k < kWarp ? my_gradient : gradient(first + k);
+      const float s = k < kWarp ? my_score : slot_scores[first + k];
       grad[e] =
           kAllExperts ? math::add(grad[e], math::mul(s, g)) : math::mul(s, math::sub(g, inner));
     }
@@ -107,10 +114,10 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& ex
 }  // namespace
 
 const Kernel<ScoreGradDesc> kScoreGrad = {"score_grad",
-                                                 "cuda.score_grad",
-                                                 DeviceType::cuda,
-                                                 takes_any_dtype<ScoreGradDesc>,
-                                                 no_workspace<ScoreGradDesc>,
-                                                 run};
+                                          "cuda.score_grad",
+                                          DeviceType::cuda,
+                                          takes_any_dtype<ScoreGradDesc>,
+                                          no_workspace<ScoreGradDesc>,
+                                          run};
 
 }  // namespace sonicmoe::cuda

@@ -172,7 +172,8 @@ struct WarpRow {
     return from_order_bits(__reduce_max_sync(kAllLanes, largest));
   }
 
-  /// The softmax over all experts, in the bits of src/cpu: see math::lane_sum32.
+  /// The softmax over all experts, in the bits of src/cpu: see math::lane_sum32. Meaningless where
+  /// !has(j).
   __device__ void probabilities(float (&p)[kPerLane]) const {
     const float largest = max();
     float sum = 0.0f;
@@ -182,8 +183,9 @@ struct WarpRow {
       sum = math::add(sum, p[j]);
     }
     sum = warp_sum(sum);
+    // A zero would send the whole warp down the slow path of the division.
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) p[j] = math::div(p[j], sum);
+    for (int j = 0; j < kPerLane; ++j) p[j] = math::div(has(j) ? p[j] : sum, sum);
   }
 
   /// Entries of softmax over the top-K.
@@ -210,6 +212,7 @@ struct WarpRow {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int left = min(route.top_k - i * kWarp, kWarp);
+#pragma unroll(kAll ? 4 : 1)
       for (int k = 0; k < left; ++k) {
         if (!kAll && keys.used_up()) keys.template build<kPerLane>(key, last);
         last = keys.take();
@@ -217,20 +220,21 @@ struct WarpRow {
       }
       if (i == 0) max = __shfl_sync(kAllLanes, mine[0].value(), 0);
     }
-    Chosen c;
+    Chosen c{};
     float sum = 0.0f;  // in stored order
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      const int left = min(route.top_k - i * kWarp, kWarp);
+      if (left <= 0) break;
       c.expert[i] = mine[i].expert();
-      c.score[i] = mine[i].value();
+      c.score[i] = lane_id() < left ? mine[i].value() : max;  // no lane divides by way of a NaN
       if (route.over_top_k) c.score[i] = math::softmax_term(c.score[i], max);
-      const int left = route.normalised ? min(route.top_k - i * kWarp, kWarp) : 0;
+      if (!route.normalised) continue;
+#pragma unroll 4
       for (int k = 0; k < left; ++k) sum = math::add(sum, __shfl_sync(kAllLanes, c.score[i], k));
     }
-    if (route.normalised) {
-      c.score[0] = math::div(c.score[0], sum);
-      c.score[1] = math::div(c.score[1], sum);
-    }
+    if (route.normalised) c.score[0] = math::div(c.score[0], sum);
+    if (route.normalised && route.top_k > kWarp) c.score[1] = math::div(c.score[1], sum);
     return c;
   }
 };
@@ -242,6 +246,9 @@ inline constexpr std::int64_t kWarpRowTopK = 64;
 inline bool fits_warp_row(std::int64_t experts, std::int64_t top_k) {
   return experts <= kWarpRowExperts && top_k <= kWarpRowTopK;
 }
+
+/// Blocks of four warps that a processor should hold: registers for the keys and the probabilities.
+constexpr int row_blocks(int per_lane) { return per_lane <= 8 ? 6 : per_lane <= 16 ? 5 : 3; }
 
 /// f(kPerLane) as an integral constant, for the smallest WarpRow that holds a row.
 template <class F>
@@ -270,12 +277,11 @@ __device__ inline Key64 block_max(Key64 key) {
 }
 
 /// Any number of experts and entries, a block per token: K passes over the row, each for the
-/// largest key below the last. `probability_of(e)` is asked in the mode that ranks probabilities.
-/// Writes scores and ids; returns the last key taken, so that an expert is among the K if its key
-/// is not below it. The whole block calls it.
+/// largest key below the last. Writes scores and ids, for the whole block to read. The whole block
+/// calls it.
 template <class T>
-__device__ Key64 route_slowly(const Route& route, const T* logits, const RowSoftmax& softmax,
-                              float* scores, std::int32_t* ids) {
+__device__ void route_slowly(const Route& route, const T* logits, const RowSoftmax& softmax,
+                             float* scores, std::int32_t* ids) {
   Key64 last{~std::uint64_t{0}};
   float sum = 0.0f;
   for (int k = 0; k < route.top_k; ++k) {
@@ -298,7 +304,6 @@ __device__ Key64 route_slowly(const Route& route, const T* logits, const RowSoft
     for (int k = 0; k < route.top_k; ++k) scores[k] = math::div(scores[k], sum);
   }
   __syncthreads();
-  return last;
 }
 
 }  // namespace sonicmoe::cuda

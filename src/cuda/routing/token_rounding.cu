@@ -11,21 +11,24 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kWarps = 8;             // tokens of a block that routes
-constexpr int kTokens = 256;          // of a block that writes lists
+constexpr int kTokens = 32;           // of a block that writes lists, a warp each
 constexpr int kSelectThreads = 1024;  // of an expert's block
 constexpr int kMaxChanging = 1024;    // below the largest tile
 constexpr std::uint32_t kRouted = 0x80000000u;
 
 struct Memory {
-  std::uint32_t* marked;        // (E, T): bits of the probability, kRouted
-  float* scores;                // (T, K): of token choice
-  std::int32_t* ids;            // (T, K)
-  std::int32_t* chosen;         // (E): rows before rounding
-  std::int32_t* goes_up;        // (E)
-  std::int32_t* token_offsets;  // (T): within the block of kTokens
-  std::int32_t* block_starts;   // (blocks + 1)
+  std::uint32_t* marked;       // (E, T): bits of the probability, kRouted
+  float* scores;               // (T, K): of token choice
+  std::int32_t* ids;           // (T, K)
+  std::int32_t* chosen;        // (E): rows before rounding
+  std::int32_t* goes_up;       // (E)
+  std::uint32_t* words;        // (T, ceil(E/32)): a bit per routed expert
+  std::int32_t* block_starts;  // (blocks + 1): entries before each kTokens tokens
   void* check;
 
+  static __host__ __device__ std::int64_t words_per_token(std::int64_t experts) {
+    return (experts + 31) / 32;
+  }
   static std::int64_t blocks(const TokenRoundingDesc& d) {
     return (d.tokens + kTokens - 1) / kTokens;
   }
@@ -45,7 +48,7 @@ struct Memory {
     take(&m.ids, d.tokens * d.top_k);
     take(&m.chosen, d.experts);
     take(&m.goes_up, d.experts);
-    take(&m.token_offsets, d.tokens);
+    take(&m.words, d.tokens * words_per_token(d.experts));
     take(&m.block_starts, blocks(d) + 1);
     return end;
   }
@@ -54,7 +57,7 @@ struct Memory {
 /// Token choice. The block's 8 tokens go through shared memory, so that an expert's 8 probabilities
 /// are written as one sector.
 template <class T, int kPerLane>
-__global__ void __launch_bounds__(kWarps* kWarp, 1)
+__global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8 ? 3 : 2)
     choose_tokens(const T* logits, std::int64_t tokens, Route route, Memory m,
                   std::int32_t* error_word) {
   extern __shared__ std::uint32_t marked[];  // (E, kWarps + 1)
@@ -325,23 +328,31 @@ __global__ void __launch_bounds__(kSelectThreads)
   for (int i = threadIdx.x; i < wanted; i += kSelectThreads) marked[s.token[i]] ^= kRouted;
 }
 
-/// token_offsets: where a token's entries begin within its block; block_starts: entries of a block.
-__global__ void __launch_bounds__(kTokens)
+/// Gathers each token's experts into words, and counts: block_starts[b] = entries of a block's
+/// tokens. Lanes are tokens, which lie together.
+__global__ void __launch_bounds__(kWarps* kWarp)
     count_entries(std::int64_t tokens, std::int64_t experts, Memory m) {
-  const std::int64_t t = std::int64_t{blockIdx.x} * kTokens + threadIdx.x;
+  __shared__ int of_warp[kWarps];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const std::int64_t t = std::int64_t{blockIdx.x} * kTokens + lane_id();
+  const std::int64_t words = Memory::words_per_token(experts);
   int entries = 0;
-  if (t < tokens) {
+  for (std::int64_t w = warp; w < words && t < tokens; w += kWarps) {
+    std::uint32_t word = 0;
 #pragma unroll 8
-    for (std::int64_t e = 0; e < experts; ++e) {
-      entries += static_cast<int>(m.marked[e * tokens + t] >> 31);
+    for (int i = 0; i < 32; ++i) {
+      const std::int64_t e = w * 32 + i;
+      if (e < experts) word |= (m.marked[e * tokens + t] >> 31) << i;
     }
+    m.words[t * words + w] = word;
+    entries += __popc(word);
   }
-  const int all = exclusive_sums<kTokens>(
-      kTokens, [&](int) { return entries; },
-      [&](int, int before) {
-        if (t < tokens) m.token_offsets[t] = before;
-      });
-  if (threadIdx.x == 0) m.block_starts[blockIdx.x] = all;
+  entries = __reduce_add_sync(kAllLanes, entries);
+  if (lane_id() == 0) of_warp[warp] = entries;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < kWarps; ++w) entries += of_warp[w];
+  m.block_starts[blockIdx.x] = entries;
 }
 
 __global__ void __launch_bounds__(1024) start_blocks(int blocks, std::int32_t* block_starts) {
@@ -351,24 +362,69 @@ __global__ void __launch_bounds__(1024) start_blocks(int blocks, std::int32_t* b
   if (threadIdx.x == 0) block_starts[blocks] = all;
 }
 
-/// The lists, a thread per token; then the sentinels, all threads together.
-__global__ void __launch_bounds__(kTokens)
+/// A token's entries from `at` on, by one warp, 1024 experts at a time: first all of them as if
+/// they were added, then the scores of those that token choice made.
+__device__ void write_token(std::int64_t t, std::int64_t tokens, std::int64_t experts, int top_k,
+                            const Memory& m, const TokenRoundingArgs& a, std::int32_t at) {
+  const std::int64_t words = Memory::words_per_token(experts);
+  const unsigned lanes_before = (1u << lane_id()) - 1u;
+  for (std::int64_t w0 = 0; w0 < words; w0 += kWarp) {
+    const std::uint32_t mine = w0 + lane_id() < words ? m.words[t * words + w0 + lane_id()] : 0u;
+    int end = __popc(mine);  // of this lane's word, after the words before
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int before = __shfl_up_sync(kAllLanes, end, distance);
+      if (lane_id() >= distance) end += before;
+    }
+    const int start = end - __popc(mine);
+    for (unsigned left = __ballot_sync(kAllLanes, mine != 0); left != 0; left &= left - 1) {
+      const int w = __ffs(static_cast<int>(left)) - 1;
+      const std::uint32_t word = __shfl_sync(kAllLanes, mine, w);
+      const int first = at + __shfl_sync(kAllLanes, start, w);
+      if ((word >> lane_id() & 1u) == 0) continue;
+      const std::int64_t e = (w0 + w) * 32 + lane_id();
+      const int i = first + __popc(word & lanes_before);
+      a.scores[i] = math::from_bits(m.marked[e * tokens + t] & ~kRouted);
+      a.token_ids[i] = static_cast<std::int32_t>(t);
+      a.expert_ids[i] = static_cast<std::int32_t>(e);
+    }
+    __syncwarp();
+    for (int k0 = 0; k0 < top_k; k0 += kWarp) {
+      const int k = k0 + lane_id();
+      const std::int64_t e = k < top_k ? m.ids[t * top_k + k] - w0 * 32 : -1;
+      const bool here = e >= 0 && e < 1024;
+      const std::uint32_t word = __shfl_sync(kAllLanes, mine, here ? static_cast<int>(e / 32) : 0);
+      const int first = at + __shfl_sync(kAllLanes, start, here ? static_cast<int>(e / 32) : 0);
+      if (!here || (word >> (e % 32) & 1u) == 0) continue;
+      const int i = first + __popc(word & ((1u << (e % 32)) - 1u));
+      a.scores[i] = m.scores[t * top_k + k];
+    }
+    at += __shfl_sync(kAllLanes, end, kWarp - 1);
+  }
+}
+
+/// The lists, a token per warp; then the sentinels, all threads together.
+__global__ void __launch_bounds__(kTokens* kWarp)
     write_lists(std::int64_t tokens, std::int64_t experts, int top_k, std::int64_t capacity,
                 Memory m, TokenRoundingArgs a) {
-  const std::int64_t t = std::int64_t{blockIdx.x} * kTokens + threadIdx.x;
-  if (t < tokens) {
-    std::int32_t at = m.block_starts[blockIdx.x] + m.token_offsets[t];
-#pragma unroll 8
-    for (std::int64_t e = 0; e < experts; ++e) {
-      const std::uint32_t mark = __ldg(m.marked + e * tokens + t);
-      if ((mark & kRouted) == 0) continue;
-      a.scores[at] = score_of(m.ids + t * top_k, m.scores + t * top_k, top_k, e, mark);
-      a.token_ids[at] = static_cast<std::int32_t>(t);
-      a.expert_ids[at++] = static_cast<std::int32_t>(e);
-    }
+  __shared__ int entries[kTokens];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const std::int64_t t = std::int64_t{blockIdx.x} * kTokens + warp;
+  const std::int64_t words = Memory::words_per_token(experts);
+  int mine = 0;
+  for (std::int64_t w = lane_id(); w < words && t < tokens; w += kWarp) {
+    mine += __popc(m.words[t * words + w]);
   }
-  const std::int64_t threads = std::int64_t{gridDim.x} * kTokens;
-  for (std::int64_t i = m.block_starts[gridDim.x] + t; i < capacity; i += threads) {
+  mine = __reduce_add_sync(kAllLanes, mine);
+  if (lane_id() == 0) entries[warp] = mine;
+  __syncthreads();
+  const int before = __reduce_add_sync(kAllLanes, lane_id() < warp ? entries[lane_id()] : 0);
+  if (t < tokens) {
+    write_token(t, tokens, experts, top_k, m, a, m.block_starts[blockIdx.x] + before);
+  }
+  const std::int64_t threads = std::int64_t{gridDim.x} * blockDim.x;
+  const std::int64_t thread = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (std::int64_t i = m.block_starts[gridDim.x] + thread; i < capacity; i += threads) {
     a.scores[i] = 0.0f;
     a.token_ids[i] = static_cast<std::int32_t>(tokens - 1);
     a.expert_ids[i] = static_cast<std::int32_t>(experts);
@@ -416,9 +472,10 @@ Status run_typed(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* m
   round_expert<<<experts, kSelectThreads, 0, stream>>>(rounding, top_k, m, a.counts);
   if (d.tokens > 0) {
     const unsigned blocks = static_cast<unsigned>(Memory::blocks(d));
-    count_entries<<<blocks, kTokens, 0, stream>>>(d.tokens, d.experts, m);
+    count_entries<<<blocks, kWarps * kWarp, 0, stream>>>(d.tokens, d.experts, m);
     start_blocks<<<1, 1024, 0, stream>>>(static_cast<int>(blocks), m.block_starts);
-    write_lists<<<blocks, kTokens, 0, stream>>>(d.tokens, d.experts, top_k, d.capacity(), m, a);
+    write_lists<<<blocks, kTokens * kWarp, 0, stream>>>(d.tokens, d.experts, top_k, d.capacity(), m,
+                                                        a);
   }
   return launched("token_rounding: launch");
 }

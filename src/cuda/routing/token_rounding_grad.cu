@@ -10,7 +10,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 8;                  // tokens of a block
+constexpr int kWarps = 4;                  // tokens of a block
 constexpr std::int64_t kSlowBlocks = 264;  // each with a row of scratch
 
 /// The lists; `tokens` ascends.
@@ -47,7 +47,7 @@ struct Entries {
 /// own_softmax: a top-K score that is not the probability itself has a softmax of its own, over the
 /// K; its gradients leave the full softmax.
 template <class T, int kPerLane>
-__global__ void __launch_bounds__(kWarps* kWarp, 1)
+__global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane) - 1)
     token_rounding_grad(const T* logits, std::int64_t tokens, Route route, bool own_softmax,
                         Entries entries, const T* dlogits_in, T* dlogits) {
   extern __shared__ float rows[];  // (kWarps, E)
@@ -275,12 +275,11 @@ Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void*
 
 }  // namespace
 
-const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {
-    "token_rounding_grad",
-    "cuda.token_rounding_grad",
-    DeviceType::cuda,
-    takes_any_dtype<TokenRoundingGradDesc>,
-    workspace,
-    run};
+const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {"token_rounding_grad",
+                                                          "cuda.token_rounding_grad",
+                                                          DeviceType::cuda,
+                                                          takes_any_dtype<TokenRoundingGradDesc>,
+                                                          workspace,
+                                                          run};
 
 }  // namespace sonicmoe::cuda

@@ -6,10 +6,10 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // tokens of a block
+constexpr int kWarps = 4;  // tokens of a block
 
 template <class T, bool kOverTopK, int kPerLane>
-__global__ void __launch_bounds__(kWarps* kWarp, 1)
+__global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
     top_k(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
           std::int32_t* error_word) {
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
@@ -24,12 +24,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1)
     row.probabilities(p);
     chosen = row.choose_by_probability(route, p);
   }
+  const std::int64_t at = t * route.top_k + lane_id();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int k = lane_id() + i * kWarp;
-    if (k >= route.top_k) continue;
-    scores[t * route.top_k + k] = chosen.score[i];
-    ids[t * route.top_k + k] = chosen.expert[i];
+    if (lane_id() + i * kWarp >= route.top_k) break;
+    scores[at + i * kWarp] = chosen.score[i];
+    ids[at + i * kWarp] = chosen.expert[i];
   }
 }
 
