@@ -70,11 +70,12 @@ class ByteModel(nn.Module):
         """tokens int64 (B, L) -> logits (B, L, 256) and the mean auxiliary loss of the blocks.
 
         `run_moe(moe, x) -> (y, aux_loss)` decides how a MoE block is computed: the model is the
-        same for every backend.
+        same for every backend. Products are in bf16 on a GPU, in fp32 on the CPU.
         """
-        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
-        aux_losses = []
-        for block in self.blocks:
-            x, aux_loss = block(x, run_moe)
-            aux_losses.append(aux_loss)
-        return self.head(self.norm(x)), torch.stack(aux_losses).mean()
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
+            aux_losses = []
+            for block in self.blocks:
+                x, aux_loss = block(x, run_moe)
+                aux_losses.append(aux_loss)
+            return self.head(self.norm(x)).float(), torch.stack(aux_losses).mean()

@@ -66,6 +66,7 @@ constexpr std::int64_t rounded_capacity(std::int64_t tokens, std::int64_t expert
 struct Device {
   DeviceType type = DeviceType::cpu;
   int index = 0;  ///< CUDA ordinal; 0 for the CPU
+  bool operator==(const Device&) const = default;
 };
 
 /// An opaque handle: a cudaStream_t for CUDA, ignored on the CPU.

@@ -2,6 +2,10 @@
 
 #include <stdexcept>
 
+// Weak, so that the extension loads into a torch without CUDA.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(
+    std::int32_t device_index, void** ret_stream);
+
 namespace sonicmoe::python {
 namespace {
 
@@ -33,6 +37,11 @@ const char* text(ScalarType dtype) {
     default:
       return "another dtype";
   }
+}
+
+std::string text(Device device) {
+  if (device.type == DeviceType::cpu) return "cpu";
+  return std::string("cuda:").append(std::to_string(device.index));
 }
 
 // std::invalid_argument becomes ValueError in Python, std::runtime_error RuntimeError.
@@ -95,8 +104,11 @@ void check(const Status& status) {
   }
 }
 
-void check_tensor(const char* argument, const Tensor& tensor, ScalarType dtype, Shape shape,
-                  const char* meaning) {
+void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like, ScalarType dtype,
+                  Shape shape, const char* meaning) {
+  if (const Device device = device_of(tensor), allowed = device_of(like); device != allowed) {
+    refuse(argument, std::string("a tensor on ").append(text(device)), text(allowed));
+  }
   const auto sizes = tensor.sizes();
   if (!std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) {
     refuse(argument, "shape " + text(sizes.data(), sizes.size()),
@@ -138,6 +150,22 @@ Activation parse_activation(const std::string& text) {
     allowed += (i > 0 ? ", " : "") + std::string(name(static_cast<Activation>(i)));
   }
   refuse("activation", text, allowed);
+}
+
+Device device_of(const Tensor& tensor) {
+  if (!tensor.is_cuda()) return {};
+  return {DeviceType::cuda, tensor.get_device_index()};
+}
+
+Stream stream_of(const Tensor& tensor) {
+  if (!tensor.is_cuda()) return {};
+  void* stream = nullptr;
+  // Only where torch has CUDA is there such a function.
+  if (aoti_torch_get_current_cuda_stream == nullptr ||
+      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != 0) {
+    throw std::runtime_error("torch has no current CUDA stream");
+  }
+  return {stream};
 }
 
 Tensor empty(const Tensor& like, Shape shape, ScalarType dtype) {

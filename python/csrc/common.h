@@ -28,10 +28,10 @@ using Shape = std::initializer_list<std::int64_t>;
 /// Turns a failure into an exception: ValueError for input that is not allowed, else RuntimeError.
 void check(const Status& status);
 
-/// Throws ValueError unless the tensor is contiguous and has this shape and dtype. `meaning` is
-/// the shape in words, "(E, 2n, d)".
-void check_tensor(const char* argument, const Tensor& tensor, ScalarType dtype, Shape shape,
-                  const char* meaning);
+/// Throws ValueError unless the tensor is contiguous, where `like` is, and has this shape and
+/// dtype. `meaning` is the shape in words, "(E, 2n, d)".
+void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like, ScalarType dtype,
+                  Shape shape, const char* meaning);
 
 /// Throws ValueError unless the tensor has this many dimensions.
 void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, const char* meaning);
@@ -40,6 +40,10 @@ void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, c
 DType dtype_of(const char* argument, const Tensor& tensor);
 
 Activation parse_activation(const std::string& text);
+
+/// Where a tensor is, and the stream that torch is using there.
+Device device_of(const Tensor& tensor);
+Stream stream_of(const Tensor& tensor);
 
 /// An uninitialised tensor on the device of `like`.
 Tensor empty(const Tensor& like, Shape shape, ScalarType dtype);
@@ -90,34 +94,38 @@ class Scratch {
   std::size_t bytes_;
 };
 
-/// Plans of recent calls, so that a training loop makes each of them once. Plans are immutable:
-/// the lock covers the look-up only.
+/// Plans of recent calls, so that a training loop makes each of them once, on every device. Plans
+/// are immutable: the lock covers the look-up only.
 template <class Desc, class Plan = OpPlan<Desc>>
 class PlanCache {
  public:
-  Plan get(const Desc& desc) {
+  /// A plan for the device of `like`.
+  Plan get(const Desc& desc, const Tensor& like) {
+    const Device device = device_of(like);
     const int threads = static_cast<int>(torch::stable::get_num_threads());
     {
       const std::lock_guard lock(mutex_);
       for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
-        if (entry->threads != threads || entry->plan.desc() != desc) continue;
+        if (entry->device != device || entry->threads != threads) continue;
+        if (entry->plan.desc() != desc) continue;
         std::rotate(entries_.begin(), entry, entry + 1);
         return entries_.front().plan;
       }
     }
     Options options;
     options.threads = threads;
-    Result<Plan> plan = make_plan(desc, Device{}, options);
+    Result<Plan> plan = make_plan(desc, device, options);
     check(plan.status());
     const std::lock_guard lock(mutex_);
     if (entries_.size() == kCapacity) entries_.pop_back();
-    entries_.insert(entries_.begin(), Entry{threads, plan.value()});
+    entries_.insert(entries_.begin(), Entry{device, threads, plan.value()});
     return std::move(plan).value();
   }
 
  private:
   static constexpr std::size_t kCapacity = 32;  // a model has a few distinct layers
   struct Entry {
+    Device device;
     int threads;
     Plan plan;
   };

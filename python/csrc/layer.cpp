@@ -41,34 +41,37 @@ void choose_by_lists(LayerDesc* desc, std::int64_t length) {
 /// The checks that every layer operator makes on what it reads; the plan has checked the sizes.
 class Inputs {
  public:
-  explicit Inputs(const LayerDesc& desc, ScalarType dtype) : desc_(desc), dtype_(dtype) {}
+  Inputs(const LayerDesc& desc, const Tensor& x) : desc_(desc), x_(x), dtype_(x.scalar_type()) {}
 
   void tokens(const char* argument, const Tensor& tensor) const {
-    check_tensor(argument, tensor, dtype_, {desc_.tokens, desc_.hidden}, "(T, d)");
+    check_tensor(argument, tensor, x_, dtype_, {desc_.tokens, desc_.hidden}, "(T, d)");
   }
   void logits(const char* argument, const OptionalTensor& tensor) const {
-    if (tensor) check_tensor(argument, *tensor, dtype_, {desc_.tokens, desc_.experts}, "(T, E)");
+    if (tensor)
+      check_tensor(argument, *tensor, x_, dtype_, {desc_.tokens, desc_.experts}, "(T, E)");
   }
   void router_w(const Tensor& tensor) const {
-    check_tensor("router_w", tensor, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
+    check_tensor("router_w", tensor, x_, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
   }
   void weights(const Tensor& w1, const Tensor& w2) const {
     const char* const shape = is_glu(desc_.activation) ? "(E, 2n, d)" : "(E, n, d)";
-    check_tensor("w1", w1, dtype_, {desc_.experts, desc_.preact_width(), desc_.hidden}, shape);
-    check_tensor("w2", w2, dtype_, {desc_.experts, desc_.hidden, desc_.intermediate}, "(E, d, n)");
+    check_tensor("w1", w1, x_, dtype_, {desc_.experts, desc_.preact_width(), desc_.hidden}, shape);
+    check_tensor("w2", w2, x_, dtype_, {desc_.experts, desc_.hidden, desc_.intermediate},
+                 "(E, d, n)");
   }
   void b1(const OptionalTensor& tensor) const {
     const char* const shape = is_glu(desc_.activation) ? "(E, 2n)" : "(E, n)";
     if (tensor) {
-      check_tensor("b1", *tensor, dtype_, {desc_.experts, desc_.preact_width()}, shape);
+      check_tensor("b1", *tensor, x_, dtype_, {desc_.experts, desc_.preact_width()}, shape);
     }
   }
   void b2(const OptionalTensor& tensor) const {
-    if (tensor) check_tensor("b2", *tensor, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
+    if (tensor) check_tensor("b2", *tensor, x_, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
   }
   void saved(const LayerPlan& plan, const Tensor& preact, const Tensor& routing) const {
-    check_tensor("preact", preact, dtype_, {desc_.rows(), desc_.preact_width()}, "(R, 2n or n)");
-    check_tensor("routing", routing, ScalarType::Int, {routing_ints(plan)}, "(routing)");
+    check_tensor("preact", preact, x_, dtype_, {desc_.rows(), desc_.preact_width()},
+                 "(R, 2n or n)");
+    check_tensor("routing", routing, x_, ScalarType::Int, {routing_ints(plan)}, "(routing)");
   }
 
   /// The routing block is an array of int32, so that torch sees a plain tensor.
@@ -78,6 +81,7 @@ class Inputs {
 
  private:
   const LayerDesc& desc_;
+  const Tensor& x_;
   ScalarType dtype_;
 };
 
@@ -124,8 +128,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
   desc.inference = inference;
-  const LayerPlan plan = plans().get(desc);
-  const Inputs inputs(desc, x.scalar_type());
+  const LayerPlan plan = plans().get(desc, x);
+  const Inputs inputs(desc, x);
   inputs.tokens("x", x);
   inputs.router_w(router_w);
   inputs.weights(w1, w2);
@@ -148,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
                       .counts = output<std::int32_t>(counts),
                       .preact = output<void>(preact),
                       .routing = output<void>(routing)},
-                     Scratch(x, plan.forward_workspace_bytes())));
+                     Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
   return {o, logits, counts, preact, routing};
 }
 
@@ -158,8 +162,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout) {
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
-  const LayerPlan plan = plans().get(desc);
-  const Inputs inputs(desc, x.scalar_type());
+  const LayerPlan plan = plans().get(desc, x);
+  const Inputs inputs(desc, x);
   inputs.tokens("dout", dout);
   inputs.logits("dlogits", dlogits);
   inputs.tokens("x", x);
@@ -185,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
                     .dx = output<void>(dx),
                     .drouter_w = output<void>(drouter_w)};
   gradients.add_to(&args);
-  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes())));
+  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
   return {dx, drouter_w, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
 }
 
@@ -199,12 +203,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor score
   LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout);
   choose_by_lists(&desc, scores.size(0));
   desc.inference = inference;
-  const LayerPlan plan = plans().get(desc);
-  const Inputs inputs(desc, x.scalar_type());
+  const LayerPlan plan = plans().get(desc, x);
+  const Inputs inputs(desc, x);
   inputs.tokens("x", x);
-  check_tensor("scores", scores, ScalarType::Float, {desc.list_length}, "(L)");
-  check_tensor("token_ids", token_ids, ScalarType::Int, {desc.list_length}, "(L)");
-  check_tensor("expert_ids", expert_ids, ScalarType::Int, {desc.list_length}, "(L)");
+  check_tensor("scores", scores, x, ScalarType::Float, {desc.list_length}, "(L)");
+  check_tensor("token_ids", token_ids, x, ScalarType::Int, {desc.list_length}, "(L)");
+  check_tensor("expert_ids", expert_ids, x, ScalarType::Int, {desc.list_length}, "(L)");
   inputs.weights(w1, w2);
   inputs.b1(b1);
   inputs.b2(b2);
@@ -225,7 +229,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor score
                       .counts = output<std::int32_t>(counts),
                       .preact = output<void>(preact),
                       .routing = output<void>(routing)},
-                     Scratch(x, plan.forward_workspace_bytes())));
+                     Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
   return {o, counts, preact, routing};
 }
 
@@ -235,8 +239,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
   check_dims("preact", preact, 2, "(L, 2n or n)");
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout);
   choose_by_lists(&desc, preact.size(0));
-  const LayerPlan plan = plans().get(desc);
-  const Inputs inputs(desc, x.scalar_type());
+  const LayerPlan plan = plans().get(desc, x);
+  const Inputs inputs(desc, x);
   inputs.tokens("dout", dout);
   inputs.tokens("x", x);
   inputs.weights(w1, w2);
@@ -256,7 +260,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
                     .dx = output<void>(dx),
                     .dscores = output<float>(dscores)};
   gradients.add_to(&args);
-  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes())));
+  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
   return {dx, dscores, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
 }
 

@@ -39,8 +39,11 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) {
-  using namespace sonicmoe;  // NOLINT: the macro is a function body
+namespace {
+
+// One implementation: tensors say where it runs.
+void implement(torch::stable::detail::StableLibrary& library) {
+  using namespace sonicmoe;  // NOLINT: shorter
   library.impl("layer_forward", TORCH_BOX(&python::layer_forward));
   library.impl("layer_backward", TORCH_BOX(&python::layer_backward));
   library.impl("routed_forward", TORCH_BOX(&python::routed_forward));
@@ -52,6 +55,11 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) {
   library.impl("token_rounding_backward", TORCH_BOX(&python::token_rounding_backward));
   library.impl("count_cumsum", TORCH_BOX(&python::count_cumsum));
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CUDA, library) { implement(library); }
 
 // No tensor among its arguments that could choose a device.
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CompositeExplicitAutograd, library) {

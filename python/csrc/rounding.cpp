@@ -33,9 +33,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
                                .norm_topk_probs = norm_topk_probs,
                                .rule = parse_rule(rule),
                                .tile = tile};
-  const auto plan = plans.get(desc);
-  check_tensor("logits", logits, logits.scalar_type(), {desc.tokens, desc.experts}, "(T, E)");
-  if (draws) check_tensor("draws", *draws, ScalarType::Long, {2}, "(seed, offset)");
+  const auto plan = plans.get(desc, logits);
+  check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
+               "(T, E)");
+  if (draws) check_tensor("draws", *draws, logits, ScalarType::Long, {2}, "(seed, offset)");
   const std::int64_t* state = input<std::int64_t>(draws);
   const Tensor scores = empty(logits, {desc.capacity()}, ScalarType::Float);
   const Tensor token_ids = empty(logits, {desc.capacity()}, ScalarType::Int);
@@ -49,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
                   .expert_ids = output<std::int32_t>(expert_ids),
                   .counts = output<std::int32_t>(counts),
                   .frequency = output<std::int32_t>(frequency)},
-                 Scratch(logits, plan.workspace_bytes())));
+                 Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return {scores, token_ids, expert_ids, counts, frequency};
 }
 
@@ -65,18 +66,19 @@ Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, 
                                    .mode = mode_of(softmax_over_topk),
                                    .norm_topk_probs = norm_topk_probs,
                                    .list_length = token_ids.size(0)};
-  const auto plan = plans.get(desc);
-  check_tensor("logits", logits, logits.scalar_type(), {desc.tokens, desc.experts}, "(T, E)");
-  check_tensor("dscores", dscores, ScalarType::Float, {desc.list_length}, "(capacity)");
-  check_tensor("token_ids", token_ids, ScalarType::Int, {desc.list_length}, "(capacity)");
-  check_tensor("expert_ids", expert_ids, ScalarType::Int, {desc.list_length}, "(capacity)");
+  const auto plan = plans.get(desc, logits);
+  check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
+               "(T, E)");
+  check_tensor("dscores", dscores, logits, ScalarType::Float, {desc.list_length}, "(capacity)");
+  check_tensor("token_ids", token_ids, logits, ScalarType::Int, {desc.list_length}, "(capacity)");
+  check_tensor("expert_ids", expert_ids, logits, ScalarType::Int, {desc.list_length}, "(capacity)");
   const Tensor dlogits = empty(logits, {desc.tokens, desc.experts}, logits.scalar_type());
   check(plan.run({.logits = input<void>(logits),
                   .token_ids = input<std::int32_t>(token_ids),
                   .expert_ids = input<std::int32_t>(expert_ids),
                   .dscores = input<float>(dscores),
                   .dlogits = output<void>(dlogits)},
-                 Scratch(logits, plan.workspace_bytes())));
+                 Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return dlogits;
 }
 

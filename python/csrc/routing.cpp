@@ -9,8 +9,9 @@ AuxLossDesc describe_aux_loss(const Tensor& logits, const Tensor& counts, bool b
                          .experts = logits.size(1),
                          .dtype = dtype_of("logits", logits),
                          .backward = backward};
-  check_tensor("logits", logits, logits.scalar_type(), {desc.tokens, desc.experts}, "(T, E)");
-  check_tensor("counts", counts, ScalarType::Int, {desc.experts}, "(E)");
+  check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
+               "(T, E)");
+  check_tensor("counts", counts, logits, ScalarType::Int, {desc.experts}, "(E)");
   return desc;
 }
 
@@ -22,24 +23,24 @@ PlanCache<AuxLossDesc>& aux_loss_plans() {
 }  // namespace
 
 Tensor aux_loss(Tensor logits, Tensor counts) {
-  const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, false));
+  const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, false), logits);
   const Tensor loss = empty(logits, {}, ScalarType::Float);
   check(plan.run({.logits = input<void>(logits),
                   .counts = input<std::int32_t>(counts),
                   .loss = output<float>(loss)},
-                 Scratch(logits, plan.workspace_bytes())));
+                 Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return loss;
 }
 
 Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) {
-  const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, true));
-  check_tensor("dloss", dloss, ScalarType::Float, {}, "()");
+  const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, true), logits);
+  check_tensor("dloss", dloss, logits, ScalarType::Float, {}, "()");
   const Tensor dlogits = empty(logits, {logits.size(0), logits.size(1)}, logits.scalar_type());
   check(plan.run({.logits = input<void>(logits),
                   .counts = input<std::int32_t>(counts),
                   .dloss = input<float>(dloss),
                   .dlogits = output<void>(dlogits)},
-                 Scratch(logits, plan.workspace_bytes())));
+                 Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return dlogits;
 }
 
@@ -54,14 +55,15 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::int64_t k, bool softmax_ove
       .dtype = dtype_of("logits", logits),
       .mode = softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax,
       .norm_topk_probs = norm_topk_probs};
-  const auto plan = plans.get(desc);
-  check_tensor("logits", logits, logits.scalar_type(), {desc.tokens, desc.experts}, "(T, E)");
+  const auto plan = plans.get(desc, logits);
+  check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
+               "(T, E)");
   const Tensor scores = empty(logits, {desc.tokens, k}, ScalarType::Float);
   const Tensor ids = empty(logits, {desc.tokens, k}, ScalarType::Int);
   check(plan.run({.logits = input<void>(logits),
                   .scores = output<float>(scores),
                   .ids = output<std::int32_t>(ids)},
-                 Scratch(logits, plan.workspace_bytes())));
+                 Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return {scores, ids};
 }
 
@@ -70,8 +72,8 @@ std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts) {
   check_dims("ids", ids, 1, "(S)");
   // One id per token, so that slots are ids.
   const MetadataDesc desc{.tokens = ids.size(0), .experts = experts, .top_k = 1};
-  const auto plan = plans.get(desc);
-  check_tensor("ids", ids, ScalarType::Int, {desc.tokens}, "(S)");
+  const auto plan = plans.get(desc, ids);
+  check_tensor("ids", ids, ids, ScalarType::Int, {desc.tokens}, "(S)");
   const Tensor counts = empty(ids, {experts}, ScalarType::Int);
   const Tensor offsets = empty(ids, {experts + 1}, ScalarType::Int);
   const Tensor rows = empty(ids, {3, desc.tokens}, ScalarType::Int);  // made, but not asked for
@@ -82,7 +84,7 @@ std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts) {
                   .row_tokens = row,
                   .row_slots = row + desc.tokens,
                   .slot_rows = row + 2 * desc.tokens},
-                 Scratch(ids, plan.workspace_bytes())));
+                 Scratch(ids, plan.workspace_bytes()), stream_of(ids)));
   // offsets are the exclusive sums 0, c0, c0+c1, ...
   Tensor inclusive = offsets;
   return {counts, torch::stable::clone(torch::stable::narrow(inclusive, 0, 1, experts))};

@@ -23,8 +23,8 @@ def alike(x: torch.Tensor, **others: torch.Tensor | None) -> None:
     dtype, device = x.dtype, x.device
     if dtype not in _DTYPES:
         raise TypeError(f"x: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
-    if device.type not in ("cpu", "meta"):
-        raise ValueError(f"x: got a tensor on {device}, allowed: cpu")
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"x: got a tensor on {device}, allowed: cpu, cuda")
     for name, tensor in others.items():
         if tensor is None:
             continue

@@ -1,0 +1,175 @@
+"""The same layer on a GPU: by plain PyTorch, with autocast, compiled, and captured in a graph."""
+
+import pytest
+import torch
+from helpers import ROUTERS, Layer, assert_as_good, make_layer, run, run_plain
+
+from sonicmoe import ActivationType, MoE, functional
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+K = 2
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def on_gpu(layer: Layer) -> Layer:
+    return Layer(*(None if t is None else t.cuda() for t in vars(layer).values()))
+
+
+def gradients(o, leaves, weights):
+    return torch.autograd.grad((o.float() * weights.to(o.device)).sum(), list(leaves.values()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.RELU_SQ])
+@pytest.mark.parametrize("concat_layout", [False, True])
+def test_layer(dtype, router, activation, concat_layout):
+    layer = make_layer(activation, True, DTYPES[dtype], tokens=300, hidden=136, intermediate=72)
+    o, logits, counts, leaves = run(on_gpu(layer), K, activation, router, concat_layout)
+    _, ids = torch.ops.sonicmoe.top_k(logits.detach(), K, *ROUTERS[router])
+    ids = ids.cpu().long()
+    assert counts.tolist() == ids.flatten().bincount(minlength=6).tolist()
+    plain = run_plain(layer, ids, activation, router, concat_layout)
+    exact = run_plain(layer.to(torch.float64), ids, activation, router, concat_layout)
+    assert_as_good("o", o.cpu(), plain[0], exact[0])
+    weights = torch.randn(o.shape)
+    ours = gradients(o, leaves, weights)
+    theirs = gradients(plain[0], plain[3], weights)
+    right = torch.autograd.grad((exact[0] * weights).sum(), list(exact[3].values()))
+    for name, got, by_torch, want in zip(leaves, ours, theirs, right, strict=True):
+        assert_as_good(name, got.cpu(), by_torch, want)
+
+
+def module(**options):
+    torch.manual_seed(1)
+    return MoE(8, K, 64, 48, ActivationType.SWIGLU, True, 0.1, **options).cuda()
+
+
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_trains(routing):
+    moe = module(routing=routing, tile=16).bfloat16()
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    target = torch.randn_like(x)
+    optimizer = torch.optim.Adam(moe.parameters(), 1e-2)
+    losses = []
+    for _ in range(30):
+        o, aux_loss = moe(x)
+        loss = (o - target).float().square().mean() + 0.01 * aux_loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast(dtype):
+    moe = module()
+    x = torch.randn(100, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", DTYPES[dtype]):
+        o, aux_loss = moe(x)
+    assert o.dtype == DTYPES[dtype]
+    (o.float().sum() + aux_loss).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
+    assert x.grad.dtype == torch.float32
+
+
+def test_fp32_is_refused_with_the_cure():
+    with pytest.raises(ValueError, match="dtype: got f32, allowed: bf16, f16.*autocast"):
+        module()(torch.randn(4, 64, device="cuda"))
+
+
+def test_tensors_elsewhere_are_refused():
+    moe = module().bfloat16()
+    with pytest.raises(ValueError, match="router_w: got a tensor on cuda:0, allowed: cpu"):
+        moe(torch.randn(4, 64, dtype=torch.bfloat16))
+    logits = torch.randn(4, 8, device="cuda")
+    with pytest.raises(ValueError, match="counts: got a tensor on cpu, allowed: cuda:0"):
+        torch.ops.sonicmoe.aux_loss(logits, torch.ones(8, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_compiles_to_one_graph(routing):
+    moe = module(routing=routing, tile=16).bfloat16()
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step(module):
+        o, aux_loss = module(x)
+        return torch.autograd.grad(o.float().square().sum() + aux_loss, [x, *moe.parameters()])
+
+    eager = step(moe)
+    compiled = step(torch.compile(moe, fullgraph=True))
+    for got, want in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_captured_in_a_graph(routing):
+    moe = module(routing=routing, rounding="sr", tile=16).bfloat16()
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    parameters = [x, *moe.parameters()]
+
+    def step():
+        o, aux_loss = moe(x)
+        return o, torch.autograd.grad(o.float().square().sum() + aux_loss, parameters)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn(64, 64) * (seed + 1))
+        graph.replay()
+        got = [captured[0].clone(), *(g.clone() for g in captured[1])]
+        if routing == "token_rounding":  # other draws than eager's
+            assert all(g.isfinite().all() for g in got)
+            continue
+        o, gradients = step()
+        for ours, want in zip(got, [o, *gradients], strict=True):
+            assert torch.equal(ours, want)
+
+
+def test_waits_for_nothing_and_uses_the_current_stream():
+    moe = module().bfloat16()
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    expected, _ = moe(x)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # what comes before on this stream takes a while
+            late = x.clone()
+            o, _ = moe(late)
+            late.zero_()  # and this comes after
+        assert not stream.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    assert torch.equal(o, expected)
+
+
+def test_lists():
+    torch.manual_seed(3)
+    layer = on_gpu(make_layer(bias=True, dtype=torch.bfloat16))
+    tokens = torch.randint(0, 48, (90,)).sort().values.int().cuda()
+    experts = torch.randint(0, 7, (90,)).int().cuda()  # 6 is a sentinel
+    scores = torch.rand(90, device="cuda", requires_grad=True)
+    o, counts = functional.moe_general_routing_inputs(
+        layer.x, scores, tokens, experts, layer.w1.permute(1, 2, 0), layer.b1,
+        layer.w2.permute(1, 2, 0), layer.b2, 6, 0, ActivationType.SWIGLU,
+    )  # fmt: skip
+    assert counts.sum().item() == (experts < 6).sum().item()
+    o.float().sum().backward()
+    assert scores.grad[experts == 6].abs().max().item() == 0
