@@ -63,6 +63,7 @@ Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noe
 extern const Kernel<RouterGemmDesc> kRouterGemm;
 // The number is the tile's width along the axis that a cluster shares.
 extern const Kernel<GroupedGemmDesc> kUpProj256;
+extern const Kernel<GroupedGemmDesc> kUpProj128;
 extern const Kernel<GroupedGemmDesc> kDownProj256;
 extern const Kernel<GroupedGemmDesc> kDownProj192;
 extern const Kernel<GroupedGemmDesc> kDownProjDgrad128;

@@ -39,7 +39,8 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cpu::kUpProjWgradAvx512,
     &cpu::kUpProjWgrad,  //
 #if SONICMOE_HAS_CUDA
-    &cuda::kUpProj256,  //
+    &cuda::kUpProj256,
+    &cuda::kUpProj128,  //
     &cuda::kDownProj256,
     &cuda::kDownProj192,  //
     &cuda::kDownProjDgrad256,

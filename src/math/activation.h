@@ -26,7 +26,25 @@ struct Silu {  // x sigmoid(x)
 };
 
 struct Gelu {  // x Phi(x), Phi the normal distribution function
+#if defined(__CUDA_ARCH__)
+  /// By formula 7.1.26 of Abramowitz and Stegun, erfc(z) = t poly(t) exp(-z^2) with
+  /// t = 1 / (1 + 0.3275911 z), z >= 0, good to 1.5e-7: without branches, for it is inlined often.
+  static SONICMOE_HD float phi_cdf(float x) {
+    const float z = fabsf(x) * 0.70710678118654752f;
+    float t, e;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(fma(z, 0.3275911f, 1.0f)));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * z * -1.44269504f));
+    float q = 1.061405429f;
+    q = fma(q, t, -1.453152027f);
+    q = fma(q, t, 1.421413741f);
+    q = fma(q, t, -0.284496736f);
+    q = fma(q, t, 0.254829592f);
+    const float tail = 0.5f * q * t * e;
+    return x < 0.0f ? tail : 1.0f - tail;
+  }
+#else
   static SONICMOE_HD float phi_cdf(float x) { return 0.5f * erfcf(x * -0.70710678118654752f); }
+#endif
   static SONICMOE_HD float value(float x) { return x * phi_cdf(x); }
   static SONICMOE_HD ValueSlope both(float x) {
     const float cdf = phi_cdf(x);

@@ -4,11 +4,23 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "cuda/device/ptx.cuh"
 
 /// Between accumulator fragments and rows in global memory, one warp at a time.
 namespace sonicmoe::cuda {
+
+/// f(index) with decltype(index)::value = 0, 1, ...: known to the compiler, whatever the body, for
+/// accumulators must never be indexed at run time.
+template <int kCount, class F>
+__device__ __forceinline__ void static_for(F&& f) {
+  [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
+    (f(std::integral_constant<int, kIndices>{}), ...);
+  }
+  (std::make_integer_sequence<int, kCount>{});
+}
 
 template <class T>
 struct Pair;  // two T in a word
@@ -52,6 +64,13 @@ struct Block {
   std::uint32_t w[4];
 };
 
+/// A value that the compiler takes for new: what is computed from it is computed here, and does not
+/// sit in registers through the main loop.
+__device__ __forceinline__ int here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 /// 16 rows x 64 columns of 16-bit values in shared memory, private to a warp. A row is a line of
 /// 128 bytes, its 16-byte pieces permuted by piece ^ (row % 8), so that columns of pieces
 /// (fragments) and rows (global memory) are both accessed without bank conflicts. Rows go to and
@@ -65,22 +84,22 @@ class WarpTile {
   static constexpr int kColumns = 64;
   static constexpr int kBytes = kRows * 128;
 
-  __device__ explicit WarpTile(std::uint32_t address) : address_(address) {
-    const std::uint32_t lane = threadIdx.x % 32;
+  __device__ __forceinline__ WarpTile(std::uint32_t address, int lane)
+      : address_(address), lane_(lane) {
     // Fragments: lane l addresses row l%16 of the block, in its left or right half.
-    const std::uint32_t row = lane % 16;
+    const std::uint32_t row = static_cast<std::uint32_t>(lane) % 16;
     fragment_ = address + row * 128;
-    half_ = lane / 16;
+    half_ = static_cast<std::uint32_t>(lane) / 16;
     key_ = row % 8;
   }
 
   /// Block `i` of four along the columns.
-  __device__ void put(int i, const Block& b) const {
+  __device__ __forceinline__ void put(int i, const Block& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at(i)),
                  "r"(b.w[0]), "r"(b.w[1]), "r"(b.w[2]), "r"(b.w[3])
                  : "memory");
   }
-  __device__ Block get(int i) const {
+  __device__ __forceinline__ Block get(int i) const {
     Block b;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(b.w[0]), "=r"(b.w[1]), "=r"(b.w[2]), "=r"(b.w[3])
@@ -92,14 +111,17 @@ class WarpTile {
   /// Tile to global memory: `to` is the tile's first element, `rows` and `columns` are what is left
   /// of the matrix from there on (columns a multiple of 8, rows of the matrix aligned to 16 bytes).
   template <class T>
-  __device__ void store(T* to, std::int64_t row_stride, int rows, int columns) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  __device__ __forceinline__ void store(T* to, std::int64_t row_stride, int rows,
+                                        int columns) const {
+    // Computed here, again for every tile: kept between tiles, the addresses of all rows of all
+    // tensors would not leave enough registers.
+    const int lane = here(lane_);
     const int piece = lane % 8;
+    to += lane / 8 * row_stride + piece * 8;
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = read(i * 4 + lane / 8, piece);
     if (piece * 8 >= columns) return;
-    to += lane / 8 * row_stride + piece * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i * 4 + lane / 8 < rows) *reinterpret_cast<uint4*>(to + i * 4 * row_stride) = v[i];
@@ -108,10 +130,10 @@ class WarpTile {
 
   /// Any number of columns, any alignment: one element at a time.
   template <class T>
-  __device__ void store_singly(T* to, std::int64_t row_stride, int rows, int columns) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  __device__ __forceinline__ void store_singly(T* to, std::int64_t row_stride, int rows,
+                                               int columns) const {
 #pragma unroll 1
-    for (int i = lane; i < kRows * kColumns; i += 32) {
+    for (int i = lane_; i < kRows * kColumns; i += 32) {
       const int row = i / kColumns, column = i % kColumns;
       std::uint16_t bits;
       asm volatile("ld.shared.b16 %0, [%1];"
@@ -126,21 +148,23 @@ class WarpTile {
   /// Starts to bring rows from global memory, zeros where there are none; the warp waits with
   /// cp.async groups and __syncwarp().
   template <class T>
-  __device__ void fetch(const T* from, std::int64_t row_stride, int rows, int columns) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int piece = lane % 8;
-    from += lane / 8 * row_stride + piece * 8;
+  __device__ __forceinline__ void fetch(const T* from, std::int64_t row_stride, int rows,
+                                        int columns) const {
+    const int piece = lane_ % 8;
+    from += lane_ / 8 * row_stride + piece * 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + lane / 8;
+      const int row = i * 4 + lane_ / 8;
       copy_async_16(address_ + row * 128 + ((piece ^ (row % 8)) * 16), from + i * 4 * row_stride,
                     row < rows && piece * 8 < columns);
     }
   }
 
  private:
-  __device__ std::uint32_t at(int i) const { return fragment_ + (((2 * i + half_) ^ key_) * 16); }
-  __device__ uint4 read(int row, int piece) const {
+  __device__ __forceinline__ std::uint32_t at(int i) const {
+    return fragment_ + (((2 * i + half_) ^ key_) * 16);
+  }
+  __device__ __forceinline__ uint4 read(int row, int piece) const {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -150,6 +174,7 @@ class WarpTile {
   }
 
   std::uint32_t address_, fragment_, half_, key_;
+  int lane_;
 };
 
 /// Sum over the four lanes of a quad, the same in each, in one order.

@@ -35,35 +35,36 @@ struct StoreActivation {
     static constexpr int kUnits = kGated ? Traits::kN / 2 : Traits::kN;
     static constexpr int kUp = kGated ? kCount / 2 : 0;
 
-    __device__ Run(const Params& e, const GemmParams&, const Tile& tile, int m_first,
-                   std::uint32_t staging)
+    __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
+                                   int m_first, std::uint32_t staging)
         : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ void begin() {}
+    __device__ __forceinline__ void begin() {}
 
-    __device__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
       visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
     }
 
    private:
     template <class Fn>
-    __device__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
       const int n = e_.intermediate;
+      const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int unit = tile_.shared * kUnits;
       const int valid = tile_.rows - tile_.own * kOwn;
       const std::int64_t first = static_cast<std::int64_t>(tile_.first_row) + tile_.own * kOwn;
       const std::int64_t width = kGated ? 2 * n : n;
 #pragma unroll
       for (int m = 0; m < Traits::kMBlocks; ++m) {
-        const int row = (m_first_ + m) * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+        const int row = (m_first_ + m) * 64 + t / 32 * 16;
         const int rows = valid - row;
-        if (rows <= 0) continue;
-        if (e_.b1[0] != nullptr) add_bias(unit, acc[m]);
+        if (rows <= 0) break;
+        if (e_.b1[0] != nullptr) add_bias(unit, t % 4, acc[m]);
         T* const preact = static_cast<T*>(e_.preact) + (first + row) * width + unit;
         T* const act = static_cast<T*>(e_.act) + (first + row) * n + unit;
         int turn = 0;
         const auto store = [&](const Block(&blocks)[4], T* to, std::int64_t stride, int columns) {
-          const WarpTile staged(staging_ + turn++ % 2 * WarpTile::kBytes);
+          const WarpTile staged(staging_ + turn++ % 2 * WarpTile::kBytes, t % 32);
 #pragma unroll
           for (int i = 0; i < 4; ++i) staged.put(i, blocks[i]);
           __syncwarp();
@@ -95,15 +96,14 @@ struct StoreActivation {
       }
     }
 
-    static __device__ void pack(const float* acc, Block (&blocks)[4]) {
+    static __device__ __forceinline__ void pack(const float* acc, Block (&blocks)[4]) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         blocks[i / 4].w[i % 4] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
       }
     }
 
-    __device__ void add_bias(int unit, float (&acc)[kCount]) const {
-      const int quad = static_cast<int>(threadIdx.x) % 4;
+    __device__ __forceinline__ void add_bias(int unit, int quad, float (&acc)[kCount]) const {
 #pragma unroll
       for (int half = 0; half < (kGated ? 2 : 1); ++half) {
         const T* bias = static_cast<const T*>(e_.b1[half]) + tile_.expert * e_.bias_expert_stride;

@@ -37,62 +37,67 @@ struct StoreActivationGrad {
     static constexpr int kAcross = Traits::kN / 64;  // chunks side by side
     static constexpr int kChunks = Traits::kMBlocks * kAcross;
 
-    __device__ Run(const Params& e, const GemmParams&, const Tile& tile, int m_first,
-                   std::uint32_t staging)
+    __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
+                                   int m_first, std::uint32_t staging)
         : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ void begin() {
+    __device__ __forceinline__ void begin() {
+      const int t = here(static_cast<int>(threadIdx.x)) % 128;
+      const int lane = t % 32;
 #pragma unroll
-      for (int chunk = 0; chunk < 2; ++chunk) fetch(chunk);
-      const int lane = static_cast<int>(threadIdx.x) % 32;
+      for (int chunk = 0; chunk < 2; ++chunk) fetch(chunk, t);
 #pragma unroll
       for (int i = 0; i < 2 * Traits::kMBlocks; ++i) {
-        const int row = row_of(i / 2 * kAcross) + lane / 4 + i % 2 * 8;
+        const int row = row_of(i / 2 * kAcross, t) + lane / 4 + i % 2 * 8;
         scores_[i] = row < valid() ? e_.row_scores[first() + row] : 0.0f;
       }
     }
 
-    __device__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
       visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
     }
 
    private:
-    __device__ int valid() const { return tile_.rows - tile_.own * kOwn; }
-    __device__ std::int64_t first() const {
+    __device__ __forceinline__ int valid() const { return tile_.rows - tile_.own * kOwn; }
+    __device__ __forceinline__ std::int64_t first() const {
       return static_cast<std::int64_t>(tile_.first_row) + tile_.own * kOwn;
     }
     /// This warp's first row of a chunk, in the tile.
-    __device__ int row_of(int chunk) const {
-      return (m_first_ + chunk / kAcross) * 64 + static_cast<int>(threadIdx.x) % 128 / 32 * 16;
+    __device__ __forceinline__ int row_of(int chunk, int t) const {
+      return (m_first_ + chunk / kAcross) * 64 + t / 32 * 16;
     }
-    __device__ int unit_of(int chunk) const {
+    __device__ __forceinline__ int unit_of(int chunk) const {
       return tile_.shared * Traits::kN + chunk % kAcross * 64;
     }
-    __device__ std::uint32_t buffer(int chunk) const { return staging_ + chunk % 2 * kBufferBytes; }
+    __device__ __forceinline__ std::uint32_t buffer(int chunk) const {
+      return staging_ + chunk % 2 * kBufferBytes;
+    }
 
-    __device__ void fetch(int chunk) {
+    __device__ __forceinline__ void fetch(int chunk, int t) {
       const int n = e_.intermediate;
-      const int row = row_of(chunk), unit = unit_of(chunk);
+      const int row = row_of(chunk, t), unit = unit_of(chunk);
       const std::int64_t width = kGated ? 2 * n : n;
       const T* from = static_cast<const T*>(e_.preact) + (first() + row) * width + unit;
-      WarpTile(buffer(chunk)).fetch(from, width, valid() - row, n - unit);
+      WarpTile(buffer(chunk), t % 32).fetch(from, width, valid() - row, n - unit);
       if (kGated) {
-        WarpTile(buffer(chunk) + WarpTile::kBytes).fetch(from + n, width, valid() - row, n - unit);
+        WarpTile(buffer(chunk) + WarpTile::kBytes, t % 32)
+            .fetch(from + n, width, valid() - row, n - unit);
       }
       copy_async_commit();
     }
 
     template <class Fn>
-    __device__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
       const int n = e_.intermediate;
       const std::int64_t width = kGated ? 2 * n : n;
-      const int lane = static_cast<int>(threadIdx.x) % 32;
-      const WarpTile scaled(staging_ + 2 * kBufferBytes);
+      const int t = here(static_cast<int>(threadIdx.x)) % 128;
+      const int lane = t % 32;
+      const WarpTile scaled(staging_ + 2 * kBufferBytes, lane);
       float dot[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const int m = chunk / kAcross;
-        const WarpTile gate(buffer(chunk)), up(buffer(chunk) + WarpTile::kBytes);
+        const WarpTile gate(buffer(chunk), lane), up(buffer(chunk) + WarpTile::kBytes, lane);
         if (chunk + 1 < kChunks) {
           copy_async_wait<1>();
         } else {
@@ -124,14 +129,14 @@ struct StoreActivationGrad {
           scaled.put(i, a);
         }
         __syncwarp();
-        const int row = row_of(chunk), unit = unit_of(chunk);
+        const int row = row_of(chunk, t), unit = unit_of(chunk);
         const int rows = valid() - row, columns = n - unit;
         T* const dpreact = static_cast<T*>(e_.dpreact) + (first() + row) * width + unit;
         gate.store(dpreact, width, rows, columns);
         if (kGated) up.store(dpreact + n, width, rows, columns);
         scaled.store(static_cast<T*>(e_.scaled_act) + (first() + row) * n + unit, n, rows, columns);
         __syncwarp();
-        if (chunk + 2 < kChunks) fetch(chunk + 2);
+        if (chunk + 2 < kChunks) fetch(chunk + 2, t);
         if (chunk % kAcross == kAcross - 1) {
           // Columns past n have zero weights and zero H: they added nothing.
 #pragma unroll

@@ -28,7 +28,8 @@ struct StoreParams {
 struct AtRows {
   static constexpr bool kGradient = false;  // always overwritten, in the operands' type
   template <class Traits>
-  static __device__ Place place(const StoreParams& e, const GemmParams&, const Tile& tile, int*) {
+  static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams&,
+                                                const Tile& tile, int*) {
     const int column = tile.shared * Traits::kN;
     const int row = tile.own * kOwn;
     return {(static_cast<std::int64_t>(tile.first_row) + row) * e.row_stride + column, e.row_stride,
@@ -40,7 +41,8 @@ struct AtRows {
 struct AtOwnByShared {
   static constexpr bool kGradient = true;
   template <class Traits>
-  static __device__ Place place(const StoreParams& e, const GemmParams&, const Tile& tile, int*) {
+  static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams&,
+                                                const Tile& tile, int*) {
     const int row = tile.own * kOwn;
     const int column = tile.shared * Traits::kN;
     return {tile.expert * e.expert_stride + row * e.row_stride + column, e.row_stride, e.rows - row,
@@ -52,8 +54,8 @@ struct AtOwnByShared {
 struct AtSharedByOwn {
   static constexpr bool kGradient = true;
   template <class Traits>
-  static __device__ Place place(const StoreParams& e, const GemmParams& p, const Tile& tile,
-                                int* half) {
+  static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams& p,
+                                                const Tile& tile, int* half) {
     *half = tile.shared >= p.shared_half;
     const int row = (tile.shared - *half * p.shared_half) * Traits::kM;
     const int column = tile.own * kOwn;
@@ -73,37 +75,39 @@ struct StoreTile {
     using T = typename Traits::T;
     static constexpr int kCount = Traits::kN / 2;
 
-    __device__ Run(const Params& e, const GemmParams& p, const Tile& tile, int m_first,
-                   std::uint32_t staging)
+    __device__ __forceinline__ Run(const Params& e, const GemmParams& p, const Tile& tile,
+                                   int m_first, std::uint32_t staging)
         : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ void begin() {}
+    __device__ __forceinline__ void begin() {}
 
-    __device__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
       int half = 0;
       const Place at = At::template place<Traits>(e_, p_, tile_, &half);
-      const int t = static_cast<int>(threadIdx.x) % 128;
+      const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const T* bias = e_.bias == nullptr
                           ? nullptr
                           : static_cast<const T*>(e_.bias) +
                                 static_cast<std::int64_t>(tile_.expert) * e_.columns +
                                 at.first_column;
-#pragma unroll
-      for (int m = 0; m < Traits::kMBlocks; ++m) {
+      static_for<Traits::kMBlocks>([&](auto index) {
+        constexpr int m = decltype(index)::value;
         const int row = (m_first_ + m) * 64 + t / 32 * 16;
-        if (row >= at.rows) continue;
-        if (bias != nullptr) add_bias(acc[m], bias, at.columns, t % 4);
-        const std::int64_t start = at.start + row * at.row_stride;
-        if (At::kGradient && e_.f32) {
-          store_f32(static_cast<float*>(e_.out[half]) + start, at, at.rows - row, acc[m]);
-        } else {
-          store_16(static_cast<T*>(e_.out[half]) + start, at, at.rows - row, m, acc[m]);
+        if (row < at.rows) {
+          if (bias != nullptr) add_bias(acc[m], bias, at.columns, t % 4);
+          const std::int64_t start = at.start + row * at.row_stride;
+          if (At::kGradient && e_.f32) {
+            store_f32(static_cast<float*>(e_.out[half]) + start, at, at.rows - row, t % 32, acc[m]);
+          } else {
+            store_16(static_cast<T*>(e_.out[half]) + start, at, at.rows - row, t % 32, acc[m]);
+          }
         }
-      }
+      });
     }
 
    private:
-    static __device__ void add_bias(float (&acc)[kCount], const T* bias, int columns, int quad) {
+    static __device__ __forceinline__ void add_bias(float (&acc)[kCount], const T* bias,
+                                                    int columns, int quad) {
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
         const int column = j * 8 + quad * 2;
@@ -118,14 +122,15 @@ struct StoreTile {
     }
 
     /// 16 rows of this warp, 64 columns at a time, the two staging tiles in turn.
-    __device__ void store_16(T* out, const Place& at, int rows, int m, float (&acc)[kCount]) const {
+    __device__ __forceinline__ void store_16(T* out, const Place& at, int rows, int lane,
+                                             float (&acc)[kCount]) const {
       // Sixteen bytes at a time need rows that start at multiples of that.
       const bool vectors = at.row_stride % 8 == 0;
-#pragma unroll
-      for (int chunk = 0; chunk < Traits::kN / 64; ++chunk) {
+      static_for<Traits::kN / 64>([&](auto index) {
+        constexpr int chunk = decltype(index)::value;
         const int columns = at.columns - chunk * 64;
-        if (columns <= 0) break;
-        const WarpTile tile(staging_ + (chunk + m * (Traits::kN / 64)) % 2 * WarpTile::kBytes);
+        if (columns <= 0) return;
+        const WarpTile tile(staging_ + chunk % 2 * WarpTile::kBytes, lane);
         if (At::kGradient && e_.accumulate) {
           // In fp32, before the one rounding.
           tile.fetch(out + chunk * 64, at.row_stride, rows, columns);
@@ -156,14 +161,12 @@ struct StoreTile {
         } else {
           tile.store_singly(out + chunk * 64, at.row_stride, rows, columns);
         }
-        // The tile after next overwrites what the next but one reads: keep lanes together.
         __syncwarp();
-      }
+      });
     }
 
-    __device__ void store_f32(float* out, const Place& at, int rows,
-                              const float (&acc)[kCount]) const {
-      const int lane = static_cast<int>(threadIdx.x) % 32;
+    __device__ __forceinline__ void store_f32(float* out, const Place& at, int rows, int lane,
+                                              const float (&acc)[kCount]) const {
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll

@@ -50,7 +50,7 @@ struct Entry {
 };
 
 using Wide = Entry<256, Schedule::cooperative, 4>;
-using Pingpong = Entry<192, Schedule::pingpong, 4>;
+using Narrow = Entry<192, Schedule::cooperative, 4>;
 
 std::string yield_wide(const GroupedGemmDesc& d) { return yield_to("hidden", d.hidden, 256, 192); }
 
@@ -61,7 +61,7 @@ const Kernel<GroupedGemmDesc> kDownProj256 = {"down_proj",      "cuda.down_proj.
                                               no_workspace,     Wide::run,
                                               Wide::prepare,    yield_wide};
 const Kernel<GroupedGemmDesc> kDownProj192 = {
-    "down_proj",   "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,
-    Pingpong::run, Pingpong::prepare};
+    "down_proj", "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,
+    Narrow::run, Narrow::prepare};
 
 }  // namespace sonicmoe::cuda

@@ -59,7 +59,7 @@ struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_type(d.dtype, [&](auto type) {
-      return visit_kind(d.activation, [&](auto kind) {
+      return visit_kind<(kN > 128)>(d.activation, [&](auto kind) {
         return f(DownProjDgrad<decltype(type), decltype(kind)::value, kN, kSchedule, kStages>{});
       });
     });
@@ -79,24 +79,28 @@ struct Entry {
   }
 };
 
-using Pingpong = Entry<128, Schedule::pingpong, 4>;
+using Narrow = Entry<128, Schedule::cooperative, 4>;
 using Wide = Entry<256, Schedule::cooperative, 3>;
 
+std::string reject_wide(const GroupedGemmDesc& d) {
+  const std::string reason = reject_gemm(d);
+  return reason.empty() ? reject_but_swiglu(d) : reason;
+}
 std::string yield_wide(const GroupedGemmDesc& d) {
   return yield_to("intermediate", d.intermediate, 256, 128);
 }
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kDownProjDgrad128 = {
-    "down_proj_dgrad",   "cuda.down_proj_dgrad.128x128",
-    DeviceType::cuda,    reject_gemm,
-    Pingpong::workspace, Pingpong::run,
-    Pingpong::prepare};
 const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
     "down_proj_dgrad", "cuda.down_proj_dgrad.128x256",
-    DeviceType::cuda,  reject_gemm,
+    DeviceType::cuda,  reject_wide,
     Wide::workspace,   Wide::run,
-    Wide::prepare};
+    Wide::prepare,     yield_wide};
+const Kernel<GroupedGemmDesc> kDownProjDgrad128 = {
+    "down_proj_dgrad", "cuda.down_proj_dgrad.128x128",
+    DeviceType::cuda,  reject_gemm,
+    Narrow::workspace, Narrow::run,
+    Narrow::prepare};
 
 }  // namespace sonicmoe::cuda

@@ -44,17 +44,19 @@ struct Traits {
   static constexpr int kN = kOwnIsB ? kOwn : kShared;
   static constexpr int kMBlocks = kM / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kShared * kLineBytes;
-  static constexpr int kBarriers = 2 * kStages + 2;
+  static constexpr int kTiles = 2;  // tiles that the producer announces ahead
+  static constexpr int kBarriers = 2 * kStages + 2 * kTiles + 2;
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
-  static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes + kBarriers * 8;
+  static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
+                                       kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = kGathers ? 56 : 40;
-  static constexpr int kConsumerRegisters = kGathers ? 224 : 232;
+  static constexpr int kProducerRegisters = kRows ? (kGathers ? 56 : 40) : 72;
+  static constexpr int kConsumerRegisters = kRows ? (kGathers ? 224 : 232) : 216;
 
   static_assert(kSharedMemory <= 232448, "stages do not fit into 227 KiB of shared memory");
   static_assert(kStageBytes % kBlockBytes == 0, "a stage must keep the swizzle's alignment");
   static_assert(kMBlocks * kN / 2 <= 192, "accumulators leave no registers for the epilogue");
-  static_assert((kProducerRegisters + 2 * kConsumerRegisters) * 128 <= 65536,
+  static_assert((kProducerRegisters + 2 * kConsumerRegisters) * 128 <= 168 * kThreads,
                 "register split exceeds the register file");
   static_assert(kRows || !kPingpong, "ping-pong needs the same number of k blocks in every tile");
 };
@@ -78,49 +80,52 @@ struct GemmParams {
   int shared_half;   ///< contraction ops: shared tiles in the first half
 };
 
-template <class Traits>
-struct Pipeline {
-  int stage = 0;
-  std::uint32_t phase = 0;
-  __device__ void advance() {
-    const bool wraps = stage + 1 == Traits::kStages;
-    stage = wraps ? 0 : stage + 1;
-    phase ^= wraps;
-  }
-  __device__ void skip(int blocks) {
-    stage += blocks;
-    phase ^= stage / Traits::kStages & 1;
-    stage %= Traits::kStages;
-  }
+/// A position in a ring of `kSlots`: one register.
+template <int kSlots>
+struct Ring {
+  unsigned count = 0;
+  __device__ __forceinline__ int slot() const { return static_cast<int>(count % kSlots); }
+  /// Parity of the rounds gone.
+  __device__ __forceinline__ std::uint32_t phase() const { return count / kSlots & 1; }
 };
 
-/// Shared memory: stages, the epilogue's part of each consumer warp, then the barriers of full
-/// stages, empty stages and turns.
+/// Shared memory: stages, the epilogue's part of each consumer warp, announced tiles, barriers.
 template <class Traits>
 struct SharedMemory {
   std::uint32_t base;
-  __device__ std::uint32_t own(int stage) const { return base + stage * Traits::kStageBytes; }
-  __device__ std::uint32_t shared(int stage) const { return own(stage) + kOwnBytes; }
-  __device__ std::uint32_t warp(int consumer_warp) const {
+  __device__ __forceinline__ std::uint32_t own(int stage) const {
+    return base + stage * Traits::kStageBytes;
+  }
+  __device__ __forceinline__ std::uint32_t shared(int stage) const {
+    return own(stage) + kOwnBytes;
+  }
+  __device__ __forceinline__ std::uint32_t warp(int consumer_warp) const {
     return base + Traits::kStages * Traits::kStageBytes + consumer_warp * Traits::kWarpBytes;
   }
-  __device__ std::uint32_t barrier(int i) const { return warp(8) + i * 8; }
-  __device__ std::uint32_t full(int stage) const { return barrier(stage); }
-  __device__ std::uint32_t empty(int stage) const { return barrier(Traits::kStages + stage); }
-  __device__ std::uint32_t turn(int consumer) const {
-    return barrier(2 * Traits::kStages + consumer);
+  __device__ __forceinline__ std::uint32_t tile(int slot) const {
+    return warp(8) + slot * static_cast<int>(sizeof(Tile));
+  }
+  __device__ __forceinline__ std::uint32_t barrier(int i) const {
+    return tile(Traits::kTiles) + i * 8;
+  }
+  __device__ __forceinline__ std::uint32_t full(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ std::uint32_t empty(int stage) const {
+    return barrier(Traits::kStages + stage);
+  }
+  __device__ __forceinline__ std::uint32_t announced(int slot) const {
+    return barrier(2 * Traits::kStages + slot);
+  }
+  __device__ __forceinline__ std::uint32_t taken(int slot) const {
+    return barrier(2 * Traits::kStages + Traits::kTiles + slot);
+  }
+  __device__ __forceinline__ std::uint32_t turn(int consumer) const {
+    return barrier(2 * Traits::kStages + 2 * Traits::kTiles + consumer);
   }
 };
 
 template <class Traits>
 __device__ __forceinline__ int k_blocks(const GemmParams& p, const Tile& tile) {
   return Traits::kRows ? p.k_blocks : (tile.rows + kK - 1) / kK;
-}
-
-template <class Traits>
-__device__ __forceinline__ TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk_of(
-    const GemmParams& p) {
-  return {p.offsets, p.experts, p.rows, p.part, p.gathered_width, p.shared_tiles};
 }
 
 /// The bulk copies of one stage, by one thread.
@@ -155,30 +160,71 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
   }
 }
 
+/// Tells the consumers which tile comes next; a negative expert ends the work. By the first warp of
+/// the producer, which walks ahead of them. They need no walk of their own, and its registers.
+template <class Traits>
+__device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles,
+                                         const Tile& tile) {
+  mbarrier_wait(memory.taken(tiles.slot()), tiles.phase() ^ 1);
+  if (elect_one()) {
+    const std::uint32_t at = memory.tile(tiles.slot());
+    asm volatile(
+        "st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n"
+        "st.shared.b32 [%0 + 16], %5;" ::"r"(at),
+        "r"(tile.expert), "r"(tile.own), "r"(tile.shared), "r"(tile.first_row), "r"(tile.rows)
+        : "memory");
+    mbarrier_arrive(memory.announced(tiles.slot()));
+  }
+  __syncwarp();
+  ++tiles.count;
+}
+
+/// The next tile; false at the end.
+template <class Traits>
+__device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles,
+                                     Tile* tile) {
+  mbarrier_wait(memory.announced(tiles.slot()), tiles.phase());
+  const std::uint32_t at = memory.tile(tiles.slot());
+  asm volatile(
+      "ld.shared.v4.b32 {%0, %1, %2, %3}, [%5];\n"
+      "ld.shared.b32 %4, [%5 + 16];"
+      : "=r"(tile->expert), "=r"(tile->own), "=r"(tile->shared), "=r"(tile->first_row),
+        "=r"(tile->rows)
+      : "r"(at)
+      : "memory");
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.taken(tiles.slot()));
+  ++tiles.count;
+  return tile->expert >= 0;
+}
+
 template <class Traits>
 __device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits> memory, int rank,
                                         int first, int stride) {
   const bool leader_warp = threadIdx.x < 32;
   if (!Traits::kGathers && !leader_warp) return;
-  auto walk = walk_of<Traits>(p);
-  Pipeline<Traits> pipe;
+  TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.experts, p.rows, p.part,
+                                                       p.gathered_width, p.shared_tiles);
+  Ring<Traits::kStages> pipe;
+  Ring<Traits::kTiles> tiles;
   Tile tile;
   for (int index = first; walk.find(index, rank, &tile); index += stride) {
+    if (leader_warp) announce<Traits>(memory, tiles, tile);
     const int blocks = k_blocks<Traits>(p, tile);
     const auto run = [&](auto&& gather) {
       for (int block = 0; block < blocks; ++block) {
-        const std::uint32_t own = memory.own(pipe.stage);
-        const std::uint32_t full = memory.full(pipe.stage);
-        mbarrier_wait(memory.empty(pipe.stage), pipe.phase ^ 1);
+        const std::uint32_t own = memory.own(pipe.slot());
+        const std::uint32_t full = memory.full(pipe.slot());
+        mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
         if (leader_warp && elect_one()) {
-          load_boxes<Traits>(p, tile, block, own, memory.shared(pipe.stage), full, rank);
+          load_boxes<Traits>(p, tile, block, own, memory.shared(pipe.slot()), full, rank);
         }
         __syncwarp();
         if constexpr (Traits::kGathers) {
           gather(own, block);
           copy_async_arrive(full);
         }
-        pipe.advance();
+        ++pipe.count;
       }
     };
     if constexpr (Traits::kOwnLoad == Own::gather_rows) {
@@ -194,6 +240,8 @@ __device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits
       run([](std::uint32_t, int) {});
     }
   }
+  tile.expert = -1;
+  if (leader_warp) announce<Traits>(memory, tiles, tile);
 }
 
 /// This warp has read the stage, its own and the peer's copy of the shared operand alike.
@@ -223,7 +271,7 @@ __device__ __forceinline__ void zero_tail(SharedMemory<Traits> memory, int stage
 /// Multiplies all k blocks of a tile into `acc`. `idle`: this warpgroup's part has no rows; it only
 /// keeps the pipeline going.
 template <class Traits>
-__device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Pipeline<Traits>& pipe,
+__device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first, bool idle,
                                          float (&acc)[Traits::kMBlocks][Traits::kN / 2]) {
   constexpr Major kMajorA = Traits::kOwnIsB ? Traits::kSharedMajor : Traits::kOwnMajor;
@@ -236,15 +284,15 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Pipeline<T
 
   int previous = -1;
   for (int block = 0; block < blocks; ++block) {
-    mbarrier_wait(memory.full(pipe.stage), pipe.phase);
+    mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
     if (!idle) {
       if constexpr (!Traits::kRows) {
-        if (rows < (block + 1) * kK) zero_tail(memory, pipe.stage, rows - block * kK);
+        if (rows < (block + 1) * kK) zero_tail(memory, pipe.slot(), rows - block * kK);
       }
       // The gathered operand was written through the generic proxy; we have acquired those writes
       // and pass them on to wgmma, which reads through the async proxy.
       if constexpr (Traits::kGathers) fence_async_proxy();
-      const std::uint64_t at = static_cast<std::uint64_t>(pipe.stage) * (Traits::kStageBytes >> 4);
+      const std::uint64_t at = static_cast<std::uint64_t>(pipe.slot()) * (Traits::kStageBytes >> 4);
 #pragma unroll
       for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
       wgmma_fence();
@@ -263,14 +311,14 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Pipeline<T
       wgmma_wait<1>();
     }
     if (previous >= 0) release(memory, previous);
-    previous = pipe.stage;
-    pipe.advance();
+    previous = pipe.slot();
+    ++pipe.count;
   }
   wgmma_wait<0>();
 #pragma unroll
   for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
   if (previous >= 0) release(memory, previous);
-  if (blocks == 0) {
+  if (!Traits::kRows && blocks == 0) {
 #pragma unroll
     for (int m = 0; m < Traits::kMBlocks; ++m) {
 #pragma unroll
@@ -282,20 +330,18 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Pipeline<T
 template <class Traits>
 __device__ __forceinline__ void consume(const GemmParams& p,
                                         const typename Traits::Epilogue::Params& epilogue,
-                                        SharedMemory<Traits> memory, int rank, int first,
-                                        int stride, int consumer) {
-  auto walk = walk_of<Traits>(p);
-  Pipeline<Traits> pipe;
+                                        SharedMemory<Traits> memory, int consumer) {
+  Ring<Traits::kStages> pipe;
+  Ring<Traits::kTiles> tiles;
   Tile tile;
-  int turn = 0;
   const std::uint32_t staging = memory.warp(static_cast<int>(threadIdx.x) / 32 - 4);
-  for (int index = first; walk.find(index, rank, &tile); index += stride, ++turn) {
+  for (int turn = 0; take<Traits>(memory, tiles, &tile); ++turn) {
     const int blocks = k_blocks<Traits>(p, tile);
     const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kMBlocks;
     float acc[Traits::kMBlocks][Traits::kN / 2];
     if constexpr (Traits::kPingpong) {
       if (turn % 2 != consumer) {
-        pipe.skip(blocks);
+        pipe.count += blocks;
         continue;
       }
     }
@@ -330,6 +376,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       // Every warp that reads the stage, in every CTA that wrote into it.
       mbarrier_init(memory.empty(i), Traits::kCluster * (Traits::kPingpong ? 4 : 8));
     }
+    for (int i = 0; i < Traits::kTiles; ++i) {
+      mbarrier_init(memory.announced(i), 1);
+      mbarrier_init(memory.taken(i), 8);
+    }
     mbarrier_init(memory.turn(0), 4);
     mbarrier_init(memory.turn(1), 4);
     fence_mbarrier_init();
@@ -345,7 +395,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     produce<Traits>(p, memory, rank, first, stride);
   } else {
     raise_registers<Traits::kConsumerRegisters>();
-    consume<Traits>(p, epilogue, memory, rank, first, stride, warpgroup - 1);
+    consume<Traits>(p, epilogue, memory, warpgroup - 1);
   }
   // Nobody leaves while the peer may still write into its memory or arrive on its barriers.
   __syncwarp();

@@ -65,22 +65,24 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 
-/// Calls f(KindOf<kind>{}) with the kind of activation that a kernel must be compiled for.
+/// Calls f(KindOf<kind>{}) with the kind of activation that a kernel must be compiled for. Wide
+/// tiles exist for SwiGLU alone: the other activations need more registers than they leave.
 template <ActivationKind kKind>
 struct KindOf {
   static constexpr ActivationKind value = kKind;
 };
-template <class F>
+template <bool kWide, class F>
 auto visit_kind(Activation activation, F&& f) {
-  switch (kind_of(activation)) {
-    case ActivationKind::swiglu:
-      return f(KindOf<ActivationKind::swiglu>{});
-    case ActivationKind::gated:
-      return f(KindOf<ActivationKind::gated>{});
-    case ActivationKind::plain:
-      break;
+  if constexpr (!kWide) {
+    const ActivationKind kind = kind_of(activation);
+    if (kind == ActivationKind::gated) return f(KindOf<ActivationKind::gated>{});
+    if (kind == ActivationKind::plain) return f(KindOf<ActivationKind::plain>{});
   }
-  return f(KindOf<ActivationKind::plain>{});
+  return f(KindOf<ActivationKind::swiglu>{});
+}
+inline std::string reject_but_swiglu(const GroupedGemmDesc& d) {
+  if (d.activation == Activation::swiglu) return {};
+  return std::string("activation: got ") + name(d.activation) + ", allowed: swiglu";
 }
 
 /// Why a tile of another width is better along an axis: empty, unless this one computes over 8 %

@@ -95,7 +95,7 @@ class RowGather {
   }
 
   /// Calls with k = 0, 64, 128, ... in order.
-  __device__ void load(std::uint32_t stage) {
+  __device__ __forceinline__ void load(std::uint32_t stage) {
     const std::uint32_t to = stage + place_;
     if (full_ && left_ >= kK) {
 #pragma unroll
@@ -143,7 +143,7 @@ class ContractionGather {
   }
 
   /// Calls with block = 0, 1, 2, ... in order.
-  __device__ void load(std::uint32_t stage, int block) {
+  __device__ __forceinline__ void load(std::uint32_t stage, int block) {
     // A warp serves 16 k of a block, so its 32 lanes hold the offsets of two blocks, and the next
     // two are on their way.
     if (block % 2 == 0) {
@@ -172,7 +172,7 @@ class ContractionGather {
 
  private:
   /// This lane's row of blocks `block` and `block` + 1.
-  __device__ std::uint32_t offset_of(int block) const {
+  __device__ __forceinline__ std::uint32_t offset_of(int block) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int line = line_ / 2 * 2 + lane % 2 + lane % 16 / 2 * 8;
     const int row = (block + lane / 16) * kK + line;

@@ -5,7 +5,7 @@
 namespace sonicmoe::cuda {
 
 /// One output tile of one CTA.
-struct Tile {
+struct alignas(16) Tile {
   int expert;
   int own;        ///< which 128-wide stripe along the axis that the CTA does not share
   int shared;     ///< which stripe along the axis that the CTAs of a cluster share
@@ -13,10 +13,10 @@ struct Tile {
   int rows;       ///< of the expert
 };
 
-/// How a cluster goes through the tiles of all experts: static stride over a numbering that every
-/// warp derives for itself from the offsets in device memory. Experts ascend; inside an expert,
-/// groups of `kGroup` cluster tiles along the own axis, in each the shared axis outside, so that
-/// neighbouring clusters reuse each other's operands from L2.
+/// How a cluster goes through the tiles of all experts: static stride over a numbering that each
+/// producer warp derives for itself from the offsets in device memory. Experts ascend; inside an
+/// expert, groups of `kGroup` cluster tiles along the own axis, in each the shared axis outside, so
+/// that neighbouring clusters reuse each other's operands from L2.
 ///
 /// `kRows`: the own axis is the expert's rows, so that experts differ in their number of tiles.
 /// Otherwise the own axis has `own_extent` elements for every expert, and the rows are contracted.
@@ -39,7 +39,7 @@ class TileWalk {
 
   /// The tile with number `index` for this CTA of the cluster; false past the last. Indices must
   /// not decrease from call to call. The whole warp calls together.
-  __device__ bool find(int index, int rank, Tile* tile) {
+  __device__ __forceinline__ bool find(int index, int rank, Tile* tile) {
     while (true) {
       const int total = __shfl_sync(~0u, last_, 31);
       if (index < start_ + total) break;
@@ -65,12 +65,12 @@ class TileWalk {
   }
 
  private:
-  __device__ int cluster_tiles(int rows) const {
+  __device__ __forceinline__ int cluster_tiles(int rows) const {
     return ((kRows ? rows : own_extent_) + kOwn * kCluster - 1) / (kOwn * kCluster);
   }
 
   /// Lane i takes expert window + i; `last_` becomes the inclusive sum of tiles in the window.
-  __device__ void load_window() {
+  __device__ __forceinline__ void load_window() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int expert = window_ + lane;
     first_row_ = 0;

@@ -53,7 +53,7 @@ struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_type(d.dtype, [&](auto type) {
-      return visit_kind(d.activation, [&](auto kind) {
+      return visit_kind<(kN > 128)>(d.activation, [&](auto kind) {
         return f(UpProj<decltype(type), decltype(kind)::value, kN, kSchedule, kStages>{});
       });
     });
@@ -69,11 +69,23 @@ struct Entry {
 };
 
 using Wide = Entry<256, Schedule::cooperative, 4>;
+using Narrow = Entry<128, Schedule::cooperative, 6>;
+
+std::string reject_wide(const GroupedGemmDesc& d) {
+  const std::string reason = reject_gemm(d);
+  return reason.empty() ? reject_but_swiglu(d) : reason;
+}
+std::string yield_wide(const GroupedGemmDesc& d) {
+  return yield_to("intermediate", d.intermediate, 128, 64);
+}
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kUpProj256 = {"up_proj",    "cuda.up_proj.128x256", DeviceType::cuda,
-                                            reject_gemm,  no_workspace,           Wide::run,
-                                            Wide::prepare};
+const Kernel<GroupedGemmDesc> kUpProj256 = {
+    "up_proj", "cuda.up_proj.128x256", DeviceType::cuda, reject_wide, no_workspace,
+    Wide::run, Wide::prepare,          yield_wide};
+const Kernel<GroupedGemmDesc> kUpProj128 = {
+    "up_proj",   "cuda.up_proj.128x128", DeviceType::cuda, reject_gemm, no_workspace,
+    Narrow::run, Narrow::prepare};
 
 }  // namespace sonicmoe::cuda

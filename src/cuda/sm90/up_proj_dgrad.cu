@@ -62,7 +62,7 @@ struct Entry {
 };
 
 using Wide = Entry<256, Schedule::cooperative, 4>;
-using Pingpong = Entry<192, Schedule::pingpong, 4>;
+using Narrow = Entry<192, Schedule::cooperative, 4>;
 
 std::string yield_wide(const GroupedGemmDesc& d) { return yield_to("hidden", d.hidden, 256, 192); }
 
@@ -74,7 +74,7 @@ const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {"up_proj_dgrad",  "cuda.up_proj
                                                  Wide::prepare,    yield_wide};
 const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x192",
                                                  DeviceType::cuda, reject_gemm,
-                                                 no_workspace,     Pingpong::run,
-                                                 Pingpong::prepare};
+                                                 no_workspace,     Narrow::run,
+                                                 Narrow::prepare};
 
 }  // namespace sonicmoe::cuda
