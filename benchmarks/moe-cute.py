@@ -90,7 +90,7 @@ def plain(leaves, ids, dout, options, dtype):
     return {"o": o.detach(), **{f"d{name}": g for name, g in zip(copies, gradients, strict=True)}}
 
 
-def check(leaves, dout, options) -> bool:
+def check(leaves, dout, options, errors) -> bool:
     """At most twice the error of plain PyTorch in the same type, both against fp32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     o, logits, _ = forward(leaves, options)
@@ -106,6 +106,7 @@ def check(leaves, dout, options) -> bool:
         error = ((ours[name].float() - want).norm() / norm).item()
         bound = 2 * ((same_type[name].float() - want).norm() / norm).item()
         good &= error <= bound
+        errors[name] = error
         print(f"  {name:10s} relative error {error:.2e}  bound {bound:.2e}")
     print("  check:", "PASS" if good else "FAIL")
     return good
@@ -168,7 +169,8 @@ def main() -> int:
     tokens, hidden, intermediate, _, top_k = options.thiek
     leaves = make_leaves(options)
     dout = (torch.randn(tokens, hidden, device="cuda") * 0.2).to(DTYPES[options.dtype])
-    if not options.skip_test and not check(leaves, dout, options):
+    errors: dict[str, float] = {}
+    if not options.skip_test and not check(leaves, dout, options, errors):
         return 1
 
     timer, bound = Timer(), bound_runs(options)
@@ -197,7 +199,7 @@ def main() -> int:
         print(f"  {name:9s} {row['ms']:9.3f} {row['flops'] / row['ms'] * 1e-9:8.1f} "
               f"{row['bound_ms']:9.3f} {row['bound_ms'] / row['ms']:8.2f}")  # fmt: skip
     if options.json:
-        result = {"thiek": options.thiek, "dtype": options.dtype, "results": report}
+        result = {"thiek": options.thiek, "dtype": options.dtype, "results": report, "errors": errors}
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
     return 0
 

@@ -1,10 +1,8 @@
 #include "common.h"
 
-#include <stdexcept>
+#include <dlfcn.h>
 
-// Weak, so that the extension loads into a torch without CUDA.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(
-    std::int32_t device_index, void** ret_stream);
+#include <stdexcept>
 
 namespace sonicmoe::python {
 namespace {
@@ -159,10 +157,16 @@ Device device_of(const Tensor& tensor) {
 
 Stream stream_of(const Tensor& tensor) {
   if (!tensor.is_cuda()) return {};
+  // Looked up, so that the extension also loads into a torch without CUDA.
+  using CurrentStream = AOTITorchError(std::int32_t device_index, void** stream);
+  static auto* const current = [] {
+    void* const torch_cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return torch_cuda == nullptr ? nullptr
+                                 : reinterpret_cast<CurrentStream*>(
+                                       dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream"));
+  }();
   void* stream = nullptr;
-  // Only where torch has CUDA is there such a function.
-  if (aoti_torch_get_current_cuda_stream == nullptr ||
-      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != 0) {
+  if (current == nullptr || current(tensor.get_device_index(), &stream) != 0) {
     throw std::runtime_error("torch has no current CUDA stream");
   }
   return {stream};

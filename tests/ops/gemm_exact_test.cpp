@@ -69,12 +69,16 @@ Routing routing(const Shape& shape) {
 
 class ExactGemm : public testing::TestWithParam<KernelInfo> {};
 
+GemmOp op_of(const KernelInfo& kernel) {
+  for (const GemmOp op : kGemmOps) {
+    if (kernel.op == name(op)) return op;
+  }
+  return {};
+}
+
 TEST_P(ExactGemm, EveryActivationAndLayout) {
   const KernelInfo& kernel = GetParam();
-  GemmOp op{};
-  for (const GemmOp candidate : kGemmOps) {
-    if (kernel.op == name(candidate)) op = candidate;
-  }
+  const GemmOp op = op_of(kernel);
   int runs = 0;
   for (const DType dtype : kTypes) {
     for (const Shape& shape : shapes()) {
@@ -115,6 +119,22 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
     }
   }
   if (runs == 0) GTEST_SKIP() << "no type that this kernel runs on this processor";
+}
+
+// One run, which a tool that watches every access can afford.
+TEST_P(ExactGemm, Quick) {
+  if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
+  LayerDesc desc;
+  const Shape shape = shapes().front();
+  desc.tokens = shape.tokens;
+  desc.hidden = shape.hidden;
+  desc.intermediate = shape.intermediate;
+  desc.experts = shape.experts;
+  desc.dtype = kTypes[0];
+  desc.bias = true;
+  desc.router = RouterMode::given;
+  desc.list_length = shape.list_length;
+  expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
 }
 
 std::vector<KernelInfo> gemm_kernels() {

@@ -1,0 +1,347 @@
+#!/usr/bin/env python3
+"""Checks everything on a GPU and writes a receipt; tells whether a receipt still vouches for a build.
+
+    tools/gpu_check.py pack BUILD FOLDER    what a machine with a GPU needs, compressed, into FOLDER
+    tools/gpu_check.py run FOLDER           there: tests, sanitizers, benchmark -> FOLDER/receipt/
+    tools/gpu_check.py verify BUILD         anywhere: does receipts/h200.json cover this build?
+
+BUILD is a build folder with CUDA and the PyTorch extension (`make build`; with -DSONICMOE_PORTABLE=ON
+its programs run on machines without our libraries). A receipt holds a digest of all that enters the
+device code, the GPU tests and the benchmark, read off the build graph, flags included. `verify` fails
+when the digest differs, or a kernel or test of the build is not in the receipt, passed, unless
+receipts/pending.md says what is not verified yet; that file may be 10 commits old.
+"""
+
+import argparse
+import datetime
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECEIPT = ROOT / "receipts" / "h200.json"
+PENDING = ROOT / "receipts" / "pending.md"
+PROGRAMS = ("bin/gpu_test", "bin/sonicmoe")
+EXTENSION = "python/sonicmoe/lib/libsonicmoe_torch.so"
+# Built into the same programs, or beside them, but judged without a GPU.
+NOT_ON_GPU = ("src/cpu/", "cli/tests/")
+BESIDE = ("python/tests/test_cuda.py", "python/tests/helpers.py", "benchmarks/moe-cute.py")
+MAX_PENDING_COMMITS = 10
+# Every kernel once, in what a sanitizer can afford.
+SANITIZED = ":".join(
+    ["Kernels/ExactGemm.Quick/*"]
+    + [
+        f"Cases/Layer.{test}/{case}"
+        for test in ("AgreesWithTheOracle", "OperationsAgreeWithTheOracle")
+        for case in (
+            "activation_geglu_separate_bias_f16",
+            "router_topk_over_softmax_bias_bf16",
+            "given_hostile_bias_swiglu_bf16",
+            "rounding_stochastic_topk_over_softmax_f16",
+        )
+    ]
+)
+
+
+def output(*command: str, **options) -> str:
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, **options
+    ).stdout
+
+
+# What a receipt vouches for.
+
+
+def repository_files(build: Path) -> set[str]:
+    """Files of this tree that enter the programs and the extension: sources and their headers."""
+    ninja = ["ninja", "-C", str(build)]
+    inputs = output(*ninja, "-t", "inputs", *PROGRAMS, str(ROOT / EXTENSION)).splitlines()
+    inputs = [line for line in inputs if not line.startswith("ninja:")]
+    objects = {line for line in inputs if line.endswith(".o")}
+    found, owner = {line for line in inputs if line.startswith(str(ROOT))}, ""
+    for line in output(*ninja, "-t", "deps").splitlines():
+        if line.startswith("    "):
+            if owner in objects:
+                found.add(os.path.normpath(build / line.strip()))
+        else:
+            owner = line.split(":")[0]
+    names = {os.path.relpath(path, ROOT) for path in found if path.startswith(f"{ROOT}/")}
+    return {
+        name
+        for name in names
+        if not name.startswith((*NOT_ON_GPU, ".venv/", "build"))
+        and Path(name).suffix in (".h", ".cuh", ".cpp", ".cu")
+    } | set(BESIDE)
+
+
+def flags(build: Path, names: set[str]) -> list[str]:
+    """How each source is compiled, without the places where things lie."""
+    lines = []
+    for entry in json.loads((build / "compile_commands.json").read_text()):
+        name = os.path.relpath(entry["file"], ROOT)
+        if name in names:
+            words = [
+                word
+                for word in entry["command"].split()
+                if word.startswith(("-O", "-D", "-f", "-m", "-std", "-gen", "--", "-X", "-W"))
+                and not word.startswith(("-DSONICMOE_CUBLAS_HINT", "-DSONICMOE_VERSION"))
+                and "/" not in word
+            ]
+            lines.append(f"{name}: {' '.join(words)}")
+    return sorted(lines)
+
+
+def compiler_version(build: Path) -> str:
+    cache = (build / "CMakeCache.txt").read_text()
+    nvcc = re.search(r"^CMAKE_CUDA_COMPILER:\w+=(.*)$", cache, re.MULTILINE)
+    if nvcc is None:
+        sys.exit(f"gpu_check: {build} was configured without CUDA")
+    cutlass = re.search(r"^SONICMOE_CUTLASS_INCLUDE:\w+=(.*)$", cache, re.MULTILINE)
+    version = Path(cutlass[1] if cutlass else "", "cutlass", "version.h")
+    numbers = re.findall(r"define CUTLASS_\w+ (\d+)", version.read_text() if version.exists() else "")
+    release = re.search(r"release ([0-9.]+)", output(nvcc[1], "--version"))
+    return f"CUDA {release[1]}, CUTLASS {'.'.join(numbers)}"
+
+
+def digest(build: Path) -> str:
+    names = repository_files(build)
+    state = hashlib.sha256()
+    for text in (compiler_version(build), *flags(build, names)):
+        state.update(text.encode() + b"\n")
+    for name in sorted(names):
+        state.update(f"{name}\n".encode() + (ROOT / name).read_bytes())
+    return state.hexdigest()
+
+
+def listed_tests(program: Path) -> list[str]:
+    tests, suite = [], ""
+    for line in output(str(program), "--gtest_list_tests").splitlines():
+        name = line.split("#")[0].strip()
+        if line.startswith("  "):
+            tests.append(suite + name)
+        elif name.endswith("."):
+            suite = name
+    return tests
+
+
+def cuda_kernels(program: Path, scratch: Path) -> list[str]:
+    output(str(program), "info", "--json", str(scratch))
+    kernels = json.loads(scratch.read_text())["kernels"]
+    scratch.unlink()
+    return [kernel["name"] for kernel in kernels if kernel["device"] == "cuda"]
+
+
+# pack
+
+
+def pack(build: Path, folder: Path) -> int:
+    subprocess.run(["ninja", "-C", build], check=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (*(build / program for program in PROGRAMS), ROOT / EXTENSION):
+        copy = folder / path.name
+        shutil.copy(path, copy)
+        subprocess.run(["strip", copy], check=True)
+        with copy.open("rb") as plain, gzip.open(f"{copy}.gz", "wb", compresslevel=1) as packed:
+            shutil.copyfileobj(plain, packed)
+        copy.unlink()
+    manifest = {
+        "digest": digest(build),
+        "commit": output("git", "rev-parse", "HEAD", cwd=ROOT).strip(),
+        "cuda": compiler_version(build),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    print(f"gpu_check: {folder} holds what {manifest['digest'][:12]} needs")
+    return 0
+
+
+# run
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "receipt"
+        self.out.mkdir(exist_ok=True)
+        for packed in folder.glob("*.gz"):
+            plain = packed.with_suffix("")
+            with gzip.open(packed) as source, plain.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            plain.chmod(0o755)
+        self.tests: dict[str, str] = {}
+        self.good = True
+
+    def command(self, log: str, *command: object, seconds: int = 600) -> int:
+        print("gpu_check:", log, flush=True)
+        with (self.out / f"{log}.log").open("w") as stream:
+            try:
+                return subprocess.run(
+                    [str(word) for word in command], stdout=stream, stderr=subprocess.STDOUT,
+                    timeout=seconds, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return 124
+
+    def gtest(self) -> None:
+        result = self.out / "gpu_test.json"
+        self.command("gpu_test", self.folder / "gpu_test", "--gtest_brief=1",
+                     f"--gtest_output=json:{result}")  # fmt: skip
+        if not result.exists():  # it crashed: nothing is known to have passed
+            self.good = False
+            return
+        for suite in json.loads(result.read_text())["testsuites"]:
+            for test in suite["testsuite"]:
+                state = "failed" if test.get("failures") else "passed"
+                if test["result"] == "SKIPPED":
+                    state = "skipped"
+                self.tests[f"{suite['name']}.{test['name']}"] = state
+        result.unlink()  # 200 kB that the receipt repeats
+
+    def pytest(self) -> None:
+        library = ROOT / EXTENSION
+        library.parent.mkdir(exist_ok=True)
+        shutil.copy(self.folder / library.name, library)
+        self.command("pytest", sys.executable, "-m", "pytest", "-v", "-m", "gpu",
+                     "-p", "no:cacheprovider", "python/tests/test_cuda.py")  # fmt: skip
+        text = (self.out / "pytest.log").read_text()
+        for name, state in re.findall(r"^(\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):
+            self.tests[name] = {"PASSED": "passed", "SKIPPED": "skipped"}.get(state, "failed")
+
+    def sanitizers(self) -> dict[str, str]:
+        outcome = {}
+        for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+            code = self.command(tool, "compute-sanitizer", "--tool", tool, "--error-exitcode", "9",
+                                self.folder / "gpu_test", "--gtest_brief=1",
+                                f"--gtest_filter={SANITIZED}", seconds=240)  # fmt: skip
+            outcome[tool] = {0: "clean", 9: "errors", 124: "not finished"}.get(code, f"exit {code}")
+        return outcome
+
+    def bench(self) -> tuple[list[dict], float]:
+        result = self.out / "bench.json"
+        self.command("bench", self.folder / "sonicmoe", "bench", "--device", "cuda", "--configs",
+                     "targets", "--ops", "--repeats", "10", "--json", result)  # fmt: skip
+        rows, copy = [], 0.0
+        for config in json.loads(result.read_text())["configs"]:
+            copy = max(copy, config["copy_TBps"])
+            for row in config["results"]:
+                rows.append({"config": config["config"], "thiek": config["layer"]["thiek"],
+                             **{key: row[key] for key in
+                                ("what", "ms", "mad_ms", "bound_ms", "tflops")}})  # fmt: skip
+        result.unlink()
+        return rows, copy
+
+    def errors(self) -> tuple[list[dict], dict | None]:
+        result = self.out / "moe-cute.json"
+        self.command("moe-cute", sys.executable, "benchmarks/moe-cute.py", "--thiek",
+                     "24576,1536,256,128,8", "--repeats", "10", "--json", result)  # fmt: skip
+        if not result.exists():
+            return [], None
+        report = json.loads(result.read_text())
+        rows = [{"config": "7B-n256", "tensor": name, "rel": rel}
+                for name, rel in report["errors"].items()]  # fmt: skip
+        result.unlink()
+        return rows, report["results"]["total"]
+
+    def receipt(self, quick: bool) -> int:
+        self.gtest()
+        self.pytest()
+        sanitizer = self.sanitizers()
+        rows, copy = ([], 0.0) if quick else self.bench()
+        errors, python = self.errors()
+        manifest = json.loads((self.folder / "manifest.json").read_text())
+        smi = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+        device, driver = smi.splitlines()[0].split(", ")
+        states = list(self.tests.values())
+        summary = {state: states.count(state) for state in ("passed", "failed", "skipped")}
+        receipt = {
+            **manifest,
+            "date": datetime.date.today().isoformat(),
+            "device": device,
+            "driver": driver,
+            "copy_TBps": copy,
+            "tests": summary,
+            "sanitizer": sanitizer,
+            "bench": rows,
+            "errors": errors,
+            "python": python,
+            "kernels": cuda_kernels(self.folder / "sonicmoe", self.out / "info.json"),
+            "test_names": self.tests,
+        }
+        bound = {row["what"]: row["bound_ms"] for row in rows if row["config"] == "7B-n256"}
+        if python and bound.get("total") and bound["total"] > 1.03 * python["bound_ms"]:
+            print("gpu_check: the bound is more than 3 % slower than torch.bmm")
+            self.good = False
+        (self.out / "h200.json").write_text(json.dumps(receipt, indent=1) + "\n")
+        self.good &= summary["failed"] == summary["skipped"] == 0 and summary["passed"] > 0
+        self.good &= set(sanitizer.values()) == {"clean"}
+        print(f"gpu_check: {summary}, {sanitizer}, receipt in {self.out}")
+        return 0 if self.good else 1
+
+
+# verify
+
+
+def problems(build: Path) -> list[str]:
+    if not RECEIPT.exists():
+        return [f"there is no {RECEIPT.relative_to(ROOT)}"]
+    receipt = json.loads(RECEIPT.read_text())
+    found = []
+    if receipt["digest"] != digest(build):
+        found.append("the device code, the GPU tests or the benchmark changed since the receipt")
+    passed = {name for name, state in receipt["test_names"].items() if state == "passed"}
+    found += [f"test {name}: not passed" for name in listed_tests(build / "bin/gpu_test")
+              if name not in passed]  # fmt: skip
+    found += [f"kernel {name}: not in the receipt"
+              for name in cuda_kernels(build / "bin/sonicmoe", build / "kernels.json")
+              if name not in receipt["kernels"]]  # fmt: skip
+    found += [f"{tool}: {state}" for tool, state in receipt["sanitizer"].items()
+              if state != "clean"]  # fmt: skip
+    return found
+
+
+def verify(build: Path) -> int:
+    found = problems(build)
+    if not found:
+        print(f"gpu_check: {RECEIPT.relative_to(ROOT)} covers this build")
+        return 0
+    shown = found[:10] + [f"... and {len(found) - 10} more"] * (len(found) > 10)
+    print("\n".join(f"gpu_check: {problem}" for problem in shown))
+    if not PENDING.exists():
+        return 1
+    last = output("git", "log", "-1", "--format=%H", "--", str(PENDING), cwd=ROOT).strip()
+    age = int(output("git", "rev-list", "--count", f"{last}..HEAD", cwd=ROOT)) if last else 0
+    name = PENDING.relative_to(ROOT)
+    if age > MAX_PENDING_COMMITS:
+        print(f"gpu_check: {name} is {age} commits old, allowed: {MAX_PENDING_COMMITS}")
+        return 1
+    print(f"gpu_check: {name} ({age} commits old) says so too:\n{PENDING.read_text()}")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("pack")
+    one.add_argument("build", type=Path)
+    one.add_argument("folder", type=Path)
+    one = commands.add_parser("run")
+    one.add_argument("folder", type=Path)
+    one.add_argument("--quick", action="store_true", help="without the benchmark")
+    one = commands.add_parser("verify")
+    one.add_argument("build", type=Path)
+    options = parser.parse_args()
+    if options.command == "pack":
+        return pack(options.build.resolve(), options.folder.resolve())
+    if options.command == "run":
+        return Run(options.folder.resolve()).receipt(options.quick)
+    return verify(options.build.resolve())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
