@@ -19,7 +19,7 @@ CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src t
 
 SECONDS ?= 60
 
-.PHONY: help setup build device-build demo test sanitize fuzz mutants bench format lint headers install-check snippets clean
+.PHONY: help setup build device-build receipt-check demo test sanitize fuzz mutants bench format lint headers install-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -34,6 +34,9 @@ build: setup  ## library, command-line tool, PyTorch extension and tests into bu
 
 device-build: build  ## what compiling the device files cost and said; fails on spills and the like
 	python tools/check_device_build.py build
+
+receipt-check: build  ## does receipts/h200.json (tools/gpu_check.py) still vouch for this build?
+	python tools/gpu_check.py verify build
 
 demo: build  ## train a small MoE language model; options: make demo ARGS='--text PATH'
 	python demo/train.py $(ARGS)

@@ -102,11 +102,7 @@ def compiler_version(build: Path) -> str:
     nvcc = re.search(r"^CMAKE_CUDA_COMPILER:\w+=(.*)$", cache, re.MULTILINE)
     if nvcc is None:
         sys.exit(f"gpu_check: {build} was configured without CUDA")
-    cutlass = re.search(r"^SONICMOE_CUTLASS_INCLUDE:\w+=(.*)$", cache, re.MULTILINE)
-    version = Path(cutlass[1] if cutlass else "", "cutlass", "version.h")
-    numbers = re.findall(r"define CUTLASS_\w+ (\d+)", version.read_text() if version.exists() else "")
-    release = re.search(r"release ([0-9.]+)", output(nvcc[1], "--version"))
-    return f"CUDA {release[1]}, CUTLASS {'.'.join(numbers)}"
+    return re.search(r"release ([0-9.]+)", output(nvcc[1], "--version"))[1]
 
 
 def digest(build: Path) -> str:
