@@ -16,9 +16,11 @@ namespace {
 constexpr int kSharedBins = 1024;  // more keys than this are counted in global memory
 constexpr int kWarps = 4;          // of a block
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kTurns = 4;                       // slots that a thread holds
-constexpr int kBatch = kTurns * kThreads;       // slots that a block sorts at a time
-constexpr int kWarpBatch = kTurns * kWarp;      // consecutive ones of a warp
+constexpr int kTurns = 4;                   // slots that a thread holds
+constexpr int kBatch = kTurns * kThreads;   // slots that a block sorts at a time
+constexpr int kWarpBatch = kTurns * kWarp;  // consecutive ones of a warp
+constexpr int kSumBins = 8;                 // of a block that sums counters: a sector
+constexpr int kSumParts = 64;
 constexpr int kDigitBits = 10;                  // of a token id at a time
 constexpr std::int64_t kMaxCounters = 4 << 20;  // of one sort
 
@@ -99,7 +101,9 @@ struct ToOrder {
   std::int32_t* length;     ///< (1): slots that are rows; null once it is known
   bool fill_tail;
 
-  __device__ void place(std::int32_t slot, std::int32_t at) const { order[at] = slot; }
+  struct Payload {};
+  __device__ Payload load(std::int32_t) const { return {}; }
+  __device__ void place(std::int32_t slot, std::int32_t at, Payload) const { order[at] = slot; }
   __device__ void placed(std::int32_t, std::int32_t) const {}
   __device__ void drop(std::int32_t slot) const { slot_rows[slot] = -1; }
   __device__ void past_end(std::int64_t i) const {
@@ -116,13 +120,20 @@ struct ToRows {
   MetadataArgs a;
   std::uint32_t top_k;  ///< 0: lists
 
+  struct Payload {
+    std::int32_t token;
+    float score;
+  };
+  __device__ Payload load(std::int32_t slot) const {
+    return {top_k == 0 ? __ldg(a.slot_tokens + slot)
+                       : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k),
+            a.row_scores != nullptr ? __ldg(a.slot_scores + slot) : 0.0f};
+  }
   /// By row: neighbouring threads write neighbouring rows.
-  __device__ void place(std::int32_t slot, std::int32_t row) const {
+  __device__ void place(std::int32_t slot, std::int32_t row, const Payload& payload) const {
     a.row_slots[row] = slot;
-    a.row_tokens[row] = top_k == 0
-                            ? __ldg(a.slot_tokens + slot)
-                            : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k);
-    if (a.row_scores != nullptr) a.row_scores[row] = __ldg(a.slot_scores + slot);
+    a.row_tokens[row] = payload.token;
+    if (a.row_scores != nullptr) a.row_scores[row] = payload.score;
   }
   /// By slot.
   __device__ void placed(std::int32_t slot, std::int32_t row) const { a.slot_rows[slot] = row; }
@@ -159,48 +170,55 @@ __global__ void __launch_bounds__(kThreads)
   for (int b = threadIdx.x; b < shape.bins; b += kThreads) mine[b] = shared[b];
 }
 
-/// Turns counters into the counts of the blocks before; totals[bin] is the count of all. A block of
-/// 32 x 32 threads takes 32 bins, thread (x, y) the y-th part of the counters of bin x.
-__global__ void __launch_bounds__(kWarp* kWarp)
+/// Turns counters into the counts of the blocks before; totals[bin] is the count of all. A thread
+/// block takes kSumBins bins, its thread p * kSumBins + b the p-th part of the counters of bin b.
+__global__ void __launch_bounds__(kSumBins* kSumParts)
     sum_blocks(Shape shape, std::int32_t* counters, std::int32_t* totals) {
-  __shared__ std::int32_t sums[kWarp][kWarp + 1];
-  const int bin = static_cast<int>(blockIdx.x) * kWarp + threadIdx.x;
-  const int part = (shape.blocks + kWarp - 1) / kWarp;
-  const int first = static_cast<int>(threadIdx.y) * part;
+  __shared__ std::int32_t sums[kSumBins][kSumParts + 1];
+  const int column = static_cast<int>(threadIdx.x) % kSumBins;
+  const int row = static_cast<int>(threadIdx.x) / kSumBins;
+  const int bin = static_cast<int>(blockIdx.x) * kSumBins + column;
+  const int part = (shape.blocks + kSumParts - 1) / kSumParts;
+  const int first = row * part;
   const int end = bin < shape.bins ? min(first + part, shape.blocks) : 0;
   const auto counter = [&](int block) -> std::int32_t& {
     return counters[std::int64_t{block} * shape.bins + bin];
   };
-  wait_for_previous();
-  let_next_start();
-  constexpr int kTogether = 16;  // loads in flight; more than that are read twice
+  constexpr int kTogether = 8;  // loads in flight; more than that are read twice
   std::int32_t count[kTogether];
   const auto load = [&](int i) {
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) count[j] = i + j < end ? counter(i + j) : 0;
   };
+  wait_for_previous();
+  let_next_start();
   std::int32_t sum = 0;
   for (int i = first; i < end; i += kTogether) {
     load(i);
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) sum += count[j];
   }
-  sums[threadIdx.y][threadIdx.x] = sum;
+  sums[column][row] = sum;
   __syncthreads();
-  // Warp y scans the sums of bin y.
-  std::int32_t scan = sums[threadIdx.x][threadIdx.y];
-  const std::int32_t own = scan;
+  // Warp w scans the parts of bin w, two a lane.
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  static_assert(kSumParts == 2 * kWarp && kSumBins * kSumParts / kWarp >= kSumBins);
+  if (warp < kSumBins) {
+    const std::int32_t low = sums[warp][2 * lane_id()];
+    const std::int32_t both = low + sums[warp][2 * lane_id() + 1];
+    std::int32_t scan = both;
 #pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    const std::int32_t before = __shfl_up_sync(kAllLanes, scan, distance);
-    if (static_cast<int>(threadIdx.x) >= distance) scan += before;
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const std::int32_t before = __shfl_up_sync(kAllLanes, scan, distance);
+      if (lane_id() >= distance) scan += before;
+    }
+    sums[warp][2 * lane_id()] = scan - both;
+    sums[warp][2 * lane_id() + 1] = scan - both + low;
+    const int scanned = static_cast<int>(blockIdx.x) * kSumBins + warp;
+    if (lane_id() == kWarp - 1 && scanned < shape.bins) totals[scanned] = scan;
   }
   __syncthreads();
-  sums[threadIdx.x][threadIdx.y] = scan - own;
-  const int scanned = static_cast<int>(blockIdx.x) * kWarp + threadIdx.y;
-  if (threadIdx.x == kWarp - 1 && scanned < shape.bins) totals[scanned] = scan;
-  __syncthreads();
-  std::int32_t before = sums[threadIdx.y][threadIdx.x];
+  std::int32_t before = sums[column][row];
   for (int i = first; i < end; i += kTogether) {
     if (part > kTogether) load(i);
 #pragma unroll
@@ -244,6 +262,7 @@ __global__ void __launch_bounds__(kThreads)
   std::int32_t* const shift = base + shape.bins;          // (bins): from batch to all
   __shared__ std::int32_t sorted_slot[kBatch];
   __shared__ std::int32_t sorted_shift[kBatch];
+  __shared__ typename To::Payload sorted_payload[kBatch];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t size = source.size(shape.slots);
   std::int32_t total = 0;
@@ -255,10 +274,15 @@ __global__ void __launch_bounds__(kThreads)
         shape.begin() + std::int64_t{batch} * kBatch + warp * kWarpBatch + lane_id();
     std::int32_t slot[kTurns];
     int key[kTurns];
+    typename To::Payload payload[kTurns];
 #pragma unroll
     for (int r = 0; r < kTurns; ++r) {
       const std::int64_t i = first + r * kWarp;
       slot[r] = i < size ? source.slot(i) : -1;
+    }
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      if (slot[r] >= 0) payload[r] = to.load(slot[r]);
     }
 #pragma unroll
     for (int r = 0; r < kTurns; ++r) {
@@ -267,10 +291,15 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (batch == 0) {
       wait_for_previous();
+#pragma unroll 8
+      for (int b = threadIdx.x; b < shape.bins; b += kThreads) {  // all loads before the scan
+        shift[b] = totals[b];
+        base[b] = counters[std::int64_t{blockIdx.x} * shape.bins + b];
+      }
       total = exclusive_sums<kThreads>(
-          shape.bins, [&](int b) { return totals[b]; },
+          shape.bins, [&](int b) { return shift[b]; },
           [&](int b, std::int32_t start) {
-            base[b] = start + counters[std::int64_t{blockIdx.x} * shape.bins + b];
+            base[b] += start;
             if (blockIdx.x == 0) to.start(b, start);
           });
       if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
@@ -301,6 +330,7 @@ __global__ void __launch_bounds__(kThreads)
       if (at >= 0) {
         sorted_slot[at] = slot[r];
         sorted_shift[at] = shift[key[r]];
+        sorted_payload[at] = payload[r];
         to.placed(slot[r], at + shift[key[r]]);
       } else if (slot[r] >= 0) {
         to.drop(slot[r]);
@@ -308,7 +338,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     for (int i = threadIdx.x; i < placed; i += kThreads) {
-      to.place(sorted_slot[i], i + sorted_shift[i]);
+      to.place(sorted_slot[i], i + sorted_shift[i], sorted_payload[i]);
     }
   }
   const std::int64_t tail = min(shape.end(), shape.slots);
@@ -336,7 +366,7 @@ __global__ void __launch_bounds__(kWarp)
     const std::int32_t slot = i < end ? source.slot(i) : -1;
     const std::int32_t at = take_places(slot >= 0 ? by.key(slot) : -1, next);
     if (at >= 0) {
-      to.place(slot, at);
+      to.place(slot, at, to.load(slot));
       to.placed(slot, at);
     } else if (slot >= 0) {
       to.drop(slot);
@@ -468,7 +498,7 @@ void sort(const Shape& shape, const Source& source, const By& by, const To& to, 
           std::int32_t* totals, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(shape.blocks);
   count_keys<<<blocks, kThreads, 0, stream>>>(shape, source, by, m.counters);
-  launch_early(sum_blocks, blocks_for(shape.bins, kWarp), dim3(kWarp, kWarp), 0, stream, shape,
+  launch_early(sum_blocks, blocks_for(shape.bins, kSumBins), kSumBins * kSumParts, 0, stream, shape,
                m.counters, totals);
   if (shape.shared()) {
     const std::size_t bytes = 4 * static_cast<std::size_t>((kWarps + 2) * shape.bins);

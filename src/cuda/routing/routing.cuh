@@ -139,11 +139,10 @@ __device__ std::int32_t exclusive_sums(int n, Value value, Put put) {
   return carry;
 }
 
-/// 32 bits that ascend with a number: -0 is +0, and every NaN is 1, below all numbers. Never 0.
+/// 32 bits that ascend with a number; -0 is +0. A NaN lies past the infinity of its sign.
 __device__ __forceinline__ std::uint32_t order_bits(float x) {
   const std::uint32_t u = math::bits(math::add(x, 0.0f));
-  const std::uint32_t turn = static_cast<std::uint32_t>(static_cast<std::int32_t>(u) >> 31);
-  return x != x ? 1u : u ^ (turn | 0x80000000u);
+  return u ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(u) >> 31) | 0x80000000u);
 }
 __device__ __forceinline__ float from_order_bits(std::uint32_t ordered) {
   return math::from_bits(ordered >> 31 ? ordered ^ 0x80000000u : ~ordered);

@@ -9,7 +9,7 @@
 /// A value and its expert travel as one integer key, [bits that ascend with the value | ~expert],
 /// so the largest key is the next expert with ties broken. No bit of the value is lost: a 16-bit
 /// logit fits the upper 19 bits of a float and leaves 13 for the expert, an fp32 value takes a
-/// 64-bit key. Key 0 means none.
+/// 64-bit key. The part of the expert keeps keys from being 0, which means none.
 namespace sonicmoe::cuda {
 
 /// What of a descriptor decides a token's experts and scores.
@@ -31,8 +31,7 @@ struct Key32 {  // of a 16-bit logit, for experts below 2^13
 
   static __device__ Key32 of(float x, int expert) {
     // bf16 and fp16, subnormal numbers included, have no more than 10 bits of mantissa.
-    const std::uint32_t ordered = x != x ? 1u << kExpertBits : order_bits(x) & ~kExperts;
-    return {ordered | (kExperts - static_cast<unsigned>(expert))};
+    return {(order_bits(x) & ~kExperts) | (kExperts - static_cast<unsigned>(expert))};
   }
   __device__ float value() const {
     // Below zero all bits are turned, those that were cut off too.
@@ -43,8 +42,7 @@ struct Key32 {  // of a 16-bit logit, for experts below 2^13
   }
 
  private:
-  static constexpr int kExpertBits = 13;
-  static constexpr std::uint32_t kExperts = (1u << kExpertBits) - 1;
+  static constexpr std::uint32_t kExperts = (1u << 13) - 1;
 };
 
 struct Key64 {  // of a value in fp32
@@ -136,7 +134,7 @@ struct Chosen {
 
 /// A token's logits in a warp: lane l holds experts l, l + 32, ... For at most 32 * kPerLane
 /// experts and 64 entries.
-template <class T, int kPerLane_>
+template <class T, int kPerLane_, bool kFull = false>
 struct WarpRow {
   static constexpr int kPerLane = kPerLane_;
   T logit[kPerLane];
@@ -148,7 +146,7 @@ struct WarpRow {
     for (int j = 0; j < kPerLane; ++j) logit[j] = has(j) ? mine[j * kWarp] : from_float<T>(0.0f);
   }
   static __device__ int expert(int j) { return j * kWarp + lane_id(); }
-  __device__ bool has(int j) const { return expert(j) < experts; }
+  __device__ bool has(int j) const { return kFull || expert(j) < experts; }
 
   /// True in every lane if the row would be refused: a NaN, or no finite maximum.
   __device__ bool bad() const {

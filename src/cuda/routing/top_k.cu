@@ -8,13 +8,13 @@ namespace {
 
 constexpr int kWarps = 4;  // tokens of a block
 
-template <class T, bool kOverTopK, int kPerLane>
+template <class T, bool kOverTopK, int kPerLane, bool kFull>
 __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
     top_k(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
           std::int32_t* error_word) {
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   if (t >= tokens) return;
-  const WarpRow<T, kPerLane> row(logits + t * route.experts, route.experts);
+  const WarpRow<T, kPerLane, kFull> row(logits + t * route.experts, route.experts);
   if (error_word != nullptr && row.bad() && lane_id() == 0) report(error_word, kBadLogits);
   Chosen chosen;
   if constexpr (kOverTopK) {
@@ -60,8 +60,12 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     return launched("top_k: launch");
   }
   return visit_row_size(d.experts, [&](auto per_lane) {
-    const auto kernel =
-        route.over_top_k ? top_k<T, true, per_lane.value> : top_k<T, false, per_lane.value>;
+    constexpr int kPerLane = per_lane.value;
+    const bool full = d.experts == kPerLane * kWarp;
+    const auto by_logit = full ? top_k<T, true, kPerLane, true> : top_k<T, true, kPerLane, false>;
+    const auto by_probability =
+        full ? top_k<T, false, kPerLane, true> : top_k<T, false, kPerLane, false>;
+    const auto kernel = route.over_top_k ? by_logit : by_probability;
     kernel<<<blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream>>>(
         logits, d.tokens, route, a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
