@@ -71,10 +71,22 @@ def forward(leaves: dict[str, torch.Tensor], options: argparse.Namespace):
     )
 
 
+def exact_type(leaves, options) -> torch.dtype:
+    """fp64 if a plain layer in it fits into the device's memory, else fp32."""
+    tokens, hidden, intermediate, _, top_k = options.thiek
+    weights = sum(tensor.numel() for tensor in leaves.values())
+    # Weights with their gradients; rows of x, y and their sums, H and A, and the gradients of all.
+    elements = 2 * weights + tokens * top_k * (8 * hidden + 8 * intermediate)
+    torch.cuda.empty_cache()
+    fits = 8 * elements < 0.8 * torch.cuda.mem_get_info()[0]
+    return torch.float64 if fits else torch.float32
+
+
 def plain(leaves, ids, dout, options, dtype):
     """o and the gradients by PyTorch in `dtype`, for the experts that the layer chose."""
     copies = {name: t.detach().to(dtype).requires_grad_() for name, t in leaves.items()}
-    logits = F.linear(copies["x"], copies["router_w"]).float()
+    logits = F.linear(copies["x"], copies["router_w"])
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
     if not options.topk_over_softmax:
         scores = logits.gather(1, ids).softmax(1)
     else:
@@ -91,7 +103,7 @@ def plain(leaves, ids, dout, options, dtype):
 
 
 def check(leaves, dout, options, errors) -> bool:
-    """At most twice the error of plain PyTorch in the same type, both against fp32."""
+    """At most twice the error of plain PyTorch in the same type, both against fp64 (or fp32)."""
     torch.backends.cuda.matmul.allow_tf32 = False
     o, logits, _ = forward(leaves, options)
     gradients = torch.autograd.grad(o, list(leaves.values()), dout)
@@ -99,12 +111,12 @@ def check(leaves, dout, options, errors) -> bool:
     modes = (not options.topk_over_softmax, options.norm_topk_probs)
     ids = torch.ops.sonicmoe.top_k(logits.detach(), options.thiek[4], *modes)[1].long()
     same_type = plain(leaves, ids, dout, options, DTYPES[options.dtype])
-    exact = plain(leaves, ids, dout, options, torch.float32)
+    exact = plain(leaves, ids, dout, options, exact_type(leaves, options))
     good = True
     for name, want in exact.items():
         norm = want.norm()
-        error = ((ours[name].float() - want).norm() / norm).item()
-        bound = 2 * ((same_type[name].float() - want).norm() / norm).item()
+        error = ((ours[name].to(want.dtype) - want).norm() / norm).item()
+        bound = 2 * ((same_type[name].to(want.dtype) - want).norm() / norm).item()
         good &= error <= bound
         errors[name] = error
         print(f"  {name:10s} relative error {error:.2e}  bound {bound:.2e}")

@@ -31,7 +31,8 @@ PROGRAMS = ("bin/gpu_test", "bin/sonicmoe")
 EXTENSION = "python/sonicmoe/lib/libsonicmoe_torch.so"
 # Built into the same programs, or beside them, but judged without a GPU.
 NOT_ON_GPU = ("src/cpu/", "cli/tests/")
-BESIDE = ("python/tests/test_cuda.py", "python/tests/helpers.py", "benchmarks/moe-cute.py")
+GPU_PYTHON_TESTS = ("python/tests/test_cuda.py", "python/tests/test_cuda_shapes.py")
+BESIDE = (*GPU_PYTHON_TESTS, "python/tests/helpers.py", "benchmarks/moe-cute.py")
 MAX_PENDING_COMMITS = 10
 # Every kernel once, in what a sanitizer can afford.
 SANITIZED = ":".join(
@@ -162,7 +163,8 @@ def pack(build: Path, folder: Path) -> int:
 class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "receipt"
-        self.out.mkdir(exist_ok=True)
+        shutil.rmtree(self.out, ignore_errors=True)
+        self.out.mkdir()
         for packed in folder.glob("*.gz"):
             plain = packed.with_suffix("")
             with gzip.open(packed) as source, plain.open("wb") as target:
@@ -172,8 +174,10 @@ class Run:
         self.good = True
 
     def command(self, log: str, *command: object, seconds: int = 600) -> int:
-        print("gpu_check:", log, flush=True)
-        with (self.out / f"{log}.log").open("w") as stream:
+        line = " ".join(str(word) for word in command)
+        print("gpu_check:", line[:100], flush=True)
+        with (self.out / f"{log}.log").open("a") as stream:
+            print("$", line, file=stream, flush=True)
             try:
                 return subprocess.run(
                     [str(word) for word in command], stdout=stream, stderr=subprocess.STDOUT,
@@ -181,6 +185,9 @@ class Run:
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 return 124
+            except FileNotFoundError as error:
+                print(error, file=stream)
+                return 127
 
     def gtest(self) -> None:
         result = self.out / "gpu_test.json"
@@ -202,7 +209,7 @@ class Run:
         library.parent.mkdir(exist_ok=True)
         shutil.copy(self.folder / library.name, library)
         self.command("pytest", sys.executable, "-m", "pytest", "-v", "-m", "gpu",
-                     "-p", "no:cacheprovider", "python/tests/test_cuda.py")  # fmt: skip
+                     "-p", "no:cacheprovider", *GPU_PYTHON_TESTS)  # fmt: skip
         text = (self.out / "pytest.log").read_text()
         for name, state in re.findall(r"^(\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):
             self.tests[name] = {"PASSED": "passed", "SKIPPED": "skipped"}.get(state, "failed")
@@ -210,7 +217,7 @@ class Run:
     def sanitizers(self) -> dict[str, str]:
         outcome = {}
         for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
-            code = self.command(tool, "compute-sanitizer", "--tool", tool, "--error-exitcode", "9",
+            code = self.command("sanitizers", "compute-sanitizer", "--tool", tool, "--error-exitcode", "9",
                                 self.folder / "gpu_test", "--gtest_brief=1",
                                 f"--gtest_filter={SANITIZED}", seconds=240)  # fmt: skip
             outcome[tool] = {0: "clean", 9: "errors", 124: "not finished"}.get(code, f"exit {code}")
@@ -221,6 +228,9 @@ class Run:
         self.command("bench", self.folder / "sonicmoe", "bench", "--device", "cuda", "--configs",
                      "targets", "--ops", "--repeats", "10", "--json", result)  # fmt: skip
         rows, copy = [], 0.0
+        if not result.exists():
+            self.good = False
+            return rows, copy
         for config in json.loads(result.read_text())["configs"]:
             copy = max(copy, config["copy_TBps"])
             for row in config["results"]:
@@ -235,6 +245,7 @@ class Run:
         self.command("moe-cute", sys.executable, "benchmarks/moe-cute.py", "--thiek",
                      "24576,1536,256,128,8", "--repeats", "10", "--json", result)  # fmt: skip
         if not result.exists():
+            self.good = False
             return [], None
         report = json.loads(result.read_text())
         rows = [{"config": "7B-n256", "tensor": name, "rel": rel}
