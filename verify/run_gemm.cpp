@@ -75,6 +75,9 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   gemm.w1_layout = desc.w1_layout;
   gemm.bias = desc.bias && (op == GemmOp::up_proj || op == GemmOp::down_proj);
   gemm.inference = desc.inference && op == GemmOp::up_proj;
+  gemm.f32_weight_grads = desc.f32_weight_grads;
+  gemm.accumulate_weight_grads = desc.accumulate_weight_grads;
+  const DType grad_type = desc.f32_weight_grads ? DType::f32 : type;
   GemmRun run;
   const auto plan = make_plan(gemm, device, options);
   if (!plan.ok()) {
@@ -135,14 +138,20 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       gathers();
       args.dout = arena.input("dout", in.dout, type);
       args.scaled_act = rows("scaled_act", in.scaled_act, n);
-      args.dw2 = arena.output("dw2", E * d * n, type);
+      args.dw2 = arena.output("dw2", E * d * n, grad_type);
+      if (gemm.accumulate_weight_grads) arena["dw2"].put(encode(in.dw2, grad_type));
       break;
     case GemmOp::up_proj_wgrad:
       gathers();
       args.x = arena.input("x", in.x, type);
       args.dpreact = rows("dpreact", in.dpreact, W);
-      args.dw1 = arena.output("dw1", E * (separate ? n : W) * d, type);
-      args.dw1_up = arena.output("dw1_up", separate ? E * n * d : 0, type);
+      args.dw1 = arena.output("dw1", E * (separate ? n : W) * d, grad_type);
+      args.dw1_up = arena.output("dw1_up", separate ? E * n * d : 0, grad_type);
+      if (gemm.accumulate_weight_grads) {
+        const auto [first, second] = pack_w1(in.dw1, desc, d);
+        arena["dw1"].put(encode(first, grad_type));
+        if (separate) arena["dw1_up"].put(encode(second, grad_type));
+      }
       break;
   }
   const std::size_t bytes = plan.value().workspace_bytes();
@@ -173,10 +182,11 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       out.dx_rows = written("dx_rows", type);
       break;
     case GemmOp::down_proj_wgrad:
-      out.dw2 = arena.tensor("dw2", type);
+      out.dw2 = arena.tensor("dw2", grad_type);
       break;
     case GemmOp::up_proj_wgrad:
-      out.dw1 = unpack_w1(arena.tensor("dw1", type), arena.tensor("dw1_up", type), desc, d);
+      out.dw1 =
+          unpack_w1(arena.tensor("dw1", grad_type), arena.tensor("dw1_up", grad_type), desc, d);
       break;
   }
   return run;

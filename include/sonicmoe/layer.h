@@ -34,6 +34,8 @@ struct LayerDesc {
   /// rows an expert (token_rounding.h).
   std::int64_t rounding_tile = 0;
   RoundingRule rounding_rule = RoundingRule::nearest;
+  bool f32_weight_grads = false;         ///< dw1, dw1_up and dw2 are fp32, not dtype
+  bool accumulate_weight_grads = false;  ///< backward adds to dw1, dw1_up and dw2
 
   /// Row capacity R: T*K, list_length when the routing is given, rounded_capacity when rounded.
   std::int64_t rows() const noexcept {
@@ -114,7 +116,8 @@ struct BackwardArgs {
   const void* dout = nullptr;     ///< dO (T, d) dtype
   const void* dlogits = nullptr;  ///< (T, E) dtype, optional: of losses outside, added to ours
 
-  // Gradients going out, all overwritten, each shaped like its tensor.
+  // Gradients going out, each shaped like its tensor; all overwritten, but for dw1, dw1_up and dw2
+  // with accumulate_weight_grads.
   void* dx = nullptr;         ///< (T, d) dtype
   void* drouter_w = nullptr;  ///< (E, d) dtype; router modes only
   void* dw1 = nullptr;

@@ -137,7 +137,9 @@ GroupedGemmDesc grouped(const LayerDesc& d, GemmOp op) {
           .activation = d.activation,
           .w1_layout = d.w1_layout,
           .bias = d.bias,
-          .inference = d.inference};
+          .inference = d.inference,
+          .f32_weight_grads = d.f32_weight_grads,
+          .accumulate_weight_grads = d.accumulate_weight_grads};
 }
 
 Status plan_forward(LayerPlan::Impl* impl, Builder* build) {

@@ -22,7 +22,6 @@ struct DownProjWgrad {
       const std::int64_t ni = std::min(kBlockN, d.hidden - i0);
       const std::int64_t nj = std::min(kBlockN, n - j0);
       Scratch<Engine> scratch(workspace, thread, floats(d));
-      T* out = static_cast<T*>(a.dw2) + (expert * d.hidden + i0) * n + j0;
       const std::int64_t begin = a.offsets[expert];
       const std::int64_t end = a.offsets[expert + 1];
       if (begin == end) std::fill_n(scratch.tile, ni * nj, 0.0f);
@@ -35,7 +34,12 @@ struct DownProjWgrad {
                            Rows<T>{static_cast<const T*>(a.scaled_act) + k0 * n + j0, n});
         scratch.engine.multiply(Form::tn, ni, nj, nk, scratch.tile, nj, k0 > begin);
       }
-      for (std::int64_t i = 0; i < ni; ++i) store(scratch.tile + i * nj, out + i * n, nj);
+      visit_grad_type<T>(d, [&](auto type) {
+        auto* out = static_cast<decltype(type)*>(a.dw2) + (expert * d.hidden + i0) * n + j0;
+        for (std::int64_t i = 0; i < ni; ++i) {
+          store_grad(d, scratch.tile + i * nj, out + i * n, nj);
+        }
+      });
     });
   }
 };

@@ -154,4 +154,29 @@ inline void store(const float* from, T* to, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);
 }
 
+template <class T>
+inline void add(const float* from, T* to, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) to[i] = from_float<T>(to_float(to[i]) + from[i]);
+}
+
+/// Calls f(Stored{}) with the type of the weight gradients, T or float.
+template <class T, class F>
+void visit_grad_type(const GroupedGemmDesc& d, F&& f) {
+  if (d.f32_weight_grads) {
+    f(float{});
+  } else {
+    f(T{});
+  }
+}
+
+/// A row of a weight gradient.
+template <class T>
+inline void store_grad(const GroupedGemmDesc& d, const float* from, T* to, std::int64_t count) {
+  if (d.accumulate_weight_grads) {
+    add(from, to, count);
+  } else {
+    store(from, to, count);
+  }
+}
+
 }  // namespace sonicmoe::cpu

@@ -40,14 +40,18 @@ struct UpProjWgrad {
           scratch.engine.multiply(Form::tn, ni, nj, nk, scratch.tile + h * ni * nj, nj, k0 > begin);
         }
       }
-      const auto dw1 =
-          w1_view(d, static_cast<T*>(a.dw1), static_cast<T*>(a.dw1_up), expert, d.hidden);
-      T* out[2] = {dw1.gate, dw1.up};
-      for (int h = 0; h < halves; ++h) {
-        for (std::int64_t i = 0; i < ni; ++i) {
-          store(scratch.tile + (h * ni + i) * nj, out[h] + (i0 + i) * dw1.stride + j0, nj);
+      visit_grad_type<T>(d, [&](auto type) {
+        using Stored = decltype(type);
+        const auto dw1 = w1_view(d, static_cast<Stored*>(a.dw1), static_cast<Stored*>(a.dw1_up),
+                                 expert, d.hidden);
+        Stored* out[2] = {dw1.gate, dw1.up};
+        for (int h = 0; h < halves; ++h) {
+          for (std::int64_t i = 0; i < ni; ++i) {
+            store_grad(d, scratch.tile + (h * ni + i) * nj, out[h] + (i0 + i) * dw1.stride + j0,
+                       nj);
+          }
         }
-      }
+      });
     });
   }
 };

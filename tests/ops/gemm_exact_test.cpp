@@ -76,6 +76,22 @@ GemmOp op_of(const KernelInfo& kernel) {
   return {};
 }
 
+/// False if this kernel is not for this type or activation, or not for this processor.
+bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activation) {
+  GroupedGemmDesc probe;
+  probe.op = op;
+  probe.hidden = probe.intermediate = 8;
+  probe.experts = 1;
+  probe.dtype = dtype;
+  probe.activation = activation;
+  Options options;
+  options.kernel = kernel.name;
+  const auto plan = make_plan(probe, kDevice, options);
+  if (!plan.ok())
+    EXPECT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
+  return plan.ok();
+}
+
 TEST_P(ExactGemm, EveryActivationAndLayout) {
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
@@ -90,20 +106,9 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
       desc.dtype = dtype;
       desc.router = RouterMode::given;
       desc.list_length = shape.list_length;
-      GroupedGemmDesc probe;
-      probe.op = op;
-      probe.hidden = probe.intermediate = 8;
-      probe.experts = 1;
-      probe.dtype = dtype;
-      Options options;
-      options.kernel = kernel.name;
-      const auto plan = make_plan(probe, kDevice, options);
-      if (!plan.ok()) {  // this kernel is not for this type, or not for this processor
-        ASSERT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
-        continue;
-      }
       for (int a = 0; a < 9; ++a) {
         desc.activation = static_cast<Activation>(a);
+        if (!runs_as(kernel, op, dtype, desc.activation)) continue;
         for (const W1Layout layout :
              {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
           if (layout == W1Layout::separate && !is_glu(desc.activation)) continue;
@@ -118,7 +123,65 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
       }
     }
   }
-  if (runs == 0) GTEST_SKIP() << "no type that this kernel runs on this processor";
+  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
+/// What the gradients of the weights are added to: small integers, all different nearby.
+Tensor before(std::size_t size) {
+  Tensor values(size);
+  for (std::size_t i = 0; i < size; ++i) values[i] = static_cast<double>(i * 7 % 29) - 14;
+  return values;
+}
+
+TEST_P(ExactGemm, WeightGradientsOverwriteOrAccumulate) {
+  const KernelInfo& kernel = GetParam();
+  const GemmOp op = op_of(kernel);
+  const bool dw1 = op == GemmOp::up_proj_wgrad;
+  if (!dw1 && op != GemmOp::down_proj_wgrad) return;  // nothing to add to
+  int runs = 0;
+  for (const DType dtype : kTypes) {
+    if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
+    for (const W1Layout layout :
+         {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
+      for (int mode = 0; mode < 4; ++mode) {
+        const Shape shape = shapes().front();
+        LayerDesc desc;
+        desc.tokens = shape.tokens;
+        desc.hidden = shape.hidden;
+        desc.intermediate = shape.intermediate;
+        desc.experts = shape.experts;
+        desc.dtype = dtype;
+        desc.w1_layout = layout;
+        desc.router = RouterMode::given;
+        desc.list_length = shape.list_length;
+        desc.f32_weight_grads = mode % 2 == 1;
+        desc.accumulate_weight_grads = mode / 2 == 1;
+        SCOPED_TRACE(std::string(name(dtype)) + " " + name(layout) +
+                     (desc.f32_weight_grads ? " f32" : "") +
+                     (desc.accumulate_weight_grads ? " accumulate" : ""));
+        GemmInputs inputs = integer_inputs(desc, routing(shape), 5);
+        // Sums of integers are exact; they are rounded once, after what was there is added.
+        const LayerTensors exact = oracle_gemm(op, desc, inputs, Precision::exact);
+        Tensor expected = dw1 ? exact.dw1 : exact.dw2;
+        const Tensor old = before(expected.size());
+        (dw1 ? inputs.dw1 : inputs.dw2) = old;
+        if (desc.accumulate_weight_grads) {
+          for (std::size_t i = 0; i < old.size(); ++i) expected[i] += old[i];
+        }
+        const DType stored = desc.f32_weight_grads ? DType::f32 : dtype;
+        expected = decode(encode(expected, stored), stored);
+        Options options;
+        options.kernel = kernel.name;
+        options.threads = 2;
+        const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
+        ASSERT_EQ(run.failure, "");
+        const Check check = same_values("dw", dw1 ? run.tensors.dw1 : run.tensors.dw2, expected);
+        ASSERT_TRUE(check.pass) << check.note;
+        ++runs;
+      }
+    }
+  }
+  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
 }
 
 // One run, which a tool that watches every access can afford.

@@ -33,6 +33,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.row_stride = n;
   e.rows = static_cast<int>(d.hidden);
   e.columns = static_cast<int>(n);
+  e.f32 = d.f32_weight_grads;
+  e.accumulate = d.accumulate_weight_grads;
   return launch<Config>(p, e, exec, "down_proj_wgrad: launch");
 }
 

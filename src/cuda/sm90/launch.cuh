@@ -26,12 +26,12 @@ inline W1View w1_view(const GroupedGemmDesc& d, std::int64_t width) {
   return {n * width, width, 2 * n * width};
 }
 
-/// Base of the up part: in the second tensor or inside the first.
+/// Base of the up part: in the second tensor or inside the first, whose elements have `size` bytes.
 template <class T>
-T* up_base(const GroupedGemmDesc& d, const W1View& view, T* first, T* second) {
+T* up_base(const GroupedGemmDesc& d, const W1View& view, T* first, T* second, int size = 2) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
   if (d.w1_layout == W1Layout::separate) return second;
-  return static_cast<Byte*>(first) + view.up * 2;
+  return static_cast<Byte*>(first) + view.up * size;
 }
 
 /// Calls f(T{}) with the storage type.

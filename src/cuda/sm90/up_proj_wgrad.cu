@@ -36,11 +36,13 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
 
   StoreParams e{};
   e.out[0] = a.dw1;
-  e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up) : nullptr;
+  e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : nullptr;
   e.expert_stride = dw1.expert_stride;
   e.row_stride = dw1.row_stride;
   e.rows = static_cast<int>(n);
   e.columns = static_cast<int>(d.hidden);
+  e.f32 = d.f32_weight_grads;
+  e.accumulate = d.accumulate_weight_grads;
   return launch<Config>(p, e, exec, "up_proj_wgrad: launch");
 }
 
