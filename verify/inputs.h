@@ -42,7 +42,7 @@ struct GemmInputs {
   Tensor act;             ///< (rows, n)
   Tensor dpreact;         ///< (rows, W)
   Tensor scaled_act;      ///< (rows, n)
-  Tensor dw1, dw2;        ///< what gradients are added to, [gate | up]; accumulate_weight_grads only
+  Tensor dw1, dw2;  ///< what gradients are added to, [gate | up]; accumulate_weight_grads only
 };
 
 /// Small integers and powers of two, so that every sum is exact in fp32 in any order: a right

@@ -135,8 +135,8 @@ struct SONICMOE_API GroupedGemmDesc {
   DType dtype = DType::bf16;
   Activation activation = Activation::swiglu;
   W1Layout w1_layout = W1Layout::interleaved;
-  bool bias = false;       ///< up_proj, down_proj
-  bool inference = false;  ///< up_proj: do not store preact
+  bool bias = false;                     ///< up_proj, down_proj
+  bool inference = false;                ///< up_proj: do not store preact
   bool f32_weight_grads = false;         ///< wgrads: dw1, dw1_up and dw2 are fp32, not dtype
   bool accumulate_weight_grads = false;  ///< wgrads: add to what they hold, before the one rounding
   bool operator==(const GroupedGemmDesc&) const = default;

@@ -35,8 +35,8 @@ SONICMOE_HD float exp(float x) {
   return mul(mul(p, s1), s2);
 }
 
-/// 1 / (1 + e^-x). Not the same bits on every backend (activations, unlike scores, need not be): the
-/// GPU takes its special function unit, whose relative error is a few units of 2^-22.
+/// 1 / (1 + e^-x). Not the same bits on every backend (activations, unlike scores, need not be):
+/// the GPU takes its special function unit, whose relative error is a few units of 2^-22.
 SONICMOE_HD float sigmoid(float x) {
 #if defined(__CUDA_ARCH__)
   // 2^t and 1/t as the unit gives them: both ends of the range come out right (inf, then 0).
