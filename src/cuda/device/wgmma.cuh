@@ -32,6 +32,12 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+template <int kCount>
+__device__ __forceinline__ void clear(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) d[i] = 0.0f;
+}
+
 /// Bytes of the K-contiguous or MN-contiguous tile that a descriptor steps by. Every tile is made
 /// of blocks of 8 lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
 ///  - Major::k: a line holds 64 k of one row; 8 rows a block, blocks follow each other.
@@ -73,39 +79,37 @@ inline constexpr std::uint64_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBl
 #define SONICMOE_D32(i) SONICMOE_D16(i), SONICMOE_D16(i + 16)
 #define SONICMOE_D64(i) SONICMOE_D32(i), SONICMOE_D32(i + 32)
 
-// The operands a, b, keep, major a, major b follow the accumulators.
-#define SONICMOE_WGMMA(n, type, registers, a, b, k, ma, mb, ...)                               \
-  asm volatile(                                                                                \
-      "{\n"                                                                                    \
-      ".reg .pred p;\n"                                                                        \
-      "setp.ne.b32 p, %" #k                                                                    \
-      ", 0;\n"                                                                                 \
-      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers           \
-      "}, "                                                                                    \
-      "%" #a ", %" #b ", p, 1, 1, %" #ma ", %" #mb                                             \
-      ";\n"                                                                                    \
-      "}"                                                                                      \
-      : __VA_ARGS__                                                                            \
-      : "l"(a_desc), "l"(b_desc), "r"(static_cast<int>(keep)), "n"(static_cast<int>(kMajorA)), \
-        "n"(static_cast<int>(kMajorB)))
-#define SONICMOE_WGMMA_N(type)                                                                  \
-  if constexpr (kN == 128) {                                                                    \
-    SONICMOE_WGMMA(128, type, SONICMOE_REGISTERS_64, 64, 65, 66, 67, 68, SONICMOE_D64(0));      \
-  } else if constexpr (kN == 192) {                                                             \
-    SONICMOE_WGMMA(192, type, SONICMOE_REGISTERS_96, 96, 97, 98, 99, 100, SONICMOE_D64(0),      \
-                   SONICMOE_D32(64));                                                           \
-  } else {                                                                                      \
-    static_assert(kN == 256, "tile width: 128, 192 or 256");                                    \
-    SONICMOE_WGMMA(256, type, SONICMOE_REGISTERS_128, 128, 129, 130, 131, 132, SONICMOE_D64(0), \
-                   SONICMOE_D64(64));                                                           \
+// The operands a, b, major a, major b follow the accumulators.
+#define SONICMOE_WGMMA(n, type, registers, a, b, ma, mb, ...)                        \
+  asm volatile(                                                                      \
+      "{\n"                                                                          \
+      ".reg .pred keep;\n"                                                           \
+      "setp.eq.u32 keep, 0, 0;\n"                                                    \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers \
+      "}, "                                                                          \
+      "%" #a ", %" #b ", keep, 1, 1, %" #ma ", %" #mb                                \
+      ";\n"                                                                          \
+      "}"                                                                            \
+      : __VA_ARGS__                                                                  \
+      : "l"(a_desc), "l"(b_desc), "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)))
+#define SONICMOE_WGMMA_N(type)                                                             \
+  if constexpr (kN == 128) {                                                               \
+    SONICMOE_WGMMA(128, type, SONICMOE_REGISTERS_64, 64, 65, 66, 67, SONICMOE_D64(0));     \
+  } else if constexpr (kN == 192) {                                                        \
+    SONICMOE_WGMMA(192, type, SONICMOE_REGISTERS_96, 96, 97, 98, 99, SONICMOE_D64(0),      \
+                   SONICMOE_D32(64));                                                      \
+  } else {                                                                                 \
+    static_assert(kN == 256, "tile width: 128, 192 or 256");                               \
+    SONICMOE_WGMMA(256, type, SONICMOE_REGISTERS_128, 128, 129, 130, 131, SONICMOE_D64(0), \
+                   SONICMOE_D64(64));                                                      \
   }
 
-/// d = a b (+ d if `keep`) for one m64 x kN x k16 step; the descriptors tell where a and b lie.
+/// d += a b for one m64 x kN x k16 step; the descriptors tell where a and b lie.
 /// Thread t of the warpgroup, lane l = t % 32, holds in d[4j .. 4j+3] the elements of rows
 /// 16 (t/32) + l/4 and 8 more, columns 8j + 2 (l%4) + {0, 1}.
 template <class T, int kN, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a_desc,
-                                      std::uint64_t b_desc, bool keep) {
+                                      std::uint64_t b_desc) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     SONICMOE_WGMMA_N("bf16")
   } else {

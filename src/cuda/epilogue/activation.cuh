@@ -39,7 +39,28 @@ struct StoreActivation {
                                    int m_first, std::uint32_t staging)
         : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ __forceinline__ void begin() {}
+    /// The biases go where the sums begin, which costs no registers beside them.
+    __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
+      const int unit = tile_.shared * kUnits + here(static_cast<int>(threadIdx.x)) % 4 * 2;
+      static_for<kGated ? 2 : 1>([&](auto part) {
+        constexpr int half = decltype(part)::value;
+        const T* const bias =
+            static_cast<const T*>(e_.b1[half]) + tile_.expert * e_.bias_expert_stride;
+        static_for<kUnits / 8>([&](auto index) {
+          constexpr int j = decltype(index)::value;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int column = unit + j * 8 + i;
+            const float b =
+                column < e_.intermediate ? static_cast<float>(bias[column * e_.bias_stride]) : 0.0f;
+            static_for<Traits::kMBlocks>([&](auto block) {
+              float* a = &acc[decltype(block)::value][half * kUp + 4 * j + i];
+              a[0] = a[2] = b;
+            });
+          }
+        });
+      });
+    }
 
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
       visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
@@ -59,7 +80,6 @@ struct StoreActivation {
         const int row = (m_first_ + m) * 64 + t / 32 * 16;
         const int rows = valid - row;
         if (rows <= 0) break;
-        if (e_.b1[0] != nullptr) add_bias(unit, t % 4, acc[m]);
         T* const preact = static_cast<T*>(e_.preact) + (first + row) * width + unit;
         T* const act = static_cast<T*>(e_.act) + (first + row) * n + unit;
         int turn = 0;
@@ -100,24 +120,6 @@ struct StoreActivation {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         blocks[i / 4].w[i % 4] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
-      }
-    }
-
-    __device__ __forceinline__ void add_bias(int unit, int quad, float (&acc)[kCount]) const {
-#pragma unroll
-      for (int half = 0; half < (kGated ? 2 : 1); ++half) {
-        const T* bias = static_cast<const T*>(e_.b1[half]) + tile_.expert * e_.bias_expert_stride;
-#pragma unroll
-        for (int j = 0; j < kUnits / 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int column = unit + j * 8 + quad * 2 + i;
-            if (column >= e_.intermediate) continue;
-            const float b = static_cast<float>(bias[column * e_.bias_stride]);
-            acc[half * kUp + 4 * j + i] += b;
-            acc[half * kUp + 4 * j + 2 + i] += b;
-          }
-        }
       }
     }
 

@@ -41,7 +41,8 @@ struct StoreActivationGrad {
                                    int m_first, std::uint32_t staging)
         : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ __forceinline__ void begin() {
+    __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
+      static_for<Traits::kMBlocks>([&](auto block) { clear(acc[decltype(block)::value]); });
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int lane = t % 32;
 #pragma unroll

@@ -11,7 +11,6 @@ struct Place {
   std::int64_t start;  ///< offset of the tile's first element
   std::int64_t row_stride;
   int rows, columns;  ///< of the matrix from there on
-  int first_column;   ///< in the matrix: the bias starts there
 };
 
 struct StoreParams {
@@ -33,7 +32,7 @@ struct AtRows {
     const int column = tile.shared * Traits::kN;
     const int row = tile.own * kOwn;
     return {(static_cast<std::int64_t>(tile.first_row) + row) * e.row_stride + column, e.row_stride,
-            tile.rows - row, e.columns - column, column};
+            tile.rows - row, e.columns - column};
   }
 };
 
@@ -46,7 +45,7 @@ struct AtOwnByShared {
     const int row = tile.own * kOwn;
     const int column = tile.shared * Traits::kN;
     return {tile.expert * e.expert_stride + row * e.row_stride + column, e.row_stride, e.rows - row,
-            e.columns - column, column};
+            e.columns - column};
   }
 };
 
@@ -60,7 +59,7 @@ struct AtSharedByOwn {
     const int row = (tile.shared - *half * p.shared_half) * Traits::kM;
     const int column = tile.own * kOwn;
     return {tile.expert * e.expert_stride + row * e.row_stride + column, e.row_stride, e.rows - row,
-            e.columns - column, column};
+            e.columns - column};
   }
 };
 
@@ -79,22 +78,37 @@ struct StoreTile {
                                    int m_first, std::uint32_t staging)
         : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ __forceinline__ void begin() {}
+    /// The bias goes where the sums begin, which costs no registers beside them.
+    __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
+      if constexpr (At::kGradient) {
+        static_for<Traits::kMBlocks>([&](auto block) { clear(acc[decltype(block)::value]); });
+        return;
+      }
+      const int column = tile_.shared * Traits::kN + here(static_cast<int>(threadIdx.x)) % 4 * 2;
+      const T* const bias = static_cast<const T*>(e_.bias) +
+                            static_cast<std::int64_t>(tile_.expert) * e_.columns + column;
+      static_for<Traits::kN / 8>([&](auto index) {
+        constexpr int j = decltype(index)::value;
+        // Columns are even: multiples of 8.
+        const bool inside = e_.bias != nullptr && column + j * 8 < e_.columns;
+        const float low = inside ? static_cast<float>(bias[j * 8]) : 0.0f;
+        const float high = inside ? static_cast<float>(bias[j * 8 + 1]) : 0.0f;
+        static_for<Traits::kMBlocks>([&](auto block) {
+          float* a = &acc[decltype(block)::value][4 * j];
+          a[0] = a[2] = low;
+          a[1] = a[3] = high;
+        });
+      });
+    }
 
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
       int half = 0;
       const Place at = At::template place<Traits>(e_, p_, tile_, &half);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
-      const T* bias = e_.bias == nullptr
-                          ? nullptr
-                          : static_cast<const T*>(e_.bias) +
-                                static_cast<std::int64_t>(tile_.expert) * e_.columns +
-                                at.first_column;
       static_for<Traits::kMBlocks>([&](auto index) {
         constexpr int m = decltype(index)::value;
         const int row = (m_first_ + m) * 64 + t / 32 * 16;
         if (row < at.rows) {
-          if (bias != nullptr) add_bias(acc[m], bias, at.columns, t % 4);
           const std::int64_t start = at.start + row * at.row_stride;
           if (At::kGradient && e_.f32) {
             store_f32(static_cast<float*>(e_.out[half]) + start, at, at.rows - row, t % 32, acc[m]);
@@ -106,21 +120,6 @@ struct StoreTile {
     }
 
    private:
-    static __device__ __forceinline__ void add_bias(float (&acc)[kCount], const T* bias,
-                                                    int columns, int quad) {
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-        const int column = j * 8 + quad * 2;
-        if (column >= columns) continue;  // columns are even: multiples of 8
-        const float low = static_cast<float>(bias[column]);
-        const float high = static_cast<float>(bias[column + 1]);
-        acc[4 * j] += low;
-        acc[4 * j + 1] += high;
-        acc[4 * j + 2] += low;
-        acc[4 * j + 3] += high;
-      }
-    }
-
     /// 16 rows of this warp, 64 columns at a time, the two staging tiles in turn.
     __device__ __forceinline__ void store_16(T* out, const Place& at, int rows, int lane,
                                              float (&acc)[kCount]) const {

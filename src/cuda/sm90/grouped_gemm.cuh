@@ -50,8 +50,8 @@ struct Traits {
   static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = kRows ? (kGathers ? 56 : 40) : 72;
-  static constexpr int kConsumerRegisters = kRows ? (kGathers ? 224 : 232) : 216;
+  static constexpr int kProducerRegisters = kGathers ? 72 : 40;
+  static constexpr int kConsumerRegisters = kGathers ? 216 : 232;
 
   static_assert(kSharedMemory <= 232448, "stages do not fit into 227 KiB of shared memory");
   static_assert(kStageBytes % kBlockBytes == 0, "a stage must keep the swizzle's alignment");
@@ -268,11 +268,20 @@ __device__ __forceinline__ void zero_tail(SharedMemory<Traits> memory, int stage
   named_barrier(1, 256);
 }
 
-/// Multiplies all k blocks of a tile into `acc`. `idle`: this warpgroup's part has no rows; it only
-/// keeps the pipeline going.
+/// Keeps the pipeline going through a tile of which this warpgroup's part has no rows.
+template <class Traits>
+__device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
+                                     int blocks) {
+  for (int block = 0; block < blocks; ++block, ++pipe.count) {
+    mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
+    release(memory, pipe.slot());
+  }
+}
+
+/// Adds the products of all k blocks of a tile to `acc`.
 template <class Traits>
 __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
-                                         int blocks, int rows, int m_first, bool idle,
+                                         int blocks, int rows, int m_first,
                                          float (&acc)[Traits::kMBlocks][Traits::kN / 2]) {
   constexpr Major kMajorA = Traits::kOwnIsB ? Traits::kSharedMajor : Traits::kOwnMajor;
   constexpr Major kMajorB = Traits::kOwnIsB ? Traits::kOwnMajor : Traits::kSharedMajor;
@@ -285,31 +294,29 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
   int previous = -1;
   for (int block = 0; block < blocks; ++block) {
     mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
-    if (!idle) {
-      if constexpr (!Traits::kRows) {
-        if (rows < (block + 1) * kK) zero_tail(memory, pipe.slot(), rows - block * kK);
-      }
-      // The gathered operand was written through the generic proxy; we have acquired those writes
-      // and pass them on to wgmma, which reads through the async proxy.
-      if constexpr (Traits::kGathers) fence_async_proxy();
-      const std::uint64_t at = static_cast<std::uint64_t>(pipe.slot()) * (Traits::kStageBytes >> 4);
-#pragma unroll
-      for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kK / 16; ++step) {
-#pragma unroll
-        for (int m = 0; m < Traits::kMBlocks; ++m) {
-          wgmma<typename Traits::T, Traits::kN, kMajorA, kMajorB>(
-              acc[m], first_a + at + step * kStepK16<kMajorA> + m * (kChunkBytes >> 4),
-              first_b + at + step * kStepK16<kMajorB>, block > 0 || step > 0);
-        }
-      }
-      wgmma_commit();
-#pragma unroll
-      for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
-      wgmma_wait<1>();
+    if constexpr (!Traits::kRows) {
+      if (rows < (block + 1) * kK) zero_tail(memory, pipe.slot(), rows - block * kK);
     }
+    // The gathered operand was written through the generic proxy; we have acquired those writes
+    // and pass them on to wgmma, which reads through the async proxy.
+    if constexpr (Traits::kGathers) fence_async_proxy();
+    const std::uint64_t at = static_cast<std::uint64_t>(pipe.slot()) * (Traits::kStageBytes >> 4);
+#pragma unroll
+    for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+#pragma unroll
+      for (int m = 0; m < Traits::kMBlocks; ++m) {
+        wgmma<typename Traits::T, Traits::kN, kMajorA, kMajorB>(
+            acc[m], first_a + at + step * kStepK16<kMajorA> + m * (kChunkBytes >> 4),
+            first_b + at + step * kStepK16<kMajorB>);
+      }
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+    wgmma_wait<1>();
     if (previous >= 0) release(memory, previous);
     previous = pipe.slot();
     ++pipe.count;
@@ -318,13 +325,6 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
 #pragma unroll
   for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
   if (previous >= 0) release(memory, previous);
-  if (!Traits::kRows && blocks == 0) {
-#pragma unroll
-    for (int m = 0; m < Traits::kMBlocks; ++m) {
-#pragma unroll
-      for (int i = 0; i < Traits::kN / 2; ++i) acc[m][i] = 0.0f;
-    }
-  }
 }
 
 template <class Traits>
@@ -334,29 +334,36 @@ __device__ __forceinline__ void consume(const GemmParams& p,
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
   Tile tile;
-  const std::uint32_t staging = memory.warp(static_cast<int>(threadIdx.x) / 32 - 4);
-  for (int turn = 0; take<Traits>(memory, tiles, &tile); ++turn) {
+  while (take<Traits>(memory, tiles, &tile)) {
     const int blocks = k_blocks<Traits>(p, tile);
-    const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kMBlocks;
-    float acc[Traits::kMBlocks][Traits::kN / 2];
-    if constexpr (Traits::kPingpong) {
-      if (turn % 2 != consumer) {
-        pipe.count += blocks;
-        continue;
-      }
-    }
-    const bool idle = Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64;
-    typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first, staging);
-    if (!idle) run.begin();
-    if constexpr (Traits::kPingpong) {
-      // Turn k of consumer 0 follows turn k-1 of consumer 1, whose turn k follows that.
+    const int turn = static_cast<int>(tiles.count) - 1;
+    if constexpr (Traits::kRows) pipe.count = turn * blocks;
+    if (Traits::kPingpong && turn % 2 != consumer) continue;
+
+    // Turn k of consumer 0 follows turn k-1 of consumer 1, whose turn k follows that.
+    const auto wait_for_turn = [&] {
+      if (!Traits::kPingpong) return;
       mbarrier_wait(memory.turn(consumer), (turn / 2 + 1 + consumer) % 2);
-    }
-    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, idle, acc);
-    if constexpr (Traits::kPingpong) {
+    };
+    const auto end_turn = [&] {
+      if (!Traits::kPingpong) return;
       if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.turn(consumer ^ 1));
+    };
+    const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kMBlocks;
+    if (Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64) {
+      wait_for_turn();
+      pass(memory, pipe, blocks);
+      end_turn();
+      continue;
     }
-    if (!idle) run.finish(acc);
+    float acc[Traits::kMBlocks][Traits::kN / 2];
+    typename Traits::Epilogue::template Run<Traits> run(
+        epilogue, p, tile, m_first, memory.warp(static_cast<int>(threadIdx.x) / 32 - 4));
+    run.begin(acc);
+    wait_for_turn();
+    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, acc);
+    end_turn();
+    run.finish(acc);
   }
 }
 
