@@ -42,7 +42,7 @@ demo: build  ## train a small MoE language model; options: make demo ARGS='--tex
 	python demo/train.py $(ARGS)
 
 test: build  ## every test that needs no GPU
-	ctest --test-dir build --output-on-failure --no-tests=error -j $(JOBS)
+	ctest --test-dir build -LE gpu --output-on-failure --no-tests=error -j $(JOBS)
 	python -m pytest -q cli/tests python/tests demo/tests tools/tests
 
 sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
