@@ -87,8 +87,9 @@ bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activa
   Options options;
   options.kernel = kernel.name;
   const auto plan = make_plan(probe, kDevice, options);
-  if (!plan.ok())
+  if (!plan.ok()) {
     EXPECT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
+  }
   return plan.ok();
 }
 
