@@ -67,6 +67,18 @@ MUTANTS = [
         "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin)},",
         "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin - 1)},",
     ),
+    Mutant(
+        "token rounding: a tie goes up",
+        "src/math/rounding.h",
+        "return c.ceil - c.count < c.count - c.floor;",
+        "return c.ceil - c.count <= c.count - c.floor;",
+    ),
+    Mutant(
+        "token rounding: more rows than tokens",
+        "src/math/rounding.h",
+        "ceil != floor && ceil <= tokens}",
+        "ceil != floor && ceil <= tokens + 1}",
+    ),
 ]
 
 
