@@ -47,6 +47,7 @@ test: build  ## every test that needs no GPU
 
 sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CONFIGURE) -B build-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSONICMOE_CUDA=OFF \
+	  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO='-O1 -g1' -DSONICMOE_CLI=OFF \
 	  -DSONICMOE_SANITIZE=address,undefined
 	ninja -C build-asan
 	ctest --test-dir build-asan --output-on-failure --no-tests=error -j $(JOBS)
