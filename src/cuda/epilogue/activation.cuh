@@ -9,9 +9,10 @@
 namespace sonicmoe::cuda {
 
 struct ActivationParams {
-  void* preact;                     ///< (R, 2n) as [gate | up], or (R, n); null for inference
-  void* act;                        ///< (R, n)
-  const void* b1[2];                ///< gate and up, or the one there is; null without
+  void* preact;  ///< (R, 2n) as [gate | up], or (R, n); null for inference
+  void* act;     ///< (R, n)
+  bool biased;
+  const void* b1[2];                ///< gate and up, or the one there is, if biased
   std::int64_t bias_stride;         ///< elements from one gate to the next ...
   std::int64_t bias_expert_stride;  ///< ... and from one expert to the next
   int intermediate;
@@ -51,8 +52,9 @@ struct StoreActivation {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int column = unit + j * 8 + i;
-            const float b =
-                column < e_.intermediate ? static_cast<float>(bias[column * e_.bias_stride]) : 0.0f;
+            const float b = e_.biased && column < e_.intermediate
+                                ? static_cast<float>(bias[column * e_.bias_stride])
+                                : 0.0f;
             static_for<Traits::kMBlocks>([&](auto block) {
               float* a = &acc[decltype(block)::value][half * kUp + 4 * j + i];
               a[0] = a[2] = b;

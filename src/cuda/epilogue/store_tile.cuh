@@ -18,9 +18,10 @@ struct StoreParams {
   std::int64_t expert_stride;  ///< elements; 0 where the experts share one matrix by rows
   std::int64_t row_stride;
   int rows, columns;  ///< of one expert's matrix (rows: not where experts share one)
-  const void* bias;   ///< (E, columns) or null
-  bool f32;           ///< the output's type, else the operands'
-  bool accumulate;    ///< add to what is there
+  bool biased;
+  const void* bias;  ///< (E, columns) if biased
+  bool f32;          ///< the output's type, else the operands'
+  bool accumulate;   ///< add to what is there
 };
 
 /// Rows of the output are the expert's grouped rows.
@@ -90,7 +91,7 @@ struct StoreTile {
       static_for<Traits::kN / 8>([&](auto index) {
         constexpr int j = decltype(index)::value;
         // Columns are even: multiples of 8.
-        const bool inside = e_.bias != nullptr && column + j * 8 < e_.columns;
+        const bool inside = e_.biased && column + j * 8 < e_.columns;
         const float low = inside ? static_cast<float>(bias[j * 8]) : 0.0f;
         const float high = inside ? static_cast<float>(bias[j * 8 + 1]) : 0.0f;
         static_for<Traits::kMBlocks>([&](auto block) {

@@ -28,7 +28,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.out[0] = a.expert_out;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
-  e.bias = d.bias ? a.b2 : nullptr;
+  e.biased = d.bias;
+  e.bias = a.b2;
   return launch<Config>(p, e, exec, "down_proj: launch");
 }
 

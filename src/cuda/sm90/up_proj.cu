@@ -37,6 +37,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   ActivationParams e{};
   e.preact = d.inference ? nullptr : a.preact;
   e.act = a.act;
+  e.biased = d.bias;
   if (d.bias) {
     e.b1[0] = a.b1;
     e.b1[1] = gated ? up_base(d, b1, a.b1, a.b1_up) : nullptr;
