@@ -19,8 +19,8 @@ struct ActivationParams {
   Activation activation;
 };
 
-/// `kKind` says which activations the kernel is compiled for.
-template <ActivationKind kKind>
+/// `kKind` says which activations the kernel is compiled for, `kBias` whether there may be a bias.
+template <ActivationKind kKind, bool kBias>
 struct StoreActivation {
   using Params = ActivationParams;
   static constexpr int kWarpBytes = 2 * WarpTile::kBytes;
@@ -40,8 +40,13 @@ struct StoreActivation {
                                    int m_first, std::uint32_t staging)
         : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    /// The biases go where the sums begin, which costs no registers beside them.
+    /// The biases go where the sums begin, which costs no registers beside them. Element by
+    /// element, for accumulators set in a branch would serialise wgmma.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
+      if constexpr (!kBias) {
+        static_for<Traits::kMBlocks>([&](auto block) { clear(acc[decltype(block)::value]); });
+        return;
+      }
       const int unit = tile_.shared * kUnits + here(static_cast<int>(threadIdx.x)) % 4 * 2;
       static_for<kGated ? 2 : 1>([&](auto part) {
         constexpr int half = decltype(part)::value;

@@ -64,7 +64,7 @@ struct AtSharedByOwn {
   }
 };
 
-template <class At>
+template <class At, bool kBias>
 struct StoreTile {
   using Params = StoreParams;
   static constexpr int kWarpBytes = 2 * WarpTile::kBytes;
@@ -81,7 +81,7 @@ struct StoreTile {
 
     /// The bias goes where the sums begin, which costs no registers beside them.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
-      if constexpr (At::kGradient) {
+      if constexpr (!kBias) {
         static_for<Traits::kMBlocks>([&](auto block) { clear(acc[decltype(block)::value]); });
         return;
       }

@@ -6,9 +6,10 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, int kN, Schedule kSchedule, int kStages>
+template <class T, bool kBias, int kN, Schedule kSchedule, int kStages>
 struct DownProj
-    : Traits<T, Own::load_rows, Major::k, false, kN, kSchedule, kStages, StoreTile<AtRows>> {};
+    : Traits<T, Own::load_rows, Major::k, false, kN, kSchedule, kStages, StoreTile<AtRows, kBias>> {
+};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -37,8 +38,11 @@ template <int kN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(
-        d.dtype, [&](auto type) { return f(DownProj<decltype(type), kN, kSchedule, kStages>{}); });
+    return visit_type(d.dtype, [&](auto type) {
+      using T = decltype(type);
+      if (!d.bias) return f(DownProj<T, false, kN, kSchedule, kStages>{});
+      return f(DownProj<T, true, kN, kSchedule, kStages>{});
+    });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });

@@ -8,7 +8,7 @@ namespace {
 
 template <class T, int kN, int kStages>
 struct DownProjWgrad : Traits<T, Own::gather_contraction, Major::mn, false, kN,
-                              Schedule::cooperative, kStages, StoreTile<AtOwnByShared>> {};
+                              Schedule::cooperative, kStages, StoreTile<AtOwnByShared, false>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {

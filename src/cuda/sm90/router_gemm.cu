@@ -11,14 +11,14 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T>
-struct Logits
-    : Traits<T, Own::load_rows, Major::k, false, 128, Schedule::pingpong, 5, StoreTile<AtRows>> {};
+struct Logits : Traits<T, Own::load_rows, Major::k, false, 128, Schedule::pingpong, 5,
+                       StoreTile<AtRows, false>> {};
 template <class T>
-struct RouterDgrad
-    : Traits<T, Own::load_rows, Major::mn, false, 128, Schedule::pingpong, 5, StoreTile<AtRows>> {};
+struct RouterDgrad : Traits<T, Own::load_rows, Major::mn, false, 128, Schedule::pingpong, 5,
+                            StoreTile<AtRows, false>> {};
 template <class T>
 struct RouterWgrad : Traits<T, Own::gather_contraction, Major::mn, true, 128, Schedule::cooperative,
-                            5, StoreTile<AtSharedByOwn>> {};
+                            5, StoreTile<AtSharedByOwn, false>> {};
 
 /// The copy engine wants rows that start at multiples of 16 bytes.
 bool needs_padding(const RouterGemmDesc& d) {

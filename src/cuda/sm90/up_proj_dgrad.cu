@@ -7,8 +7,8 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T, int kN, Schedule kSchedule, int kStages>
-struct UpProjDgrad
-    : Traits<T, Own::load_rows, Major::mn, false, kN, kSchedule, kStages, StoreTile<AtRows>> {};
+struct UpProjDgrad : Traits<T, Own::load_rows, Major::mn, false, kN, kSchedule, kStages,
+                            StoreTile<AtRows, false>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {

@@ -9,7 +9,7 @@ namespace {
 
 template <class T, int kM, int kStages>
 struct UpProjWgrad : Traits<T, Own::gather_contraction, Major::mn, true, kM, Schedule::cooperative,
-                            kStages, StoreTile<AtSharedByOwn>> {};
+                            kStages, StoreTile<AtSharedByOwn, false>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
