@@ -31,7 +31,11 @@ PROGRAMS = ("bin/gpu_test", "bin/sonicmoe")
 EXTENSION = "python/sonicmoe/lib/libsonicmoe_torch.so"
 # Built into the same programs, or beside them, but judged without a GPU.
 NOT_ON_GPU = ("src/cpu/", "cli/tests/")
-GPU_PYTHON_TESTS = ("python/tests/test_cuda.py", "python/tests/test_cuda_shapes.py")
+GPU_PYTHON_TESTS = (
+    "python/tests/test_cuda.py",
+    "python/tests/test_cuda_error.py",
+    "python/tests/test_cuda_shapes.py",
+)
 BESIDE = (*GPU_PYTHON_TESTS, "python/tests/helpers.py", "benchmarks/moe-cute.py")
 MAX_PENDING_COMMITS = 10
 # Every kernel once, in what a sanitizer can afford.
