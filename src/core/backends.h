@@ -66,6 +66,7 @@ extern const Kernel<GroupedGemmDesc> kUpProj256;
 extern const Kernel<GroupedGemmDesc> kUpProj128;
 extern const Kernel<GroupedGemmDesc> kDownProj256;
 extern const Kernel<GroupedGemmDesc> kDownProj192;
+extern const Kernel<GroupedGemmDesc> kDownProj128;
 extern const Kernel<GroupedGemmDesc> kDownProjDgrad128;
 extern const Kernel<GroupedGemmDesc> kDownProjDgrad256;
 extern const Kernel<GroupedGemmDesc> kUpProjDgrad256;

@@ -42,7 +42,8 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cuda::kUpProj256,
     &cuda::kUpProj128,  //
     &cuda::kDownProj256,
-    &cuda::kDownProj192,  //
+    &cuda::kDownProj192,
+    &cuda::kDownProj128,  //
     &cuda::kDownProjDgrad256,
     &cuda::kDownProjDgrad128,  //
     &cuda::kUpProjDgrad256,

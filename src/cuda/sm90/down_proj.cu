@@ -56,8 +56,17 @@ struct Entry {
 
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Narrow = Entry<192, Schedule::cooperative, 4>;
+using Pingpong = Entry<128, Schedule::pingpong, 6>;
 
-std::string yield_wide(const GroupedGemmDesc& d) { return yield_to("hidden", d.hidden, 256, 192); }
+/// With a single k block a tile is all epilogue: two of them at a time hide each other's.
+std::string yield_to_pingpong(const GroupedGemmDesc& d) {
+  if (d.intermediate > kK) return {};
+  return "intermediate " + std::to_string(d.intermediate) + ": ping-pong hides the epilogue";
+}
+std::string yield_wide(const GroupedGemmDesc& d) {
+  const std::string reason = yield_to_pingpong(d);
+  return reason.empty() ? yield_to("hidden", d.hidden, 256, 192) : reason;
+}
 
 }  // namespace
 
@@ -67,6 +76,9 @@ const Kernel<GroupedGemmDesc> kDownProj256 = {"down_proj",      "cuda.down_proj.
                                               Wide::prepare,    yield_wide};
 const Kernel<GroupedGemmDesc> kDownProj192 = {
     "down_proj", "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,
-    Narrow::run, Narrow::prepare};
+    Narrow::run, Narrow::prepare,          yield_to_pingpong};
+const Kernel<GroupedGemmDesc> kDownProj128 = {
+    "down_proj",   "cuda.down_proj.128x128", DeviceType::cuda, reject_gemm, no_workspace,
+    Pingpong::run, Pingpong::prepare};
 
 }  // namespace sonicmoe::cuda
