@@ -43,6 +43,7 @@ constexpr const char* kHelp =
 
 struct BenchSettings : Settings {
   bool operations = false;
+  bool every_kernel = false;
   int repeats = 20;
   std::string configs;
   bool on_cuda() const { return device.type == DeviceType::cuda; }
@@ -200,7 +201,7 @@ class Bench {
     if (!status.ok()) throw std::runtime_error(std::string("forward: ") + status.message());
     layer_ = layer_groups(plan_, tensors_, workspace_.workspace());
     if (settings.operations || settings.on_cuda()) {
-      operations_ = std::make_unique<Operations>(settings, tensors_);
+      operations_ = std::make_unique<Operations>(settings, tensors_, settings.every_kernel);
     }
     if (settings.on_cuda()) {
       add_cuda();
@@ -398,6 +399,11 @@ Subcommand add_bench(CLI::App& app) {
       ->excludes(one);
   parser->add_flag("--ops", settings->operations, "Time each operation by itself, too")
       ->check(no_value());
+  parser
+      ->add_flag("--every-kernel", settings->every_kernel,
+                 "With --ops: time every kernel that can run a grouped GEMM, too")
+      ->check(no_value())
+      ->needs(parser->get_option("--ops"));
   add_integer(*parser, "--repeats", settings->repeats, 1, 1000000,
               "Timed repeats of everything (default: 20)");
   return {parser, [settings] { return run_bench(*settings); }};

@@ -4,8 +4,13 @@
 #include <stdexcept>
 
 namespace sonicmoe::cli {
-Operations::Operations(const Settings& settings, const LayerTensors& layer)
-    : settings_(settings), layer_(layer), s_(settings.desc), rows_(layer.rows()) {
+
+Operations::Operations(const Settings& settings, const LayerTensors& layer, bool every_kernel)
+    : settings_(settings),
+      layer_(layer),
+      every_kernel_(every_kernel),
+      s_(settings.desc),
+      rows_(layer.rows()) {
   const auto rows_of = [&](std::int64_t columns) {
     return make_tensor(s_.r * columns, settings_.desc.dtype, settings_.device);
   };
@@ -52,9 +57,8 @@ double Operations::moved_bytes(const Buffer& buffer) const {
 }
 
 template <class Desc>
-Task Operations::task(std::string name, const Desc& desc, const typename Desc::Args& args,
+Task Operations::task(std::string name, const OpPlan<Desc>& plan, const typename Desc::Args& args,
                       double flops, std::initializer_list<const Buffer*> moved) const {
-  const auto plan = settings_.plan(desc, settings_.layer_line());
   const auto workspace = std::make_shared<Buffer>(plan.workspace_bytes(), settings_.device);
   Task task{.name = std::move(name),
             .run = [plan, args, workspace] { return plan.run(args, workspace->workspace()); },
@@ -68,7 +72,23 @@ Task Operations::task(std::string name, const Desc& desc, const typename Desc::A
 template <class Desc>
 void Operations::add(std::string name, const Desc& desc, const typename Desc::Args& args,
                      double flops, std::initializer_list<const Buffer*> moved) {
-  groups_.push_back({.tasks = {task(std::move(name), desc, args, flops, moved)}});
+  const auto plan = settings_.plan(desc, settings_.layer_line());
+  groups_.push_back({.tasks = {task(std::move(name), plan, args, flops, moved)}});
+}
+
+void Operations::add_gemm(const char* name, GemmOp op, double flops,
+                          std::initializer_list<const Buffer*> moved) {
+  const GroupedGemmDesc desc = gemm_desc(op);
+  add(name, desc, gemm_args(), flops, moved);
+  if (!every_kernel_) return;
+  for (const KernelInfo& kernel : kernels()) {
+    if (kernel.op != name || kernel.device != settings_.device.type) continue;
+    Options options = settings_.options();
+    options.kernel = kernel.name;
+    const auto plan = make_plan(desc, settings_.device, options);
+    if (!plan.ok()) continue;  // it cannot run this shape
+    groups_.push_back({.tasks = {task(kernel.name, plan.value(), gemm_args(), flops, moved)}});
+  }
 }
 
 Task Operations::sequence(std::string name, std::initializer_list<const char*> operations) const {
@@ -232,10 +252,8 @@ void Operations::add_forward() {
   const double down_flops = 2.0 * static_cast<double>(rows_ * s_.d) * static_cast<double>(s_.n);
   const Buffer none;
   const Buffer* kept_preact = settings_.desc.inference ? &none : &preact_;
-  add("up_proj", gemm_desc(GemmOp::up_proj), gemm_args(), up_flops,
-      {&l.x, &l.w1, &l.b1, kept_preact, &act_});
-  add("down_proj", gemm_desc(GemmOp::down_proj), gemm_args(), down_flops,
-      {&act_, &l.w2, &l.b2, &expert_out_});
+  add_gemm("up_proj", GemmOp::up_proj, up_flops, {&l.x, &l.w1, &l.b1, kept_preact, &act_});
+  add_gemm("down_proj", GemmOp::down_proj, down_flops, {&act_, &l.w2, &l.b2, &expert_out_});
 
   AggregateArgs args = aggregate_args();
   args.rows = expert_out_.data();
@@ -285,14 +303,11 @@ void Operations::add_backward() {
   const double down_flops = 2.0 * static_cast<double>(rows_ * s_.d) * static_cast<double>(s_.n);
   const double router_flops = 2.0 * static_cast<double>(s_.t * s_.e) * static_cast<double>(s_.d);
 
-  add("down_proj_dgrad", gemm_desc(GemmOp::down_proj_dgrad), gemm_args(), down_flops,
-      {&l.dout, &l.w2, &preact_, &row_scores_, &dpreact_, &scaled_act_, &row_dscores_});
-  add("up_proj_dgrad", gemm_desc(GemmOp::up_proj_dgrad), gemm_args(), up_flops,
-      {&dpreact_, &l.w1, &dx_rows_});
-  add("down_proj_wgrad", gemm_desc(GemmOp::down_proj_wgrad), gemm_args(), down_flops,
-      {&l.dout, &scaled_act_, &l.dw2});
-  add("up_proj_wgrad", gemm_desc(GemmOp::up_proj_wgrad), gemm_args(), up_flops,
-      {&l.x, &dpreact_, &l.dw1});
+  add_gemm("down_proj_dgrad", GemmOp::down_proj_dgrad, down_flops,
+           {&l.dout, &l.w2, &preact_, &row_scores_, &dpreact_, &scaled_act_, &row_dscores_});
+  add_gemm("up_proj_dgrad", GemmOp::up_proj_dgrad, up_flops, {&dpreact_, &l.w1, &dx_rows_});
+  add_gemm("down_proj_wgrad", GemmOp::down_proj_wgrad, down_flops, {&l.dout, &scaled_act_, &l.dw2});
+  add_gemm("up_proj_wgrad", GemmOp::up_proj_wgrad, up_flops, {&l.x, &dpreact_, &l.dw1});
 
   if (desc.bias) {
     BiasGradDesc bias;
@@ -329,8 +344,9 @@ void Operations::add_backward() {
   AggregateArgs args = aggregate_args();
   args.rows = dx_rows_.data();
   args.out = l.dx.data();
-  aggregate_alone_ = task("aggregate_alone", aggregate_desc(), args, 0,
-                          {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx});
+  aggregate_alone_ =
+      task("aggregate_alone", settings_.plan(aggregate_desc(), settings_.layer_line()), args, 0,
+           {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx});
   args.addend = l.dx.data();
   add("aggregate_dx", aggregate_desc(), args, 0,
       {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});

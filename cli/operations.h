@@ -10,7 +10,9 @@ namespace sonicmoe::cli {
 /// realistic data.
 class Operations {
  public:
-  Operations(const Settings& settings, const LayerTensors& layer);
+  /// `every_kernel`: beside each grouped GEMM one group for each kernel that can run it, by the
+  /// kernel's name.
+  Operations(const Settings& settings, const LayerTensors& layer, bool every_kernel = false);
   std::vector<Group>& groups() { return groups_; }
 
   /// From given scores and experts on, without the router: metadata to O, and dO to dX, the weight
@@ -20,12 +22,14 @@ class Operations {
 
  private:
   template <class Desc>
-  Task task(std::string name, const Desc& desc, const typename Desc::Args& args, double flops,
-            std::initializer_list<const Buffer*> moved) const;
+  Task task(std::string name, const OpPlan<Desc>& plan, const typename Desc::Args& args,
+            double flops, std::initializer_list<const Buffer*> moved) const;
   Task sequence(std::string name, std::initializer_list<const char*> operations) const;
   template <class Desc>
   void add(std::string name, const Desc& desc, const typename Desc::Args& args, double flops,
            std::initializer_list<const Buffer*> moved);
+  void add_gemm(const char* name, GemmOp op, double flops,
+                std::initializer_list<const Buffer*> moved);
   void add_routing();
   void add_top_k();
   void add_rounding();
@@ -43,6 +47,7 @@ class Operations {
 
   const Settings& settings_;
   const LayerTensors& layer_;
+  bool every_kernel_;
   Sizes s_;
   std::int64_t rows_;  ///< in use, of s_.r
   Buffer scores_, ids_, offsets_, row_tokens_, row_slots_, slot_rows_, row_scores_;

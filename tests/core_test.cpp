@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "core/kernel.h"
 #include "core/ledger.h"
 #include "sonicmoe/sonicmoe.h"
 
@@ -111,10 +112,64 @@ TEST(Options, AKernelOrABackendCanBeForced) {
       EXPECT_EQ(backend.value().explain().find(other), std::string::npos);
     }
   }
-  options.kernel = "cpu.up_proj";
-  const auto kernel = make_plan(small(DType::bf16), {}, options);
-  ASSERT_TRUE(kernel.ok()) << kernel.status().message();
-  EXPECT_NE(kernel.value().explain().find("cpu.up_proj: runs"), std::string::npos);
+  for (const char* name : {"cpu.router_gemm", "cpu.up_proj", "cpu.up_proj_wgrad"}) {
+    options.kernel = name;
+    const auto kernel = make_plan(small(DType::bf16), {}, options);
+    ASSERT_TRUE(kernel.ok()) << kernel.status().message();
+    EXPECT_NE(kernel.value().explain().find(std::string(name) + ": runs"), std::string::npos);
+  }
+  options.kernel = "cpu.up_proj.of_no_size";
+  EXPECT_FALSE(make_plan(small(DType::bf16), {}, options).ok());
+}
+
+// Which tile a CUDA kernel takes depends on the shape alone, so that it can be looked up here.
+TEST(Kernels, CudaTilesAreChosenByShape) {
+  struct Row {
+    GemmOp op;
+    std::int64_t hidden, intermediate;
+    const char* tile;
+    Activation activation = Activation::swiglu;
+  };
+  constexpr Activation kGelu = Activation::gelu;
+  constexpr Row kRows[] = {
+      {GemmOp::up_proj, 1536, 256, "128x256"},
+      {GemmOp::up_proj, 4096, 1024, "128x256"},
+      {GemmOp::up_proj, 2048, 64, "128x128"},
+      {GemmOp::up_proj, 2048, 704, "128x256"},
+      {GemmOp::up_proj, 1536, 256, "128x128", Activation::geglu},
+      {GemmOp::up_proj, 1536, 256, "128x128", kGelu},
+      {GemmOp::down_proj, 768, 256, "128x192"},
+      {GemmOp::down_proj, 4096, 1024, "128x192"},
+      {GemmOp::down_proj, 1024, 1024, "128x256"},
+      {GemmOp::down_proj, 4096, 2048, "128x256"},
+      {GemmOp::down_proj, 2880, 2880, "128x192"},
+      {GemmOp::down_proj_dgrad, 1536, 256, "128x256"},
+      {GemmOp::down_proj_dgrad, 2048, 64, "128x128"},
+      {GemmOp::down_proj_dgrad, 1536, 256, "128x128", kGelu},
+      {GemmOp::up_proj_dgrad, 1536, 256, "128x192"},
+      {GemmOp::up_proj_dgrad, 768, 1024, "128x192"},
+      {GemmOp::up_proj_dgrad, 4096, 2048, "128x256"},
+      {GemmOp::up_proj_dgrad, 1024, 512, "128x256"},
+      {GemmOp::down_proj_wgrad, 1536, 256, "128x256"},
+      {GemmOp::down_proj_wgrad, 2048, 64, "128x128"},
+      {GemmOp::up_proj_wgrad, 1536, 256, "256x128"},
+      {GemmOp::up_proj_wgrad, 2048, 128, "128x128"},
+  };
+  for (const Row& row : kRows) {
+    GroupedGemmDesc desc;
+    desc.op = row.op;
+    desc.tokens = 4096, desc.rows = 16384, desc.experts = 32;
+    desc.hidden = row.hidden, desc.intermediate = row.intermediate;
+    desc.dtype = DType::bf16;
+    desc.activation = row.activation;
+    const auto choice = choose_kernel(desc, {DeviceType::cuda, 0}, "");
+    if (choice.walk.empty()) GTEST_SKIP() << "this build has no CUDA";
+    ASSERT_NE(choice.kernel, nullptr) << choice.walk;
+    const std::string name = choice.kernel->name;
+    EXPECT_EQ(name.substr(name.rfind('.') + 1), row.tile)
+        << row.hidden << ", " << row.intermediate << "\n"
+        << choice.walk;
+  }
 }
 
 // Fewer threads need less scratch; the number of threads is part of the plan.

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "tests/device.h"
@@ -123,6 +124,84 @@ TEST(Layers, OrderOfListsDoesNotMatter) {
     b.tensors.scores = a.tensors.scores;
     b.tensors.dscores = a.tensors.dscores;
     EXPECT_EQ(first_difference(a, b), "");
+  }
+}
+
+Tensor rounded_to_type(Tensor values, DType type) {
+  for (double& v : values) v = round_to(v, type);
+  return values;
+}
+
+Tensor normal_numbers(std::size_t size, std::uint64_t stream) {
+  const Random random(3, stream);
+  Tensor values(size);
+  for (std::size_t i = 0; i < size; ++i) values[i] = random.normal(i);
+  return values;
+}
+
+/// `sum` is old + gradient, a sum in fp32 that is rounded once more if it is stored in 16 bits. So
+/// where the gradient is zero, nothing changes.
+void expect_added(const char* name, const Tensor& sum, const Tensor& old, const Tensor& gradient,
+                  DType stored) {
+  ASSERT_EQ(sum.size(), gradient.size()) << name;
+  for (std::size_t i = 0; i < sum.size(); ++i) {
+    const double exact = old[i] + gradient[i];
+    const double slack = stored == DType::f32 ? 0 : 0x1p-24 * std::fabs(exact);
+    ASSERT_GE(sum[i], round_to(exact - slack, stored)) << name << " " << i;
+    ASSERT_LE(sum[i], round_to(exact + slack, stored)) << name << " " << i;
+  }
+}
+
+// The two flags concern dw1 and dw2 and nothing else: the gradients of biases and router stay in
+// the storage type and are overwritten (run_layer poisons them before).
+TEST(Layers, WeightGradientsInFp32AndAccumulated) {
+  std::vector<std::string> names = {"activation/swiglu-interleaved",
+                                    "activation/swiglu-concatenated-bias",
+                                    "activation/geglu-separate-bias",
+                                    "activation/relu_sq-bias",
+                                    "router/topk_over_softmax-empty_ends",
+                                    "router/softmax_over_topk-t0",
+                                    "shape/long",
+                                    "shape/empty_ends",
+                                    "given/hostile-bias-gelu",
+                                    "given/sentinels_only",
+                                    "rounding/nearest-softmax_over_topk"};
+  if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
+  for (const std::string& name : names) {
+    for (const DType type : kTypes) {
+      Problem p = make_problem(case_named(name, type));
+      const LayerRun plain = run_layer(p, kDevice);
+      ASSERT_TRUE(plain.status.ok()) << plain.status.message();
+      // Twice the same bits; whatever is not dw1 or dw2 has the bits of the plain run.
+      const auto run = [&](bool f32, bool accumulate) {
+        SCOPED_TRACE(name + " " + sonicmoe::name(type) + (f32 ? " f32" : "") +
+                     (accumulate ? " accumulate" : ""));
+        p.desc.f32_weight_grads = f32;
+        p.desc.accumulate_weight_grads = accumulate;
+        const LayerRun once = run_layer(p, kDevice);
+        EXPECT_STREQ(once.status.message(), "");
+        EXPECT_EQ(once.damage, "");
+        EXPECT_EQ(first_difference(once, run_layer(p, kDevice)), "");
+        LayerRun others = once;
+        others.tensors.dw1 = plain.tensors.dw1;
+        others.tensors.dw2 = plain.tensors.dw2;
+        EXPECT_EQ(first_difference(others, plain), "");
+        return once.tensors;
+      };
+      const LayerTensors wide = run(true, false);
+      EXPECT_TRUE(same_values("dw1", rounded_to_type(wide.dw1, type), plain.tensors.dw1).pass)
+          << name;
+      EXPECT_TRUE(same_values("dw2", rounded_to_type(wide.dw2, type), plain.tensors.dw2).pass)
+          << name;
+      for (const DType stored : {type, DType::f32}) {
+        p.dw1 = rounded_to_type(normal_numbers(wide.dw1.size(), 1), stored);
+        p.dw2 = rounded_to_type(normal_numbers(wide.dw2.size(), 2), stored);
+        const LayerTensors sums = run(stored == DType::f32, true);
+        SCOPED_TRACE(name + " " + sonicmoe::name(type) + " to " + sonicmoe::name(stored));
+        expect_added("dw1", sums.dw1, p.dw1, wide.dw1, stored);
+        expect_added("dw2", sums.dw2, p.dw2, wide.dw2, stored);
+      }
+    }
   }
 }
 

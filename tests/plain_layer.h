@@ -16,8 +16,9 @@ struct PlainLayer {
   BackwardArgs backward;
   Workspace workspace;
 
-  explicit PlainLayer(const Case& c, int threads, bool checked = true)
-      : plan(make_plan(c.desc, kDevice, {.threads = threads, .checked = checked, .kernel = ""})
+  explicit PlainLayer(const Case& c, int threads, bool checked = true,
+                      const std::string& kernel = "")
+      : plan(make_plan(c.desc, kDevice, {.threads = threads, .checked = checked, .kernel = kernel})
                  .value()),
         problem(make_problem(c)) {
     const LayerDesc& d = c.desc;

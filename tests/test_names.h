@@ -6,20 +6,30 @@
 #include <ostream>
 #include <string>
 
+#include "sonicmoe/info.h"
 #include "verify/cases.h"
+
+namespace sonicmoe {
+
+/// How GoogleTest shows a kernel.
+inline void PrintTo(const KernelInfo& value, std::ostream* out) { *out << value.name; }
+
+}  // namespace sonicmoe
 
 namespace sonicmoe::verify {
 
 /// How GoogleTest shows a case.
 inline void PrintTo(const Case& value, std::ostream* out) { *out << value.name; }
 
-/// A case's name as GoogleTest allows it.
-inline std::string test_name(const testing::TestParamInfo<Case>& param) {
-  std::string name = param.param.name;
+/// A name as GoogleTest allows it.
+inline std::string label_of(std::string name) {
   for (char& c : name) {
     if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
   }
   return name;
+}
+inline std::string test_name(const testing::TestParamInfo<Case>& param) {
+  return label_of(param.param.name);
 }
 
 }  // namespace sonicmoe::verify

@@ -30,6 +30,7 @@ struct Problem {
   Tensor b2;        ///< (E, d)
   Tensor dout;      ///< (T, d)
   Tensor dlogits;   ///< (T, E), or empty: gradient of losses outside the layer
+  Tensor dw1, dw2;  ///< what gradients are added to, like w1 and w2; accumulate_weight_grads only
   Routing lists;    ///< routing given
   Tensor list_scores;
 };

@@ -77,6 +77,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
                   LayerRun* run) {
   const LayerDesc& desc = p.desc;
   const DType type = desc.dtype;
+  const DType grad_type = desc.f32_weight_grads ? DType::f32 : type;
   const bool router = desc.router != RouterMode::given;
   const bool separate = desc.w1_layout == W1Layout::separate;
   const std::int64_t E = desc.experts, d = desc.hidden, n = desc.intermediate;
@@ -92,9 +93,15 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   args.routing = data("routing");
   args.dout = arena->input("dout", p.dout, type);
   args.dx = arena->output("dx", desc.tokens * d, type);
-  args.dw1 = arena->output("dw1", E * first * d, type);
-  args.dw1_up = arena->output("dw1_up", E * second * d, type);
-  args.dw2 = arena->output("dw2", E * d * n, type);
+  args.dw1 = arena->output("dw1", E * first * d, grad_type);
+  args.dw1_up = arena->output("dw1_up", E * second * d, grad_type);
+  args.dw2 = arena->output("dw2", E * d * n, grad_type);
+  if (desc.accumulate_weight_grads) {
+    const auto [dw1, dw1_up] = pack_w1(p.dw1, desc, d);
+    (*arena)["dw1"].put(encode(dw1, grad_type));
+    (*arena)["dw1_up"].put(encode(dw1_up, grad_type));
+    (*arena)["dw2"].put(encode(p.dw2, grad_type));
+  }
   if (desc.bias) {
     args.db1 = arena->output("db1", E * first, type);
     args.db1_up = arena->output("db1_up", E * second, type);
@@ -115,8 +122,8 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
 
   LayerTensors& out = run->tensors;
   out.dx = arena->tensor("dx", type);
-  out.dw1 = unpack_w1(arena->tensor("dw1", type), arena->tensor("dw1_up", type), desc, d);
-  out.dw2 = arena->tensor("dw2", type);
+  out.dw1 = unpack_w1(arena->tensor("dw1", grad_type), arena->tensor("dw1_up", grad_type), desc, d);
+  out.dw2 = arena->tensor("dw2", grad_type);
   if (desc.bias) {
     out.db1 = unpack_w1(arena->tensor("db1", type), arena->tensor("db1_up", type), desc, 1);
     out.db2 = arena->tensor("db2", type);

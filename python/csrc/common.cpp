@@ -120,6 +120,13 @@ void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like
   }
 }
 
+void check_alignment(const char* argument, const Tensor& tensor) {
+  const void* const address = tensor.const_data_ptr();
+  if (reinterpret_cast<std::uintptr_t>(address) % 16 == 0) return;
+  check(Status::error(StatusCode::invalid_argument,
+                      "%s: got address %p, allowed: multiples of 16 bytes", argument, address));
+}
+
 void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims,
                 const char* meaning) {
   if (tensor.dim() == dims) return;

@@ -33,6 +33,10 @@ void check(const Status& status);
 void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like, ScalarType dtype,
                   Shape shape, const char* meaning);
 
+/// Throws ValueError unless the tensor starts at a multiple of 16 bytes, as the library wants it.
+/// It checks that too, but under its own names and not before it needs the tensor.
+void check_alignment(const char* argument, const Tensor& tensor);
+
 /// Throws ValueError unless the tensor has this many dimensions.
 void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, const char* meaning);
 

@@ -8,10 +8,16 @@ PlanCache<LayerDesc, LayerPlan>& plans() {
   return cache;
 }
 
+/// fp32 tensors that backward adds dW1 and dW2 to, or neither.
+struct MainGrads {
+  const OptionalTensor& w1;
+  const OptionalTensor& w2;
+};
+
 /// The descriptor's sizes, read off the tensors. The weights say what d is, so that x is blamed
 /// when its width differs.
 LayerDesc describe(const Tensor& x, const Tensor& w2, bool bias, const std::string& activation,
-                   bool concat_layout) {
+                   bool concat_layout, const MainGrads& main_grads) {
   check_dims("x", x, 2, "(T, d)");
   check_dims("w2", w2, 3, "(E, d, n)");
   LayerDesc desc;
@@ -23,6 +29,7 @@ LayerDesc describe(const Tensor& x, const Tensor& w2, bool bias, const std::stri
   desc.activation = parse_activation(activation);
   desc.w1_layout = concat_layout ? W1Layout::concatenated : W1Layout::interleaved;
   desc.bias = bias;
+  desc.f32_weight_grads = desc.accumulate_weight_grads = main_grads.w1.has_value();
   return desc;
 }
 
@@ -53,11 +60,19 @@ class Inputs {
   void router_w(const Tensor& tensor) const {
     check_tensor("router_w", tensor, x_, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
   }
-  void weights(const Tensor& w1, const Tensor& w2) const {
-    const char* const shape = is_glu(desc_.activation) ? "(E, 2n, d)" : "(E, n, d)";
-    check_tensor("w1", w1, x_, dtype_, {desc_.experts, desc_.preact_width(), desc_.hidden}, shape);
-    check_tensor("w2", w2, x_, dtype_, {desc_.experts, desc_.hidden, desc_.intermediate},
-                 "(E, d, n)");
+  void weights(const Tensor& w1, const Tensor& w2, const MainGrads& main_grads) const {
+    like_w1("w1", w1, dtype_);
+    like_w2("w2", w2, dtype_);
+    if (main_grads.w1.has_value() != main_grads.w2.has_value()) {
+      check(Status::error(StatusCode::invalid_argument,
+                          "%s: got None, allowed: w1_main_grad and w2_main_grad, or neither",
+                          main_grads.w1 ? "w2_main_grad" : "w1_main_grad"));
+    }
+    if (!main_grads.w1) return;
+    like_w1("w1_main_grad", *main_grads.w1, ScalarType::Float);
+    like_w2("w2_main_grad", *main_grads.w2, ScalarType::Float);
+    check_alignment("w1_main_grad", *main_grads.w1);
+    check_alignment("w2_main_grad", *main_grads.w2);
   }
   void b1(const OptionalTensor& tensor) const {
     const char* const shape = is_glu(desc_.activation) ? "(E, 2n)" : "(E, n)";
@@ -80,6 +95,15 @@ class Inputs {
   }
 
  private:
+  void like_w1(const char* argument, const Tensor& tensor, ScalarType dtype) const {
+    check_tensor(argument, tensor, x_, dtype, {desc_.experts, desc_.preact_width(), desc_.hidden},
+                 is_glu(desc_.activation) ? "(E, 2n, d)" : "(E, n, d)");
+  }
+  void like_w2(const char* argument, const Tensor& tensor, ScalarType dtype) const {
+    check_tensor(argument, tensor, x_, dtype, {desc_.experts, desc_.hidden, desc_.intermediate},
+                 "(E, d, n)");
+  }
+
   const LayerDesc& desc_;
   const Tensor& x_;
   ScalarType dtype_;
@@ -100,18 +124,23 @@ Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
   return empty(x, {Inputs::routing_ints(plan)}, ScalarType::Int);
 }
 
-/// dw1, db1, dw2, db2 and their places in the arguments.
+/// dw1, db1, dw2, db2 and their places in the arguments. dw1 and dw2 are empty if they are added to
+/// main_grads.
 struct WeightGradients {
   WeightGradients(const Tensor& x, const LayerDesc& d)
-      : dw1(empty(x, {d.experts, d.preact_width(), d.hidden}, x.scalar_type())),
+      : dw1(empty(x, {returned(d), d.preact_width(), d.hidden}, x.scalar_type())),
         db1(empty(x, {d.bias ? d.experts : 0, d.preact_width()}, x.scalar_type())),
-        dw2(empty(x, {d.experts, d.hidden, d.intermediate}, x.scalar_type())),
+        dw2(empty(x, {returned(d), d.hidden, d.intermediate}, x.scalar_type())),
         db2(empty(x, {d.bias ? d.experts : 0, d.hidden}, x.scalar_type())) {}
 
-  void add_to(BackwardArgs* args) const {
-    args->dw1 = output<void>(dw1);
+  static std::int64_t returned(const LayerDesc& d) {
+    return d.accumulate_weight_grads ? 0 : d.experts;
+  }
+
+  void add_to(BackwardArgs* args, const MainGrads& main_grads) const {
+    args->dw1 = output<void>(main_grads.w1.value_or(dw1));
     args->db1 = output<void>(db1);
-    args->dw2 = output<void>(dw2);
+    args->dw2 = output<void>(main_grads.w2.value_or(dw2));
     args->db2 = output<void>(db2);
   }
 
@@ -123,16 +152,17 @@ struct WeightGradients {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
     std::int64_t top_k, std::string activation, bool softmax_over_topk, bool norm_topk_probs,
-    bool concat_layout, bool inference) {
+    bool concat_layout, bool inference, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad) {
   check_biases(b1, b2);
-  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout);
+  const MainGrads main_grads{w1_main_grad, w2_main_grad};
+  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
   desc.inference = inference;
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("x", x);
   inputs.router_w(router_w);
-  inputs.weights(w1, w2);
+  inputs.weights(w1, w2, main_grads);
   inputs.b1(b1);
   inputs.b2(b2);
 
@@ -159,8 +189,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
     OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
-    std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout) {
-  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout);
+    std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout,
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad) {
+  const MainGrads main_grads{w1_main_grad, w2_main_grad};
+  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
@@ -168,7 +200,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   inputs.logits("dlogits", dlogits);
   inputs.tokens("x", x);
   inputs.router_w(router_w);
-  inputs.weights(w1, w2);
+  inputs.weights(w1, w2, main_grads);
   inputs.b2(b2);
   inputs.logits("logits", logits);
   inputs.saved(plan, preact, routing);
@@ -188,19 +220,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
                     .dlogits = input<void>(dlogits),
                     .dx = output<void>(dx),
                     .drouter_w = output<void>(drouter_w)};
-  gradients.add_to(&args);
+  gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
   return {dx, drouter_w, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor scores, Tensor token_ids,
-                                                          Tensor expert_ids, Tensor w1,
-                                                          OptionalTensor b1, Tensor w2,
-                                                          OptionalTensor b2, std::string activation,
-                                                          bool concat_layout, bool inference) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
+    Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, OptionalTensor b1,
+    Tensor w2, OptionalTensor b2, std::string activation, bool concat_layout, bool inference,
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad) {
   check_biases(b1, b2);
   check_dims("scores", scores, 1, "(L)");
-  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout);
+  const MainGrads main_grads{w1_main_grad, w2_main_grad};
+  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
   choose_by_lists(&desc, scores.size(0));
   desc.inference = inference;
   const LayerPlan plan = plans().get(desc, x);
@@ -209,7 +241,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor score
   check_tensor("scores", scores, x, ScalarType::Float, {desc.list_length}, "(L)");
   check_tensor("token_ids", token_ids, x, ScalarType::Int, {desc.list_length}, "(L)");
   check_tensor("expert_ids", expert_ids, x, ScalarType::Int, {desc.list_length}, "(L)");
-  inputs.weights(w1, w2);
+  inputs.weights(w1, w2, main_grads);
   inputs.b1(b1);
   inputs.b2(b2);
 
@@ -235,15 +267,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor score
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
-    std::string activation, bool concat_layout) {
+    std::string activation, bool concat_layout, OptionalTensor w1_main_grad,
+    OptionalTensor w2_main_grad) {
   check_dims("preact", preact, 2, "(L, 2n or n)");
-  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout);
+  const MainGrads main_grads{w1_main_grad, w2_main_grad};
+  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_lists(&desc, preact.size(0));
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("dout", dout);
   inputs.tokens("x", x);
-  inputs.weights(w1, w2);
+  inputs.weights(w1, w2, main_grads);
   inputs.b2(b2);
   inputs.saved(plan, preact, routing);
 
@@ -259,7 +293,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
                     .dout = input<void>(dout),
                     .dx = output<void>(dx),
                     .dscores = output<float>(dscores)};
-  gradients.add_to(&args);
+  gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
   return {dx, dscores, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
 }

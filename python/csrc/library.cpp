@@ -6,21 +6,24 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
       "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
-      "bool concat_layout, bool inference) -> "
+      "bool concat_layout, bool inference, "
+      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None) -> "
       "(Tensor o, Tensor logits, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "layer_backward(Tensor dout, Tensor? dlogits, Tensor x, Tensor router_w, Tensor w1, "
       "Tensor w2, Tensor? b2, Tensor? logits, Tensor preact, Tensor routing, "
       "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
-      "bool concat_layout) -> "
+      "bool concat_layout, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None) -> "
       "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def(
       "routed_forward(Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, "
-      "Tensor? b1, Tensor w2, Tensor? b2, str activation, bool concat_layout, bool inference) -> "
+      "Tensor? b1, Tensor w2, Tensor? b2, str activation, bool concat_layout, bool inference, "
+      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None) -> "
       "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, Tensor? b2, Tensor preact, "
-      "Tensor routing, str activation, bool concat_layout) -> "
+      "Tensor routing, str activation, bool concat_layout, "
+      "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def(
       "check_layer(int hidden, int intermediate, int experts, int top_k, str activation) -> ()");

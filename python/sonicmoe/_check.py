@@ -9,12 +9,13 @@ import torch
 from .enums import ActivationType
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OPTIONAL = ("b1", "b2", "w1_main_grad", "w2_main_grad")
 
 
 def tensors(**values: object) -> None:
-    """All are tensors; only the biases may be None."""
+    """All are tensors; those of _OPTIONAL may be None."""
     for name, value in values.items():
-        if not isinstance(value, torch.Tensor) and not (value is None and name in ("b1", "b2")):
+        if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
             raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
 
 
@@ -31,6 +32,20 @@ def alike(x: torch.Tensor, **others: torch.Tensor | None) -> None:
         if tensor.dtype != dtype:
             raise TypeError(f"{name}: got {tensor.dtype}, allowed: {dtype}, the dtype of x")
         on_device(name, tensor, device)
+
+
+def main_grad(name: str, value: torch.Tensor | None, weight: torch.Tensor) -> None:
+    """What backward may add the weight's gradient to, or None."""
+    tensors(**{name: value})
+    if value is None:
+        return
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name}: got {value.dtype}, allowed: torch.float32")
+    on_device(name, value, weight.device)
+    if value.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires grad, allowed: one that does not")
+    if not weight.requires_grad:
+        raise ValueError(f"{name}: got a tensor, allowed: None, for the weight is frozen")
 
 
 def on_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -78,8 +93,10 @@ def rounding_rule(name: str, rule: str) -> str:
     return ROUNDING_RULES[rule]
 
 
-def expert_weights(name: str, weights: torch.Tensor, shape: str) -> torch.Tensor:
+def expert_weights(name: str, weights: torch.Tensor | None, shape: str) -> torch.Tensor | None:
     """The contiguous (E, out, in) tensor whose permuted view (out, in, E) the caller gave."""
+    if weights is None and name in _OPTIONAL:
+        return None
     tensors(**{name: weights})
     if weights.dim() == 3:
         stored = weights.permute(2, 0, 1)

@@ -27,6 +27,8 @@ def topk_layer(
     softmax_over_topk: bool,
     norm_topk_probs: bool,
     concat_layout: bool,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """o (T, d), logits (T, E) and counts (E) int32."""
     _ops.require()
@@ -36,6 +38,10 @@ def topk_layer(
     x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
     _check.alike(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
     inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2)
+    if inference:
+        w1_main_grad = w2_main_grad = None
+    _check.main_grad("w1_main_grad", w1_main_grad, w1)
+    _check.main_grad("w2_main_grad", w2_main_grad, w2)
     with torch.set_grad_enabled(not inference):
         o, logits, counts, _, _ = _ops.layer_forward(
             x.contiguous(),
@@ -50,6 +56,8 @@ def topk_layer(
             norm_topk_probs,
             concat_layout,
             inference,
+            w1_main_grad,
+            w2_main_grad,
         )
     return o, logits, counts
 
@@ -66,6 +74,8 @@ def routed_layer(
     activation: ActivationType,
     is_inference_mode: bool,
     concat_layout: bool,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of lists of length L."""
     _ops.require()
@@ -80,6 +90,10 @@ def routed_layer(
     x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
     _check.alike(x, w1=w1, b1=b1, w2=w2, b2=b2)
     inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2)
+    if inference:
+        w1_main_grad = w2_main_grad = None
+    _check.main_grad("w1_main_grad", w1_main_grad, w1)
+    _check.main_grad("w2_main_grad", w2_main_grad, w2)
     with torch.set_grad_enabled(not inference):
         o, counts, _, _ = _ops.routed_forward(
             x.contiguous(),
@@ -93,6 +107,8 @@ def routed_layer(
             activation.value,
             concat_layout,
             inference,
+            w1_main_grad,
+            w2_main_grad,
         )
     return o, counts
 

@@ -32,7 +32,7 @@ def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) ->
 
 def _layer_forward_fake(
     x, router_w, w1, b1, w2, b2, top_k, activation, softmax_over_topk, norm_topk_probs,
-    concat_layout, inference,
+    concat_layout, inference, w1_main_grad=None, w2_main_grad=None,
 ):  # fmt: skip
     tokens, experts = x.shape[0], router_w.shape[0]
     rows = 0 if inference else tokens * top_k
@@ -46,8 +46,9 @@ def _layer_forward_fake(
 
 
 def _routed_forward_fake(
-    x, scores, token_ids, expert_ids, w1, b1, w2, b2, activation, concat_layout, inference
-):
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2, activation, concat_layout, inference,
+    w1_main_grad=None, w2_main_grad=None,
+):  # fmt: skip
     tokens, experts = x.shape[0], w1.shape[0]
     rows = 0 if inference else scores.shape[0]
     return (
@@ -58,26 +59,30 @@ def _routed_forward_fake(
     )
 
 
-def _weight_gradients_fake(w1, w2, has_bias):
+def _weight_gradients_fake(w1, w2, has_bias, has_main_grads):
     experts = w1.shape[0]
+    returned = 0 if has_main_grads else experts
     return (
-        _empty(w1, *w1.shape),
+        _empty(w1, returned, *w1.shape[1:]),
         _empty(w1, experts if has_bias else 0, w1.shape[1]),
-        _empty(w2, *w2.shape),
+        _empty(w2, returned, *w2.shape[1:]),
         _empty(w2, experts if has_bias else 0, w2.shape[1]),
     )
 
 
 def _layer_backward_fake(
     dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, top_k, activation,
-    softmax_over_topk, norm_topk_probs, concat_layout,
+    softmax_over_topk, norm_topk_probs, concat_layout, w1_main_grad=None, w2_main_grad=None,
 ):  # fmt: skip
-    gradients = _weight_gradients_fake(w1, w2, b2 is not None)
+    gradients = _weight_gradients_fake(w1, w2, b2 is not None, w1_main_grad is not None)
     return _empty(x, *x.shape), _empty(router_w, *router_w.shape), *gradients
 
 
-def _routed_backward_fake(dout, x, w1, w2, b2, preact, routing, activation, concat_layout):
-    gradients = _weight_gradients_fake(w1, w2, b2 is not None)
+def _routed_backward_fake(
+    dout, x, w1, w2, b2, preact, routing, activation, concat_layout, w1_main_grad=None,
+    w2_main_grad=None,
+):  # fmt: skip
+    gradients = _weight_gradients_fake(w1, w2, b2 is not None, w1_main_grad is not None)
     return _empty(x, *x.shape), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
 
 
@@ -124,11 +129,19 @@ def _token_rounding_backward_fake(
 
 
 # Derivatives. Only x, H and the routing block are kept besides the parameters, and the logits where
-# a gradient needs the probabilities of all experts.
+# a gradient needs the probabilities of all experts. What the weights' gradients are added to is
+# passed on as it is: another backward may add to it in between, which is no mistake.
+
+
+def _added(main_grads):
+    """Tells autograd that the operator has written to them. Tracing finds out from the schema."""
+    if main_grads[0] is not None and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(main_grads)
 
 
 def _save_for_layer_backward(ctx, inputs, output):
-    x, router_w, w1, b1, w2, b2, *options, inference = inputs
+    x, router_w, w1, b1, w2, b2 = inputs[:6]
+    *options, inference, w1_main_grad, w2_main_grad = inputs[6:]
     o, logits, counts, preact, routing = output
     top_k, activation, softmax_over_topk, norm_topk_probs, concat_layout = options
     keeps_logits = not softmax_over_topk and not norm_topk_probs
@@ -136,6 +149,7 @@ def _save_for_layer_backward(ctx, inputs, output):
         x, router_w, w1, w2, b2, logits if keeps_logits else None, preact, routing
     )
     ctx.options = options
+    ctx.main_grads = w1_main_grad, w2_main_grad
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -154,17 +168,23 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         preact,
         routing,
         *ctx.options,
+        *ctx.main_grads,
     )
+    _added(ctx.main_grads)
     if b2 is None:
         db1 = db2 = None
-    return dx, drouter_w, dw1, db1, dw2, db2, None, None, None, None, None, None
+    if ctx.main_grads[0] is not None:
+        dw1 = dw2 = None
+    return dx, drouter_w, dw1, db1, dw2, db2, *[None] * 8
 
 
 def _save_for_routed_backward(ctx, inputs, output):
-    x, scores, token_ids, expert_ids, w1, b1, w2, b2, activation, concat_layout, inference = inputs
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2 = inputs[:8]
+    activation, concat_layout, inference, w1_main_grad, w2_main_grad = inputs[8:]
     o, counts, preact, routing = output
     ctx.save_for_backward(x, w1, w2, b2, preact, routing)
     ctx.options = activation, concat_layout
+    ctx.main_grads = w1_main_grad, w2_main_grad
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -172,11 +192,14 @@ def _save_for_routed_backward(ctx, inputs, output):
 def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     x, w1, w2, b2, preact, routing = ctx.saved_tensors
     dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
-        dout.contiguous(), x, w1, w2, b2, preact, routing, *ctx.options
+        dout.contiguous(), x, w1, w2, b2, preact, routing, *ctx.options, *ctx.main_grads
     )
+    _added(ctx.main_grads)
     if b2 is None:
         db1 = db2 = None
-    return dx, dscores, None, None, dw1, db1, dw2, db2, None, None, None
+    if ctx.main_grads[0] is not None:
+        dw1 = dw2 = None
+    return dx, dscores, None, None, dw1, db1, dw2, db2, *[None] * 5
 
 
 def _save_for_aux_loss_backward(ctx, inputs, output):

@@ -26,6 +26,9 @@ def moe_TC_softmax_topk_layer(
     is_softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
     concat_layout: bool = False,
+    *,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each token picks its K experts: output (T, H), router logits (T, E), frequency (E) int32.
 
@@ -45,6 +48,8 @@ def moe_TC_softmax_topk_layer(
         is_softmax_over_topk,
         norm_topk_probs,
         concat_layout,
+        _check.expert_weights("w1_main_grad", w1_main_grad, "(2I or I, H, E)"),
+        _check.expert_weights("w2_main_grad", w2_main_grad, "(H, I, E)"),
     )
 
 
@@ -62,12 +67,16 @@ def moe_general_routing_inputs(
     activation_type: ActivationType = ActivationType.SWIGLU,
     is_inference_mode_enabled: bool = False,
     concat_layout: bool = False,
+    *,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The caller routes, with lists of length L: output (T, H) and frequency (E) int32.
 
     Token `token_indices[i]` goes to expert `expert_indices[i]` with weight `router_scores[i]`
     (any float dtype, raised to fp32; differentiable). Lists may be in any order; duplicates add;
     an expert index of E or more is a sentinel that contributes nothing. `E` may be left out.
+    `w1_main_grad` and `w2_main_grad` as above.
     """
     w1 = _check.expert_weights("w1", w1, "(2I or I, H, E)")
     w2 = _check.expert_weights("w2", w2, "(H, I, E)")
@@ -85,6 +94,8 @@ def moe_general_routing_inputs(
         activation_type,
         is_inference_mode_enabled,
         concat_layout,
+        _check.expert_weights("w1_main_grad", w1_main_grad, "(2I or I, H, E)"),
+        _check.expert_weights("w2_main_grad", w2_main_grad, "(H, I, E)"),
     )
 
 

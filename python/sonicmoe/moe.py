@@ -12,6 +12,25 @@ from .enums import ActivationType, KernelBackendMoE, is_glu
 _BACKENDS = {KernelBackendMoE.sonicmoe: _layer, KernelBackendMoE.torch: reference}
 
 
+class _AddedToMainGrad(torch.autograd.Function):
+    """Passes a weight on. Backward says that its gradient has been added to `main_grad`.
+
+    The hooks that wait for a gradient get one of zeros, as Megatron's do from its own layers:
+    without any, autograd would call them from another thread.
+    """
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient: None) -> torch.Tensor:
+        ctx.weight.grad_added_to_main_grad = True
+        return torch.zeros_like(ctx.weight)
+
+
 class Experts(nn.Module):
     """The weights of one projection of all experts: weight (E, out, in), bias (E, out) or None."""
 
@@ -32,6 +51,26 @@ class Experts(nn.Module):
         nn.init.normal_(self.weight, mean=0.0, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def accumulating(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight as the layer takes it, and what backward adds its gradient to."""
+        weight = self.weight
+        if not weight.requires_grad:
+            return weight, None
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            raise ValueError(
+                f"{name}.weight.main_grad: got None, allowed: a torch.float32 tensor like the "
+                "weight, for gradient_accumulation_fusion adds to it"
+            )
+        if getattr(weight, "overwrite_main_grad", False):
+            raise ValueError(f"{name}.weight.overwrite_main_grad: got True, allowed: False")
+        if hasattr(weight, "grad_added_to_main_grad"):
+            if torch.compiler.is_compiling():  # no code of ours runs in that backward
+                weight.grad_added_to_main_grad = True
+            else:
+                weight = _AddedToMainGrad.apply(weight)
+        return weight, main_grad
 
     def extra_repr(self) -> str:
         return (
@@ -55,6 +94,11 @@ class MoE(nn.Module):
     With `routing="token_rounding"` the layer rounds each expert's tokens to a multiple of `tile`
     while training (see :func:`sonicmoe.functional.token_rounding` for the rules of `rounding`); in
     `eval()` and in inference mode it is plain top-K. Draws come from PyTorch's generator.
+
+    With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
+    `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
+    their `grad` stays None. Where a weight has `grad_added_to_main_grad`, as Megatron's have,
+    backward sets that and gives the hooks a gradient of zeros.
     """
 
     def __init__(
@@ -73,6 +117,7 @@ class MoE(nn.Module):
         routing: str = "top_k",
         rounding: str = "nr",
         tile: int = 128,
+        gradient_accumulation_fusion: bool = False,
     ) -> None:
         super().__init__()
         _check.integer("num_experts", num_experts)
@@ -105,6 +150,7 @@ class MoE(nn.Module):
         self.routing = routing
         self.rounding = rounding
         self.tile = tile
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
 
         width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
@@ -129,15 +175,25 @@ class MoE(nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         tokens = x.reshape(-1, self.hidden_size)
+        w1, w2, main_grads = self.c_fc.weight, self.c_proj.weight, {}
+        if self.gradient_accumulation_fusion:
+            if backend is not _layer:
+                raise ValueError(
+                    f"kernel_backend_moe: got {kernel_backend_moe}, allowed: "
+                    "KernelBackendMoE.sonicmoe, with gradient_accumulation_fusion"
+                )
+            if torch.is_grad_enabled() and not is_inference_mode:
+                w1, main_grads["w1_main_grad"] = self.c_fc.accumulating("c_fc")
+                w2, main_grads["w2_main_grad"] = self.c_proj.accumulating("c_proj")
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
-            out, logits, counts = self._rounded(backend, tokens)
+            out, logits, counts = self._rounded(backend, tokens, w1, w2, main_grads)
             return out.view(x.shape), backend.switch_loss(logits, counts)
         out, logits, counts = backend.topk_layer(
             tokens,
             self.router.weight,
-            self.c_fc.weight,
+            w1,
             self.c_fc.bias,
-            self.c_proj.weight,
+            w2,
             self.c_proj.bias,
             self.top_k,
             self.activation_function,
@@ -145,12 +201,18 @@ class MoE(nn.Module):
             self.softmax_over_topk,
             self.norm_topk_probs,
             self.concat_layout,
+            **main_grads,
         )
         aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
         return out.view(x.shape), aux_loss
 
     def _rounded(
-        self, backend: ModuleType, x: torch.Tensor
+        self,
+        backend: ModuleType,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        main_grads: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
         x, router_w = autocast(x, self.router.weight)
@@ -173,13 +235,14 @@ class MoE(nn.Module):
             scores,
             token_ids,
             expert_ids,
-            self.c_fc.weight,
+            w1,
             self.c_fc.bias,
-            self.c_proj.weight,
+            w2,
             self.c_proj.bias,
             self.activation_function,
             False,
             self.concat_layout,
+            **main_grads,
         )
         return out, logits, frequency
 
@@ -188,7 +251,8 @@ class MoE(nn.Module):
             f"top_k={self.top_k}, activation_function={self.activation_function}, "
             f"softmax_over_topk={self.softmax_over_topk}, "
             f"norm_topk_probs={self.norm_topk_probs}, concat_layout={self.concat_layout}, "
-            f"routing={self.routing!r}, rounding={self.rounding!r}, tile={self.tile}"
+            f"routing={self.routing!r}, rounding={self.rounding!r}, tile={self.tile}, "
+            f"gradient_accumulation_fusion={self.gradient_accumulation_fusion}"
         )
 
 

@@ -173,3 +173,72 @@ def test_lists():
     assert counts.sum().item() == (experts < 6).sum().item()
     o.float().sum().backward()
     assert scores.grad[experts == 6].abs().max().item() == 0
+
+
+def step_with_main_grads(moe, x, start):
+    """One forward and backward; what `main_grad` is then, and x's and the other gradients."""
+    moe.zero_grad()
+    for weight, value in zip((moe.c_fc.weight, moe.c_proj.weight), start, strict=True):
+        weight.main_grad = value.clone()
+    x = x.clone().requires_grad_()
+    o, aux_loss = moe(x)
+    (o.float().square().sum() + aux_loss).backward()
+    assert moe.c_fc.weight.grad is None and moe.c_proj.weight.grad is None
+    others = [x.grad, moe.router.weight.grad, moe.c_fc.bias.grad, moe.c_proj.bias.grad]
+    return [moe.c_fc.weight.main_grad, moe.c_proj.weight.main_grad], others
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("concat_layout", [False, True])
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_gradient_accumulation_fusion(dtype, concat_layout, routing):
+    options = dict(routing=routing, tile=16, concat_layout=concat_layout)
+    plain = module(**options).to(DTYPES[dtype])
+    moe = module(**options, gradient_accumulation_fusion=True).to(DTYPES[dtype])
+    x = torch.randn(300, 64, device="cuda", dtype=DTYPES[dtype])
+    inputs = x.clone().requires_grad_()
+    o, aux_loss = plain(inputs)
+    (o.float().square().sum() + aux_loss).backward()
+    weights = plain.c_fc.weight, plain.c_proj.weight
+    others = inputs.grad, plain.router.weight.grad, plain.c_fc.bias.grad, plain.c_proj.bias.grad
+
+    # Added to zeros it is the fp32 gradient, which the plain module rounds.
+    zeros = [torch.zeros(w.shape, device="cuda") for w in weights]
+    wide, same = step_with_main_grads(moe, x, zeros)
+    for gradient, weight in zip(wide, weights, strict=True):
+        assert torch.equal(gradient.to(weight.dtype), weight.grad)
+    assert all(torch.equal(a, b) for a, b in zip(same, others, strict=True))
+    # Added to anything else it is one fp32 sum, compiled or not.
+    before = [torch.randn_like(zero) for zero in zeros]
+    layers = [moe]
+    if routing == "top_k":  # all of it is ours, whatever the compiler does
+        layers.append(torch.compile(moe, fullgraph=True, backend="aot_eager"))
+    for layer in layers:
+        added, same = step_with_main_grads(layer, x, before)
+        assert all(torch.equal(a, b + c) for a, b, c in zip(added, before, wide, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(same, others, strict=True))
+
+
+def test_gradient_accumulation_fusion_in_a_graph():
+    moe = module(gradient_accumulation_fusion=True).bfloat16()
+    weights = moe.c_fc.weight, moe.c_proj.weight
+    for weight in weights:
+        weight.main_grad = torch.zeros(weight.shape, device="cuda")
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        o, _ = moe(x)
+        o.float().square().sum().backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    once = [weight.main_grad.clone() for weight in weights]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()  # capturing runs nothing
+    torch.cuda.synchronize()
+    for weight, gradient in zip(weights, once, strict=True):
+        assert torch.equal(weight.main_grad, gradient + gradient)

@@ -66,13 +66,14 @@ extern const Kernel<GroupedGemmDesc> kUpProj256;
 extern const Kernel<GroupedGemmDesc> kUpProj128;
 extern const Kernel<GroupedGemmDesc> kDownProj256;
 extern const Kernel<GroupedGemmDesc> kDownProj192;
-extern const Kernel<GroupedGemmDesc> kDownProj128;
 extern const Kernel<GroupedGemmDesc> kDownProjDgrad128;
 extern const Kernel<GroupedGemmDesc> kDownProjDgrad256;
 extern const Kernel<GroupedGemmDesc> kUpProjDgrad256;
 extern const Kernel<GroupedGemmDesc> kUpProjDgrad192;
 extern const Kernel<GroupedGemmDesc> kDownProjWgrad256;
+extern const Kernel<GroupedGemmDesc> kDownProjWgrad128;
 extern const Kernel<GroupedGemmDesc> kUpProjWgrad256;
+extern const Kernel<GroupedGemmDesc> kUpProjWgrad128;
 
 extern const Kernel<TopKDesc> kTopK;
 extern const Kernel<MetadataDesc> kMetadata;

@@ -42,14 +42,15 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cuda::kUpProj256,
     &cuda::kUpProj128,  //
     &cuda::kDownProj256,
-    &cuda::kDownProj192,
-    &cuda::kDownProj128,  //
+    &cuda::kDownProj192,  //
     &cuda::kDownProjDgrad256,
     &cuda::kDownProjDgrad128,  //
     &cuda::kUpProjDgrad256,
     &cuda::kUpProjDgrad192,  //
     &cuda::kDownProjWgrad256,
+    &cuda::kDownProjWgrad128,  //
     &cuda::kUpProjWgrad256,
+    &cuda::kUpProjWgrad128,
 #endif
   };
   return kList;

@@ -98,6 +98,9 @@ class Builder {
     return *this;
   }
 
+  const Status& status() const { return status_; }
+
+  /// Of the whole layer.
   Status finish() const {
     if (status_.ok() && !found_) {
       return Status::error(StatusCode::unsupported,
@@ -171,7 +174,7 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   impl->fwd.expert_out =
       ledger.book("expert_out", rows * static_cast<std::size_t>(d.hidden) * size);
   impl->fwd.scratch = ledger.book("scratch", scratch);
-  return build->finish();
+  return build->status();
 }
 
 Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
@@ -220,7 +223,7 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
       ledger.book("scaled_act", rows * static_cast<std::size_t>(d.intermediate) * size);
   ledger.restart_at(shared);
   impl->bwd.dx_rows = ledger.book("dx_rows", rows * hidden * size);
-  return build->finish();
+  return build->status();
 }
 
 /// Runs operations in order and stops at the first that fails.
@@ -283,6 +286,7 @@ Result<LayerPlan> make_plan(const LayerDesc& desc, Device device, const Options&
       impl->saved.logits = tokens * static_cast<std::size_t>(desc.experts) * size;
     }
   }
+  if (Status status = build.finish(); !status.ok()) return status;
   return LayerPlan(std::move(impl));
 } catch (const std::bad_alloc&) {
   return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");

@@ -21,7 +21,7 @@ struct Silu {  // x sigmoid(x)
   static SONICMOE_HD ValueSlope both(float x) {
     const float s = sigmoid(x);
     const float v = x * s;
-    return {v, s + v * (1.0f - s)};
+    return {v, fma(v, 1.0f - s, s)};
   }
 };
 

@@ -2,18 +2,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <ostream>
+#include <span>
 
 #include "sonicmoe/info.h"
 #include "tests/device.h"
+#include "tests/test_names.h"
 #include "verify/run.h"
-
-namespace sonicmoe {
-
-/// How GoogleTest shows a kernel.
-static void PrintTo(const KernelInfo& value, std::ostream* out) { *out << value.name; }
-
-}  // namespace sonicmoe
 
 namespace sonicmoe::verify {
 namespace {
@@ -134,11 +128,12 @@ Tensor before(std::size_t size) {
   return values;
 }
 
-TEST_P(ExactGemm, WeightGradientsOverwriteOrAccumulate) {
+class ExactWeightGradient : public ExactGemm {};
+
+TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
   const bool dw1 = op == GemmOp::up_proj_wgrad;
-  if (!dw1 && op != GemmOp::down_proj_wgrad) return;  // nothing to add to
   int runs = 0;
   for (const DType dtype : kTypes) {
     if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
@@ -201,10 +196,10 @@ TEST_P(ExactGemm, Quick) {
   expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
 }
 
-std::vector<KernelInfo> gemm_kernels() {
+std::vector<KernelInfo> kernels_of(std::span<const GemmOp> ops) {
   std::vector<KernelInfo> out;
   for (const KernelInfo& kernel : kernels()) {
-    for (const GemmOp op : kGemmOps) {
+    for (const GemmOp op : ops) {
       if (kernel.compiled && kernel.device == kDevice.type && kernel.op == name(op)) {
         out.push_back(kernel);
       }
@@ -213,19 +208,16 @@ std::vector<KernelInfo> gemm_kernels() {
   return out;
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(gemm_kernels()),
-                         [](const auto& param) {
-                           std::string label = param.param.name;
-                           for (char& c : label) {
-                             if (c == '.' || c == '-') c = '_';
-                           }
-                           return label;
-                         });
+constexpr GemmOp kWeightGradients[] = {GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
+constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(kernels_of(kGemmOps)), kLabel);
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactWeightGradient,
+                         testing::ValuesIn(kernels_of(kWeightGradients)), kLabel);
 
 TEST(ExactGemm, EveryOperationHasAKernel) {
   for (const GemmOp op : kGemmOps) {
     bool found = false;
-    for (const KernelInfo& kernel : gemm_kernels()) found = found || kernel.op == name(op);
+    for (const KernelInfo& kernel : kernels_of(kGemmOps)) found = found || kernel.op == name(op);
     EXPECT_TRUE(found) << name(op);
   }
 }

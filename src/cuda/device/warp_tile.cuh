@@ -93,6 +93,8 @@ class WarpTile {
     key_ = row % 8;
   }
 
+  __device__ __forceinline__ std::uint32_t address() const { return address_; }
+
   /// Block `i` of four along the columns.
   __device__ __forceinline__ void put(int i, const Block& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at(i)),
@@ -175,6 +177,46 @@ class WarpTile {
 
   std::uint32_t address_, fragment_, half_, key_;
   int lane_;
+};
+
+/// A box of a tensor map.
+struct Box {
+  const CUtensorMap* map;
+  int column, row, expert;
+};
+
+/// A warp's staging tiles, filled and sent away in turn. A warp makes one for each output tile.
+template <int kTiles>
+class Staging {
+ public:
+  __device__ __forceinline__ Staging(std::uint32_t address, int lane)
+      : address_(address), lane_(lane) {
+    if (lane_ == 0) store_wait_read<0>();
+  }
+  /// The next tile, once the copy engine has read what it held.
+  __device__ __forceinline__ WarpTile next() {
+    if (lane_ == 0) store_wait_read<kTiles - 1>();
+    __syncwarp();
+    return WarpTile(address_ + turn_++ % kTiles * WarpTile::kBytes, lane_);
+  }
+  /// Sends a filled tile to `box` if it is `whole`, else calls by_rows().
+  template <class F>
+  __device__ __forceinline__ void send(const WarpTile& tile, const Box& box, bool whole,
+                                       F&& by_rows) {
+    if (whole) fence_async_proxy();
+    __syncwarp();
+    if (!whole) {
+      by_rows();
+    } else if (lane_ == 0) {
+      store_box(box.map, tile.address(), box.column, box.row, box.expert);
+    }
+    if (lane_ == 0) store_commit();  // empty or not: next() counts groups
+  }
+
+ private:
+  std::uint32_t address_;
+  int lane_;
+  int turn_ = 0;
 };
 
 /// Sum over the four lanes of a quad, the same in each, in one order.

@@ -9,6 +9,8 @@
 namespace sonicmoe::cuda {
 
 struct ActivationParams {
+  CUtensorMap preact_boxes[2];  ///< H: gate and up, or the one there is, (1, R, n) in 64 x 16
+  CUtensorMap act_boxes;
   void* preact;  ///< (R, 2n) as [gate | up], or (R, n); null for inference
   void* act;     ///< (R, n)
   bool biased;
@@ -23,7 +25,9 @@ struct ActivationParams {
 template <ActivationKind kKind, bool kBias>
 struct StoreActivation {
   using Params = ActivationParams;
-  static constexpr int kWarpBytes = 2 * WarpTile::kBytes;
+  static constexpr int kTiles = 2;
+  static constexpr int kWarpBytes = kTiles * WarpTile::kBytes;
+  static constexpr int kWarpBarriers = 0;
 
   template <class Traits>
   class Run {
@@ -37,8 +41,8 @@ struct StoreActivation {
     static constexpr int kUp = kGated ? kCount / 2 : 0;
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
-                                   int m_first, std::uint32_t staging)
-        : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
+                                   int m_first, const WarpMemory& memory)
+        : e_(e), tile_(tile), m_first_(m_first), staging_(memory.staging) {}
 
     /// The biases go where the sums begin, which costs no registers beside them. Element by
     /// element, for accumulators set in a branch would serialise wgmma.
@@ -69,6 +73,8 @@ struct StoreActivation {
       });
     }
 
+    __device__ __forceinline__ void prefetch() {}
+
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
       visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
     }
@@ -87,28 +93,30 @@ struct StoreActivation {
         const int row = (m_first_ + m) * 64 + t / 32 * 16;
         const int rows = valid - row;
         if (rows <= 0) break;
-        T* const preact = static_cast<T*>(e_.preact) + (first + row) * width + unit;
-        T* const act = static_cast<T*>(e_.act) + (first + row) * n + unit;
-        int turn = 0;
-        const auto store = [&](const Block(&blocks)[4], T* to, std::int64_t stride, int columns) {
-          const WarpTile staged(staging_ + turn++ % 2 * WarpTile::kBytes, t % 32);
+        const bool whole = rows >= WarpTile::kRows;
+        Staging<kTiles> staging(staging_, t % 32);
+        const auto store = [&](const Block(&blocks)[4], const CUtensorMap* map, int chunk, void* to,
+                               std::int64_t stride) {
+          const WarpTile tile = staging.next();
 #pragma unroll
-          for (int i = 0; i < 4; ++i) staged.put(i, blocks[i]);
-          __syncwarp();
-          staged.store(to, stride, rows, columns);
-          __syncwarp();
+          for (int i = 0; i < 4; ++i) tile.put(i, blocks[i]);
+          const int column = unit + chunk * 64;
+          staging.send(tile, {map, column, tile_.first_row + tile_.own * kOwn + row, 0}, whole,
+                       [&] {
+                         tile.store(static_cast<T*>(to) + (first + row) * stride + column, stride,
+                                    rows, n - column);
+                       });
         };
 #pragma unroll
         for (int chunk = 0; chunk < kUnits / 64; ++chunk) {
-          const int columns = n - unit - chunk * 64;
-          if (columns <= 0) break;
+          if (unit + chunk * 64 >= n) break;
           Block blocks[4];
           if (e_.preact != nullptr) {
             pack(&acc[m][chunk * 32], blocks);
-            store(blocks, preact + chunk * 64, width, columns);
+            store(blocks, &e_.preact_boxes[0], chunk, e_.preact, width);
             if (kGated) {
               pack(&acc[m][kUp + chunk * 32], blocks);
-              store(blocks, preact + n + chunk * 64, width, columns);
+              store(blocks, &e_.preact_boxes[1], chunk, static_cast<T*>(e_.preact) + n, width);
             }
           }
 #pragma unroll
@@ -118,7 +126,7 @@ struct StoreActivation {
             blocks[i / 4].w[i % 4] =
                 Pair<T>::pack(Fn::forward(gate[0], up[0]), Fn::forward(gate[1], up[1]));
           }
-          store(blocks, act + chunk * 64, n, columns);
+          store(blocks, &e_.act_boxes, chunk, e_.act, n);
         }
       }
     }

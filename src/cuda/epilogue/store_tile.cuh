@@ -10,10 +10,13 @@ namespace sonicmoe::cuda {
 struct Place {
   std::int64_t start;  ///< offset of the tile's first element
   std::int64_t row_stride;
-  int rows, columns;  ///< of the matrix from there on
+  int rows, columns;           ///< of the matrix from there on
+  int column0, row0, expert0;  ///< in the tensor map
 };
 
 struct StoreParams {
+  CUtensorMap boxes[2];        ///< of `out`, boxes of 64 x 16, if `boxed`
+  bool boxed;                  ///< 16-bit rows that start at multiples of 16 bytes
   void* out[2];                ///< the matrix; its second half, where the shared axis has two
   std::int64_t expert_stride;  ///< elements; 0 where the experts share one matrix by rows
   std::int64_t row_stride;
@@ -27,47 +30,67 @@ struct StoreParams {
 /// Rows of the output are the expert's grouped rows.
 struct AtRows {
   static constexpr bool kGradient = false;  // always overwritten, in the operands' type
+  static constexpr bool kClips = false;     // other rows follow in the same matrix
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams&,
                                                 const Tile& tile, int*) {
     const int column = tile.shared * Traits::kN;
     const int row = tile.own * kOwn;
-    return {(static_cast<std::int64_t>(tile.first_row) + row) * e.row_stride + column, e.row_stride,
-            tile.rows - row, e.columns - column};
+    return {(static_cast<std::int64_t>(tile.first_row) + row) * e.row_stride + column,
+            e.row_stride,
+            tile.rows - row,
+            e.columns - column,
+            column,
+            tile.first_row + row,
+            0};
   }
 };
 
 /// Each expert has a matrix (own axis, shared axis).
 struct AtOwnByShared {
   static constexpr bool kGradient = true;
+  static constexpr bool kClips = true;  // at the map's extents
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams&,
                                                 const Tile& tile, int*) {
     const int row = tile.own * kOwn;
     const int column = tile.shared * Traits::kN;
-    return {tile.expert * e.expert_stride + row * e.row_stride + column, e.row_stride, e.rows - row,
-            e.columns - column};
+    return {tile.expert * e.expert_stride + row * e.row_stride + column,
+            e.row_stride,
+            e.rows - row,
+            e.columns - column,
+            column,
+            row,
+            tile.expert};
   }
 };
 
 /// Each expert has a matrix (shared axis, own axis), or two.
 struct AtSharedByOwn {
   static constexpr bool kGradient = true;
+  static constexpr bool kClips = true;  // at the map's extents
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams& p,
                                                 const Tile& tile, int* half) {
     *half = tile.shared >= p.shared_half;
     const int row = (tile.shared - *half * p.shared_half) * Traits::kM;
     const int column = tile.own * kOwn;
-    return {tile.expert * e.expert_stride + row * e.row_stride + column, e.row_stride, e.rows - row,
-            e.columns - column};
+    return {tile.expert * e.expert_stride + row * e.row_stride + column,
+            e.row_stride,
+            e.rows - row,
+            e.columns - column,
+            column,
+            row,
+            tile.expert};
   }
 };
 
 template <class At, bool kBias>
 struct StoreTile {
   using Params = StoreParams;
-  static constexpr int kWarpBytes = 2 * WarpTile::kBytes;
+  static constexpr int kTiles = 2;
+  static constexpr int kWarpBytes = kTiles * WarpTile::kBytes;
+  static constexpr int kWarpBarriers = 0;
 
   template <class Traits>
   class Run {
@@ -76,8 +99,8 @@ struct StoreTile {
     static constexpr int kCount = Traits::kN / 2;
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams& p, const Tile& tile,
-                                   int m_first, std::uint32_t staging)
-        : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(staging) {}
+                                   int m_first, const WarpMemory& memory)
+        : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(memory.staging) {}
 
     /// The bias goes where the sums begin, which costs no registers beside them.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
@@ -102,6 +125,8 @@ struct StoreTile {
       });
     }
 
+    __device__ __forceinline__ void prefetch() {}
+
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
       int half = 0;
       const Place at = At::template place<Traits>(e_, p_, tile_, &half);
@@ -114,23 +139,25 @@ struct StoreTile {
           if (At::kGradient && e_.f32) {
             store_f32(static_cast<float*>(e_.out[half]) + start, at, at.rows - row, t % 32, acc[m]);
           } else {
-            store_16(static_cast<T*>(e_.out[half]) + start, at, at.rows - row, t % 32, acc[m]);
+            store_16(static_cast<T*>(e_.out[half]) + start, &e_.boxes[half], at, row, t % 32,
+                     acc[m]);
           }
         }
       });
     }
 
    private:
-    /// 16 rows of this warp, 64 columns at a time, the two staging tiles in turn.
-    __device__ __forceinline__ void store_16(T* out, const Place& at, int rows, int lane,
-                                             float (&acc)[kCount]) const {
-      // Sixteen bytes at a time need rows that start at multiples of that.
-      const bool vectors = at.row_stride % 8 == 0;
+    /// 16 rows of this warp, from the tile's row `row` on, 64 columns at a time.
+    __device__ __forceinline__ void store_16(T* out, const CUtensorMap* map, const Place& at,
+                                             int row, int lane, float (&acc)[kCount]) const {
+      const int rows = at.rows - row;
+      const bool whole = e_.boxed && (At::kClips || rows >= WarpTile::kRows);
+      Staging<kTiles> staging(staging_, lane);
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int columns = at.columns - chunk * 64;
         if (columns <= 0) return;
-        const WarpTile tile(staging_ + chunk % 2 * WarpTile::kBytes, lane);
+        const WarpTile tile = staging.next();
         if (At::kGradient && e_.accumulate) {
           // In fp32, before the one rounding.
           tile.fetch(out + chunk * 64, at.row_stride, rows, columns);
@@ -155,13 +182,15 @@ struct StoreTile {
           for (int j = 0; j < 4; ++j) b.w[j] = Pair<T>::pack(a[2 * j], a[2 * j + 1]);
           tile.put(i, b);
         }
-        __syncwarp();
-        if (vectors) {
-          tile.store(out + chunk * 64, at.row_stride, rows, columns);
-        } else {
-          tile.store_singly(out + chunk * 64, at.row_stride, rows, columns);
-        }
-        __syncwarp();
+        const Box box{map, at.column0 + chunk * 64, at.row0 + row, at.expert0};
+        staging.send(tile, box, whole, [&] {
+          // Sixteen bytes at a time need rows that start at multiples of that.
+          if (at.row_stride % 8 == 0) {
+            tile.store(out + chunk * 64, at.row_stride, rows, columns);
+          } else {
+            tile.store_singly(out + chunk * 64, at.row_stride, rows, columns);
+          }
+        });
       });
     }
 

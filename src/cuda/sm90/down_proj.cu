@@ -19,13 +19,15 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   GemmParams p{};
   p.own[0] = p.own[1] = maps.encode({a.act, n, d.rows, 1, n, 0, kOwn});
   p.shared[0] = p.shared[1] = maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kN / 2});
+  StoreParams e{};
+  e.boxes[0] = maps.encode({a.expert_out, d.hidden, d.rows, 1, d.hidden, 0, WarpTile::kRows});
+  e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.offsets = a.offsets;
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(d.hidden, kN);
   p.k_blocks = p.k_half = tiles(n, kK);
 
-  StoreParams e{};
   e.out[0] = a.expert_out;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
@@ -55,17 +57,10 @@ struct Entry {
 };
 
 using Wide = Entry<256, Schedule::cooperative, 4>;
-using Narrow = Entry<192, Schedule::cooperative, 4>;
-using Pingpong = Entry<128, Schedule::pingpong, 6>;
+using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
-/// With a single k block a tile is all epilogue: two of them at a time hide each other's.
-std::string yield_to_pingpong(const GroupedGemmDesc& d) {
-  if (d.intermediate > kK) return {};
-  return "intermediate " + std::to_string(d.intermediate) + ": ping-pong hides the epilogue";
-}
 std::string yield_wide(const GroupedGemmDesc& d) {
-  const std::string reason = yield_to_pingpong(d);
-  return reason.empty() ? yield_to("hidden", d.hidden, 256, 192) : reason;
+  return yield_to_pingpong("hidden", d.hidden, tiles(d.intermediate, kK));
 }
 
 }  // namespace
@@ -75,10 +70,7 @@ const Kernel<GroupedGemmDesc> kDownProj256 = {"down_proj",      "cuda.down_proj.
                                               no_workspace,     Wide::run,
                                               Wide::prepare,    yield_wide};
 const Kernel<GroupedGemmDesc> kDownProj192 = {
-    "down_proj", "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,
-    Narrow::run, Narrow::prepare,          yield_to_pingpong};
-const Kernel<GroupedGemmDesc> kDownProj128 = {
-    "down_proj",   "cuda.down_proj.128x128", DeviceType::cuda, reject_gemm, no_workspace,
+    "down_proj",   "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,
     Pingpong::run, Pingpong::prepare};
 
 }  // namespace sonicmoe::cuda

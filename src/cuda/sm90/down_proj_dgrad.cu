@@ -28,6 +28,17 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   TensorMaps maps(d.dtype);
   GemmParams p{};
   p.shared[0] = p.shared[1] = maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kK / 2});
+  const bool gated = is_glu(d.activation);
+  const std::int64_t width = gated ? 2 * n : n;
+  ActivationGradParams e{};
+  for (int half = 0; half < (gated ? 2 : 1); ++half) {
+    const std::int64_t start = half * n * 2;
+    e.preact_boxes[half] = maps.encode(
+        {static_cast<const char*>(a.preact) + start, n, d.rows, 1, width, 0, WarpTile::kRows});
+    e.dpreact_boxes[half] = maps.encode(
+        {static_cast<char*>(a.dpreact) + start, n, d.rows, 1, width, 0, WarpTile::kRows});
+  }
+  e.scaled_act_boxes = maps.encode({a.scaled_act, n, d.rows, 1, n, 0, WarpTile::kRows});
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
   p.offsets = a.offsets;
@@ -37,8 +48,6 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.shared_tiles = tiles(n, Config::kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
 
-  ActivationGradParams e{};
-  e.preact = a.preact;
   e.dpreact = a.dpreact;
   e.scaled_act = a.scaled_act;
   e.row_scores = a.row_scores;
@@ -87,7 +96,7 @@ std::string reject_wide(const GroupedGemmDesc& d) {
   return reason.empty() ? reject_but_swiglu(d) : reason;
 }
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to("intermediate", d.intermediate, 256, 128);
+  return yield_to("intermediate", d.intermediate, 256, 128, 20);
 }
 
 }  // namespace

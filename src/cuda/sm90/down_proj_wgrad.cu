@@ -19,6 +19,11 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   // zeros.
   const void* const scaled_act = d.rows > 0 ? a.scaled_act : a.dw2;
   p.shared[0] = p.shared[1] = maps.encode({scaled_act, n, d.rows, 1, n, 0, kK / 2});
+  StoreParams e{};
+  e.boxed = !d.f32_weight_grads;
+  if (e.boxed) {
+    e.boxes[0] = maps.encode({a.dw2, n, d.hidden, d.experts, n, d.hidden * n, WarpTile::kRows});
+  }
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
   p.offsets = a.offsets;
@@ -27,7 +32,6 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = p.shared_half = tiles(n, Config::kN);
 
-  StoreParams e{};
   e.out[0] = a.dw2;
   e.expert_stride = d.hidden * n;
   e.row_stride = n;
@@ -55,6 +59,12 @@ struct Entry {
 };
 
 using Wide = Entry<256, 4>;
+using Small = Entry<128, 6>;
+
+/// The small tile moves half as many bytes again for each product.
+std::string yield_large(const GroupedGemmDesc& d) {
+  return yield_to("intermediate", d.intermediate, 256, 128, 45);
+}
 
 }  // namespace
 
@@ -62,6 +72,11 @@ const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
     "down_proj_wgrad", "cuda.down_proj_wgrad.128x256",
     DeviceType::cuda,  reject_gemm,
     no_workspace,      Wide::run,
-    Wide::prepare};
+    Wide::prepare,     yield_large};
+const Kernel<GroupedGemmDesc> kDownProjWgrad128 = {
+    "down_proj_wgrad", "cuda.down_proj_wgrad.128x128",
+    DeviceType::cuda,  reject_gemm,
+    no_workspace,      Small::run,
+    Small::prepare};
 
 }  // namespace sonicmoe::cuda

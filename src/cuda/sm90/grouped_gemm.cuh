@@ -38,6 +38,8 @@ struct Traits {
   static constexpr int kCluster = 2;
   static constexpr bool kRows = kOwnLoad != Own::gather_contraction;
   static constexpr bool kGathers = kOwnLoad != Own::load_rows;
+  using Gather = std::conditional_t<kOwnLoad == Own::gather_rows, RowGather,
+                                    std::conditional_t<kGathers, ContractionGather, NoGather>>;
   static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
   static constexpr Major kOwnMajor = kRows ? Major::k : Major::mn;
   static constexpr int kM = kOwnIsB ? kShared : kOwn;
@@ -45,8 +47,9 @@ struct Traits {
   static constexpr int kMBlocks = kM / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kShared * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
-  static constexpr int kBarriers = 2 * kStages + 2 * kTiles + 2;
-  static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
+  static constexpr int kWarpBytes = Epilogue::kWarpBytes;        // for each consumer warp
+  static constexpr int kWarpBarriers = Epilogue::kWarpBarriers;  // the same
+  static constexpr int kBarriers = 2 * kStages + 2 * kTiles + 2 + 8 * kWarpBarriers;
   static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8;
   static constexpr int kThreads = 384;
@@ -78,6 +81,13 @@ struct GemmParams {
   int k_half;        ///< ... of which in the first half
   bool paired;       ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;   ///< contraction ops: shared tiles in the first half
+};
+
+/// What a consumer warp has for its epilogue alone.
+struct WarpMemory {
+  std::uint32_t staging;   ///< kWarpBytes, aligned to 1024
+  std::uint32_t barriers;  ///< kWarpBarriers, each of one arrival
+  unsigned turn;           ///< how many tiles this warp has stored
 };
 
 /// A position in a ring of `kSlots`: one register.
@@ -121,6 +131,10 @@ struct SharedMemory {
   __device__ __forceinline__ std::uint32_t turn(int consumer) const {
     return barrier(2 * Traits::kStages + 2 * Traits::kTiles + consumer);
   }
+  __device__ __forceinline__ std::uint32_t warp_barriers(int consumer_warp) const {
+    return barrier(2 * Traits::kStages + 2 * Traits::kTiles + 2 +
+                   consumer_warp * Traits::kWarpBarriers);
+  }
 };
 
 template <class Traits>
@@ -134,7 +148,9 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
                                            std::uint32_t own, std::uint32_t shared,
                                            std::uint32_t full, int rank) {
   constexpr int kShared = Traits::kShared;
-  constexpr int kCluster = Traits::kCluster;
+  // Without a gather the producer has few registers, and time to ask for its rank again.
+  if constexpr (!Traits::kGathers) rank = static_cast<int>(cluster_rank());
+  const Share share{rank, Traits::kRows && tile.apart != 0};
   constexpr int kOwnBox = Traits::kGathers ? 0 : kOwnBytes;
   mbarrier_expect(full, kShared * kLineBytes + kOwnBox);
   if constexpr (Traits::kRows) {
@@ -143,20 +159,20 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
     if constexpr (Traits::kSharedMajor == Major::k) {
       const CUtensorMap* const maps[2] = {&p.shared[0], &p.shared[1]};
       const int first = tile.shared * (p.paired ? kShared / 2 : kShared);
-      load_shared_k<kShared, kCluster>(
-          shared, full, rank, maps, {first, first + (p.paired ? 0 : kShared / 2)}, k, tile.expert);
+      load_shared_k<kShared>(shared, full, share, maps,
+                             {first, first + (p.paired ? 0 : kShared / 2)}, k, tile.expert);
     } else {
-      load_shared_mn<kShared, kCluster>(shared, full, rank, &p.shared[half], tile.shared * kShared,
-                                        k, tile.expert);
+      load_shared_mn<kShared>(shared, full, share, &p.shared[half], tile.shared * kShared, k,
+                              tile.expert);
     }
     if constexpr (!Traits::kGathers) {
       load_box(own, &p.own[half], full, k, tile.first_row + tile.own * kOwn, 0);
     }
   } else {
     const int half = tile.shared >= p.shared_half;
-    load_shared_mn<kShared, kCluster>(shared, full, rank, &p.shared[half],
-                                      (tile.shared - half * p.shared_half) * kShared,
-                                      tile.first_row + block * kK, 0);
+    load_shared_mn<kShared>(shared, full, share, &p.shared[half],
+                            (tile.shared - half * p.shared_half) * kShared,
+                            tile.first_row + block * kK, 0);
   }
 }
 
@@ -208,36 +224,36 @@ __device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
   Tile tile;
-  for (int index = first; walk.find(index, rank, &tile); index += stride) {
+  bool more = walk.find(first, rank, &tile);
+  using Gather = typename Traits::Gather;
+  constexpr bool kLooksAhead = Traits::kOwnLoad == Own::gather_rows;
+  typename Gather::Ahead ahead{};
+  if (more) ahead = Gather::look_up(p, tile);
+  for (int index = first + stride; more; index += stride) {
     if (leader_warp) announce<Traits>(memory, tiles, tile);
+    Gather gather(p, tile, ahead);
+    Tile next;
+    if constexpr (kLooksAhead) {
+      more = walk.find(index, rank, &next);
+      if (more) ahead = Gather::look_up(p, next);
+    }
     const int blocks = k_blocks<Traits>(p, tile);
-    const auto run = [&](auto&& gather) {
-      for (int block = 0; block < blocks; ++block) {
-        const std::uint32_t own = memory.own(pipe.slot());
-        const std::uint32_t full = memory.full(pipe.slot());
-        mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
-        if (leader_warp && elect_one()) {
-          load_boxes<Traits>(p, tile, block, own, memory.shared(pipe.slot()), full, rank);
-        }
-        __syncwarp();
-        if constexpr (Traits::kGathers) {
-          gather(own, block);
-          copy_async_arrive(full);
-        }
-        ++pipe.count;
+    for (int block = 0; block < blocks; ++block) {
+      const std::uint32_t own = memory.own(pipe.slot());
+      const std::uint32_t full = memory.full(pipe.slot());
+      mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
+      if (leader_warp && elect_one()) {
+        load_boxes<Traits>(p, tile, block, own, memory.shared(pipe.slot()), full, rank);
       }
-    };
-    if constexpr (Traits::kOwnLoad == Own::gather_rows) {
-      RowGather rows(p.gathered, p.gathered_width, p.row_tokens,
-                     static_cast<std::int64_t>(tile.first_row) + tile.own * kOwn,
-                     tile.rows - tile.own * kOwn);
-      run([&](std::uint32_t own, int) { rows.load(own); });
-    } else if constexpr (Traits::kOwnLoad == Own::gather_contraction) {
-      ContractionGather rows(p.gathered, p.gathered_width, p.row_tokens, tile.first_row, tile.rows,
-                             tile.own * kOwn);
-      run([&](std::uint32_t own, int block) { rows.load(own, block); });
+      __syncwarp();
+      gather.load(own, block);
+      if constexpr (Traits::kGathers) copy_async_arrive(full);
+      ++pipe.count;
+    }
+    if constexpr (kLooksAhead) {
+      tile = next;
     } else {
-      run([](std::uint32_t, int) {});
+      more = walk.find(index, rank, &tile);
     }
   }
   tile.expert = -1;
@@ -278,11 +294,12 @@ __device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::k
   }
 }
 
-/// Adds the products of all k blocks of a tile to `acc`.
-template <class Traits>
+/// Adds the products of all k blocks of a tile to `acc`. Calls during() beside those of the first.
+template <class Traits, class During>
 __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
-                                         float (&acc)[Traits::kMBlocks][Traits::kN / 2]) {
+                                         float (&acc)[Traits::kMBlocks][Traits::kN / 2],
+                                         During&& during) {
   constexpr Major kMajorA = Traits::kOwnIsB ? Traits::kSharedMajor : Traits::kOwnMajor;
   constexpr Major kMajorB = Traits::kOwnIsB ? Traits::kOwnMajor : Traits::kSharedMajor;
   const std::uint32_t own = memory.own(0);
@@ -316,9 +333,17 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
     wgmma_commit();
 #pragma unroll
     for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
-    wgmma_wait<1>();
-    if (previous >= 0) release(memory, previous);
-    previous = pipe.slot();
+    if (block == 0) during();
+    // A stage goes back once the next block is being multiplied; of few stages, at once, while the
+    // other warpgroup multiplies.
+    if constexpr (Traits::kStages > 3) {
+      wgmma_wait<1>();
+      if (previous >= 0) release(memory, previous);
+      previous = pipe.slot();
+    } else {
+      wgmma_wait<0>();
+      release(memory, pipe.slot());
+    }
     ++pipe.count;
   }
   wgmma_wait<0>();
@@ -334,6 +359,8 @@ __device__ __forceinline__ void consume(const GemmParams& p,
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
   Tile tile;
+  const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
+  WarpMemory own{memory.warp(warp), memory.warp_barriers(warp), 0};
   while (take<Traits>(memory, tiles, &tile)) {
     const int blocks = k_blocks<Traits>(p, tile);
     const int turn = static_cast<int>(tiles.count) - 1;
@@ -357,14 +384,15 @@ __device__ __forceinline__ void consume(const GemmParams& p,
       continue;
     }
     float acc[Traits::kMBlocks][Traits::kN / 2];
-    typename Traits::Epilogue::template Run<Traits> run(
-        epilogue, p, tile, m_first, memory.warp(static_cast<int>(threadIdx.x) / 32 - 4));
+    typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first, own);
     run.begin(acc);
     wait_for_turn();
-    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, acc);
+    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, acc, [&] { run.prefetch(); });
     end_turn();
     run.finish(acc);
+    ++own.turn;
   }
+  store_wait();
 }
 
 template <class Traits>
@@ -389,6 +417,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     mbarrier_init(memory.turn(0), 4);
     mbarrier_init(memory.turn(1), 4);
+    for (int i = 0; i < 8 * Traits::kWarpBarriers; ++i)
+      mbarrier_init(memory.warp_barriers(0) + i * 8, 1);
     fence_mbarrier_init();
     prefetch_tensor_map(&p.shared[0]);
     prefetch_tensor_map(&p.shared[1]);

@@ -18,44 +18,43 @@ inline constexpr int kOwnBytes = kOwn * kLineBytes;
 inline constexpr int kChunkBytes = 64 * kLineBytes;  // 64 x 64 elements
 inline constexpr int kProducerThreads = 128;
 
-/// Loads one box for the whole cluster, or for the one CTA there is.
-template <int kCluster>
-__device__ __forceinline__ void load_shared_box(std::uint32_t to, const CUtensorMap* map,
-                                                std::uint32_t barrier, int c0, int c1, int c2) {
-  if constexpr (kCluster == 1) {
-    load_box(to, map, barrier, c0, c1, c2);
-  } else {
-    load_box_multicast(to, map, barrier, (1 << kCluster) - 1, c0, c1, c2);
-  }
-}
+/// What a CTA loads of the operand that it shares: its half, for both CTAs, or everything, for
+/// itself, where they are apart.
+struct Share {
+  int rank;
+  bool apart;
+  __device__ __forceinline__ bool loads(int half) const { return apart || half == rank; }
+  __device__ __forceinline__ std::uint16_t mask() const { return apart ? 1 << rank : 3; }
+};
 
 /// The shared operand where K is contiguous: two boxes of {64 k, kShared/2 rows}. Box i starts at
 /// row rows[i] of map i.
-template <int kShared, int kCluster>
-__device__ __forceinline__ void load_shared_k(std::uint32_t stage, std::uint32_t barrier, int rank,
+template <int kShared>
+__device__ __forceinline__ void load_shared_k(std::uint32_t stage, std::uint32_t barrier,
+                                              const Share& share,
                                               const CUtensorMap* const (&maps)[2],
                                               const int (&rows)[2], int k, int expert) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (kCluster == 2 && i != rank) continue;
-    load_shared_box<kCluster>(stage + i * (kShared / 2 * kLineBytes), maps[i], barrier, k, rows[i],
-                              expert);
+    if (!share.loads(i)) continue;
+    load_box_multicast(stage + i * (kShared / 2 * kLineBytes), maps[i], barrier, share.mask(), k,
+                       rows[i], expert);
   }
 }
 
 /// The shared operand where its own axis is contiguous: chunks of 64 columns, each of two boxes of
 /// {64 columns, 32 k}.
-template <int kShared, int kCluster>
-__device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_t barrier, int rank,
-                                               const CUtensorMap* map, int column, int k,
-                                               int expert) {
+template <int kShared>
+__device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_t barrier,
+                                               const Share& share, const CUtensorMap* map,
+                                               int column, int k, int expert) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (kCluster == 2 && i != rank) continue;
+    if (!share.loads(i)) continue;
 #pragma unroll
     for (int chunk = 0; chunk < kShared / 64; ++chunk) {
-      load_shared_box<kCluster>(stage + chunk * kChunkBytes + i * (kChunkBytes / 2), map, barrier,
-                                column + chunk * 64, k + i * 32, expert);
+      load_box_multicast(stage + chunk * kChunkBytes + i * (kChunkBytes / 2), map, barrier,
+                         share.mask(), column + chunk * 64, k + i * 32, expert);
     }
   }
 }
@@ -67,35 +66,59 @@ __device__ __forceinline__ void keep_apart(const char* (&addresses)[8]) {
   for (int i = 0; i < 8; ++i) asm volatile("" : "+l"(addresses[i]));
 }
 
+// A gather belongs to one tile. What it looks up in memory to begin with may be looked up during
+// the tile before (`Ahead`).
+
+/// Nothing is gathered.
+struct NoGather {
+  struct Ahead {};
+  template <class Params>
+  static __device__ __forceinline__ Ahead look_up(const Params&, const Tile&) {
+    return {};
+  }
+  template <class Params>
+  __device__ NoGather(const Params&, const Tile&, const Ahead&) {}
+  __device__ __forceinline__ void load(std::uint32_t, int) {}
+};
+
 /// Rows of a (T, width) tensor by token id, along M: the K-contiguous tile of 128 rows x 64 k.
 /// Eight threads fetch the 128 bytes of a row; thread t serves rows t/8, t/8 + 16, ...
 class RowGather {
  public:
-  /// Rows of the tile past `valid` read as zero.
-  __device__ RowGather(const void* tensor, int width, const std::int32_t* row_tokens,
-                       std::int64_t first_row, int valid) {
+  struct Ahead {
+    int token[8];  ///< -1: past the expert's last row; reads as zero
+  };
+  template <class Params>
+  static __device__ __forceinline__ Ahead look_up(const Params& p, const Tile& tile) {
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
+    Ahead ahead;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = tile.own * kOwn + t / 8 + 16 * i;
+      ahead.token[i] = row < tile.rows ? p.row_tokens[tile.first_row + row] : -1;
+    }
+    return ahead;
+  }
+
+  template <class Params>
+  __device__ __forceinline__ RowGather(const Params& p, const Tile& tile, const Ahead& ahead) {
+    const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
+    const int width = p.gathered_width;
     left_ = width - t % 8 * 8;
     // The swizzle: 16-byte piece c of line r lies at piece c ^ (r % 8). All our rows agree in r
     // % 8.
     place_ = t / 8 * kLineBytes + ((t % 8) ^ (t / 8 % 8)) * 16;
-    int token[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = t / 8 + 16 * i;
-      token[i] = row < valid ? row_tokens[first_row + row] : -1;
+      from_[i] = static_cast<const char*>(p.gathered) +
+                 (static_cast<std::int64_t>(ahead.token[i]) * width + t % 8 * 8) * 2;
+      rows_ |= (ahead.token[i] >= 0) << i;
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      from_[i] = static_cast<const char*>(tensor) +
-                 (static_cast<std::int64_t>(token[i]) * width + t % 8 * 8) * 2;
-      rows_ |= (token[i] >= 0) << i;
-    }
-    full_ = valid >= kOwn;
+    full_ = tile.rows - tile.own * kOwn >= kOwn;
   }
 
-  /// Calls with k = 0, 64, 128, ... in order.
-  __device__ __forceinline__ void load(std::uint32_t stage) {
+  /// Calls with block = 0, 1, 2, ... in order.
+  __device__ __forceinline__ void load(std::uint32_t stage, int) {
     const std::uint32_t to = stage + place_;
     if (full_ && left_ >= kK) {
 #pragma unroll
@@ -128,14 +151,22 @@ inline constexpr std::uint32_t kNoRow = 0xffffffff;
 /// ...
 class ContractionGather {
  public:
-  /// `row_tokens` null: row r is token r.
-  __device__ ContractionGather(const void* tensor, int width, const std::int32_t* row_tokens,
-                               std::int64_t first_row, int rows, int column)
-      : row_tokens_(row_tokens), first_row_(first_row), rows_(rows), row_pieces_(width / 8) {
+  struct Ahead {};
+  template <class Params>
+  static __device__ __forceinline__ Ahead look_up(const Params&, const Tile&) {
+    return {};
+  }
+  template <class Params>
+  __device__ __forceinline__ ContractionGather(const Params& p, const Tile& tile, const Ahead&)
+      : row_tokens_(p.row_tokens),
+        first_row_(tile.first_row),
+        rows_(tile.rows),
+        row_pieces_(p.gathered_width / 8) {
+    const int width = p.gathered_width, column = tile.own * kOwn;
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
     const int piece = t % 16;
     line_ = t / 16;
-    base_ = static_cast<const char*>(tensor) + (column + piece * 8) * 2;
+    base_ = static_cast<const char*>(p.gathered) + (column + piece * 8) * 2;
     inside_ = column + piece * 8 < width;
     full_ = column + kOwn <= width;
     place_ = piece / 8 * kChunkBytes + line_ * kLineBytes + ((piece % 8) ^ line_) * 16;

@@ -92,10 +92,14 @@ Status forward(const RouterGemmDesc& d, const RouterGemmArgs& a, const Exec& exe
   p.own[0] = p.own[1] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kOwn});
   p.shared[0] = p.shared[1] =
       maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, Config::kN / 2});
+  StoreParams e{};
+  e.boxed = d.experts % 8 == 0;
+  if (e.boxed) {
+    e.boxes[0] = maps.encode({a.logits, d.experts, d.tokens, 1, d.experts, 0, WarpTile::kRows});
+  }
   if (!maps.status().ok()) return maps.status();
   p.shared_tiles = tiles(d.experts, Config::kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
-  StoreParams e{};
   e.out[0] = a.logits;
   e.row_stride = d.experts;
   e.columns = static_cast<int>(d.experts);
@@ -110,10 +114,12 @@ Status dgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
   GemmParams p = all_tokens(d);
   p.own[0] = p.own[1] = maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kOwn});
   p.shared[0] = p.shared[1] = maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, kK / 2});
+  StoreParams e{};
+  e.boxes[0] = maps.encode({a.dx, d.hidden, d.tokens, 1, d.hidden, 0, WarpTile::kRows});
+  e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.shared_tiles = tiles(d.hidden, Config::kN);
   p.k_blocks = p.k_half = tiles(d.experts, kK);
-  StoreParams e{};
   e.out[0] = a.dx;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);

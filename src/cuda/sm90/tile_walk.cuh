@@ -11,6 +11,7 @@ struct alignas(16) Tile {
   int shared;     ///< which stripe along the axis that the CTAs of a cluster share
   int first_row;  ///< of the expert
   int rows;       ///< of the expert
+  int apart;      ///< 1: the CTAs have the same rows and neighbouring shared stripes
 };
 
 /// How a cluster goes through the tiles of all experts: static stride over a numbering that each
@@ -18,12 +19,18 @@ struct alignas(16) Tile {
 /// expert, groups of `kGroup` cluster tiles along the own axis, in each the shared axis outside, so
 /// that neighbouring clusters reuse each other's operands from L2.
 ///
+/// An expert whose number of stripes along the own axis is odd leaves no second one for the last
+/// pair: there the CTAs go apart, both on that stripe, each with a stripe of its own along the
+/// shared axis. (If that number is odd too, nothing is left for the second CTA: a tile without
+/// rows.)
+///
 /// `kRows`: the own axis is the expert's rows, so that experts differ in their number of tiles.
 /// Otherwise the own axis has `own_extent` elements for every expert, and the rows are contracted.
 template <bool kRows, int kOwn, int kCluster>
 class TileWalk {
  public:
   static constexpr int kGroup = 8;
+  static_assert(kCluster == 2, "pairs");
 
   /// `offsets` null: the rows are split into equal parts of `part` rows, one for each expert.
   __device__ TileWalk(const std::int32_t* offsets, int experts, int rows, int part, int own_extent,
@@ -55,18 +62,36 @@ class TileWalk {
     tile->rows = __shfl_sync(~0u, count_, lane);
     const int before = __shfl_sync(~0u, last_, lane == 0 ? 0 : lane - 1);
     const int local = inside - (lane == 0 ? 0 : before);
-    const int own_tiles = cluster_tiles(tile->rows);
+    const int stripes = own_stripes(tile->rows);
+    const int pairs = apart(stripes) ? stripes / kCluster : (stripes + 1) / kCluster;
+    tile->apart = local >= pairs * shared_tiles_;
+    if (tile->apart) {
+      tile->own = stripes - 1;
+      tile->shared = (local - pairs * shared_tiles_) * kCluster + rank;
+      if (tile->shared >= shared_tiles_) tile->rows = 0;
+      return true;
+    }
     const int group = local / (kGroup * shared_tiles_);
     const int in_group = local - group * (kGroup * shared_tiles_);
-    const int size = min(kGroup, own_tiles - group * kGroup);
+    const int size = min(kGroup, pairs - group * kGroup);
     tile->shared = in_group / size;
     tile->own = (group * kGroup + in_group - tile->shared * size) * kCluster + rank;
     return true;
   }
 
  private:
+  __device__ __forceinline__ int own_stripes(int rows) const {
+    return ((kRows ? rows : own_extent_) + kOwn - 1) / kOwn;
+  }
+  /// Does the last of these stripes go apart? Not if there is nothing to share it by, nor where it
+  /// is always the same one.
+  __device__ __forceinline__ bool apart(int stripes) const {
+    return kRows && stripes % kCluster != 0 && shared_tiles_ > 1;
+  }
   __device__ __forceinline__ int cluster_tiles(int rows) const {
-    return ((kRows ? rows : own_extent_) + kOwn * kCluster - 1) / (kOwn * kCluster);
+    const int stripes = own_stripes(rows);
+    if (!apart(stripes)) return (stripes + 1) / kCluster * shared_tiles_;
+    return stripes / kCluster * shared_tiles_ + (shared_tiles_ + 1) / kCluster;
   }
 
   /// Lane i takes expert window + i; `last_` becomes the inclusive sum of tiles in the window.
@@ -84,7 +109,7 @@ class TileWalk {
         first_row_ = min(expert * part_, rows_);
         count_ = min(part_, rows_ - first_row_);
       }
-      last_ = cluster_tiles(count_) * shared_tiles_;
+      last_ = cluster_tiles(count_);
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {

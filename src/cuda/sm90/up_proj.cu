@@ -22,6 +22,13 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.shared[0] = maps.encode(view);
   if (gated) view.base = up_base(d, w1, a.w1, a.w1_up);
   p.shared[1] = maps.encode(view);
+  ActivationParams e{};
+  const std::int64_t n = d.intermediate, width = gated ? 2 * n : n;
+  for (int half = 0; half < (gated ? 2 : 1) && !d.inference; ++half) {
+    e.preact_boxes[half] = maps.encode(
+        {static_cast<char*>(a.preact) + half * n * 2, n, d.rows, 1, width, 0, WarpTile::kRows});
+  }
+  e.act_boxes = maps.encode({a.act, n, d.rows, 1, n, 0, WarpTile::kRows});
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
   p.offsets = a.offsets;
@@ -33,7 +40,6 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.paired = gated;
 
   const W1View b1 = w1_view(d, 1);
-  ActivationParams e{};
   e.preact = d.inference ? nullptr : a.preact;
   e.act = a.act;
   e.biased = d.bias;
@@ -82,7 +88,7 @@ std::string reject_wide(const GroupedGemmDesc& d) {
   return reason.empty() ? reject_but_swiglu(d) : reason;
 }
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to("intermediate", d.intermediate, 128, 64);
+  return yield_to("intermediate", d.intermediate, 128, 64, 45);
 }
 
 }  // namespace

@@ -29,6 +29,9 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   }
   p.own[1] = maps.encode(dpreact);
   p.shared[1] = maps.encode(weights);
+  StoreParams e{};
+  e.boxes[0] = maps.encode({a.dx_rows, d.hidden, d.rows, 1, d.hidden, 0, WarpTile::kRows});
+  e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.offsets = a.offsets;
   p.experts = static_cast<int>(d.experts);
@@ -36,7 +39,6 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.k_half = tiles(n, kK);
   p.k_blocks = (gated ? 2 : 1) * p.k_half;
 
-  StoreParams e{};
   e.out[0] = a.dx_rows;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
@@ -62,9 +64,12 @@ struct Entry {
 };
 
 using Wide = Entry<256, Schedule::cooperative, 4>;
-using Narrow = Entry<192, Schedule::cooperative, 4>;
+using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
-std::string yield_wide(const GroupedGemmDesc& d) { return yield_to("hidden", d.hidden, 256, 192); }
+std::string yield_wide(const GroupedGemmDesc& d) {
+  return yield_to_pingpong("hidden", d.hidden,
+                           (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, kK));
+}
 
 }  // namespace
 
@@ -74,7 +79,7 @@ const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {"up_proj_dgrad",  "cuda.up_proj
                                                  Wide::prepare,    yield_wide};
 const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x192",
                                                  DeviceType::cuda, reject_gemm,
-                                                 no_workspace,     Narrow::run,
-                                                 Narrow::prepare};
+                                                 no_workspace,     Pingpong::run,
+                                                 Pingpong::prepare};
 
 }  // namespace sonicmoe::cuda

@@ -25,6 +25,14 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.shared[0] = maps.encode(dpreact);
   if (gated && !empty) dpreact.base = static_cast<const char*>(a.dpreact) + n * 2;
   p.shared[1] = maps.encode(dpreact);
+  StoreParams e{};
+  e.out[0] = a.dw1;
+  e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : nullptr;
+  e.boxed = !d.f32_weight_grads;
+  for (int half = 0; half < (gated ? 2 : 1) && e.boxed; ++half) {
+    e.boxes[half] = maps.encode(
+        {e.out[half], d.hidden, n, d.experts, dw1.row_stride, dw1.expert_stride, WarpTile::kRows});
+  }
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
   p.offsets = a.offsets;
@@ -34,9 +42,6 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.shared_half = tiles(n, Config::kM);
   p.shared_tiles = (gated ? 2 : 1) * p.shared_half;
 
-  StoreParams e{};
-  e.out[0] = a.dw1;
-  e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : nullptr;
   e.expert_stride = dw1.expert_stride;
   e.row_stride = dw1.row_stride;
   e.rows = static_cast<int>(n);
@@ -63,12 +68,22 @@ struct Entry {
 };
 
 using Tall = Entry<256, 4>;
+using Small = Entry<128, 6>;
+
+/// The small tile moves half as many bytes again for each product.
+std::string yield_large(const GroupedGemmDesc& d) {
+  return yield_to("intermediate", d.intermediate, 256, 128, 45);
+}
 
 }  // namespace
 
 const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.256x128",
                                                  DeviceType::cuda, reject_gemm,
                                                  no_workspace,     Tall::run,
-                                                 Tall::prepare};
+                                                 Tall::prepare,    yield_large};
+const Kernel<GroupedGemmDesc> kUpProjWgrad128 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.128x128",
+                                                 DeviceType::cuda, reject_gemm,
+                                                 no_workspace,     Small::run,
+                                                 Small::prepare};
 
 }  // namespace sonicmoe::cuda

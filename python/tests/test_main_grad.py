@@ -1,0 +1,276 @@
+"""Gradients of the experts' weights added to `main_grad` in fp32, as Megatron's layers do."""
+
+import copy
+import re
+
+import pytest
+import torch
+from helpers import make_layer, permuted
+
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional
+
+T, D, N, E, K = 40, 24, 16, 6, 2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def make_module(dtype=torch.float32, activation=ActivationType.SWIGLU, **options):
+    return MoE(E, K, D, N, activation, True, 0.2, **options).to(dtype)
+
+
+def fused(plain):
+    """The same module with a random `main_grad` on the experts' weights, and what those were."""
+    moe = copy.deepcopy(plain)
+    moe.gradient_accumulation_fusion = True
+    before = []
+    for weight in weights(moe):
+        weight.main_grad = torch.randn(weight.shape)
+        before.append(weight.main_grad.clone())
+    return moe, before
+
+
+def weights(moe):
+    return [moe.c_fc.weight, moe.c_proj.weight]
+
+
+def backward(moe, x):
+    o, aux_loss = moe(x)
+    (o.float().square().sum() + aux_loss).backward()
+
+
+def expect_added(moe, before, gradients):
+    for weight, old, gradient in zip(weights(moe), before, gradients, strict=True):
+        assert torch.equal(weight.main_grad, old + gradient)
+
+
+def wide_gradients(plain, x):
+    """The fp32 gradients: what is added to zeros. Rounded, they are the plain module's."""
+    moe, _ = fused(plain)
+    for weight in weights(moe):
+        weight.main_grad.zero_()
+    backward(moe, x)
+    return [weight.main_grad for weight in weights(moe)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.RELU_SQ])
+@pytest.mark.parametrize("concat_layout", [False, True])
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_backward_adds(dtype, activation, concat_layout, routing):
+    options = dict(concat_layout=concat_layout, routing=routing, tile=8)
+    plain = make_module(DTYPES[dtype], activation, **options)
+    moe, before = fused(plain)
+    x = torch.randn(T, D).to(DTYPES[dtype])
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    backward(moe, ours)
+    backward(plain, theirs)
+    wide = wide_gradients(plain, x)
+    for gradient, weight in zip(wide, weights(plain), strict=True):
+        assert torch.equal(gradient.to(weight.dtype), weight.grad)
+    expect_added(moe, before, wide)
+    # Nothing else has changed.
+    assert torch.equal(ours.grad, theirs.grad)
+    for (name, p), q in zip(moe.named_parameters(), plain.parameters(), strict=True):
+        if any(p is weight for weight in weights(moe)):
+            assert p.grad is None and not hasattr(p, "grad_added_to_main_grad"), name
+        else:
+            assert torch.equal(p.grad, q.grad), name
+
+
+def test_micro_batches_in_any_order():
+    plain = make_module()
+    moe, before = fused(plain)
+    batches = torch.randn(3, T, D)
+    losses = [moe(x)[0].square().sum() for x in batches]  # all forward, as in a pipeline
+    for i in (1, 0, 2):
+        losses[i].backward()
+    total = [old.clone() for old in before]
+    for i in (1, 0, 2):
+        plain.zero_grad()
+        plain(batches[i])[0].square().sum().backward()
+        for so_far, weight in zip(total, weights(plain), strict=True):
+            so_far += weight.grad
+    expect_added(moe, total, [0, 0])
+
+
+def test_autocast():
+    plain = make_module()
+    moe, before = fused(plain)
+    x = torch.randn(T, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        backward(moe, x)
+    expect_added(moe, before, wide_gradients(plain.to(torch.bfloat16), x.bfloat16()))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiles_to_one_graph(dtype, backend):
+    torch._dynamo.reset()
+    plain = make_module(DTYPES[dtype])
+    moe, before = fused(plain)
+    eager, _ = fused(plain)
+    for ours, theirs, old in zip(weights(moe), weights(eager), before, strict=True):
+        theirs.main_grad.copy_(old)
+        ours.grad_added_to_main_grad = False
+    compiled = torch.compile(moe, fullgraph=True, backend=backend)
+    for _ in range(2):
+        x = torch.randn(T, D).to(DTYPES[dtype])
+        backward(compiled, x)
+        backward(eager, x)
+    for ours, theirs in zip(weights(moe), weights(eager), strict=True):
+        # The loss is compiled too: inductor may sum it in another order.
+        torch.testing.assert_close(ours.main_grad, theirs.main_grad)
+        assert ours.grad is None and ours.grad_added_to_main_grad
+    with torch.no_grad():
+        assert torch.equal(compiled(x)[0], eager(x)[0])
+
+
+def test_hooks_of_megatron():
+    moe, before = fused(make_module())
+    seen = []
+    for weight in weights(moe):
+        weight.grad_added_to_main_grad = False
+        weight.register_post_accumulate_grad_hook(
+            lambda w: seen.append(w.grad_added_to_main_grad and not w.grad.any())
+        )
+    o, _ = moe(torch.randn(T, D))
+    assert not any(weight.grad_added_to_main_grad for weight in weights(moe))
+    o.square().sum().backward()
+    assert seen == [True, True]
+    for weight, old in zip(weights(moe), before, strict=True):
+        assert not torch.equal(weight.main_grad, old)
+
+
+def test_main_grad_is_needed_for_training_only():
+    plain = make_module(gradient_accumulation_fusion=True)
+    x = torch.randn(T, D)
+    o, _ = plain(x, is_inference_mode=True)
+    with torch.no_grad():
+        assert torch.equal(plain(x)[0], o)
+    with pytest.raises(ValueError, match="^c_fc.weight.main_grad: got None, allowed: "):
+        plain(x)
+    for weight in weights(plain):
+        weight.requires_grad_(False)
+    backward(plain, x)  # frozen experts have no gradients to add
+    assert plain.router.weight.grad is not None
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_functional(lists):
+    layer = make_layer(bias=True)
+    leaves = layer.leaves()
+    before = [torch.randn(layer.w1.shape), torch.randn(layer.w2.shape)]
+    main = [t.clone() for t in before]
+    scores = torch.rand(70)
+    ids = torch.randint(0, 48, (70,)), torch.randint(0, 6, (70,))
+
+    def call(leaves, **options):
+        x, router_w, w1, b1, w2, b2 = leaves.values()
+        w1, w2 = permuted(w1), permuted(w2)
+        if lists:
+            return functional.moe_general_routing_inputs(
+                x, scores, *ids, w1, b1, w2, b2, **options
+            )[0]
+        return functional.moe_TC_softmax_topk_layer(x, router_w, w1, b1, w2, b2, K, **options)[0]
+
+    options = {"w1_main_grad": permuted(main[0]), "w2_main_grad": permuted(main[1])}
+    versions = [t._version for t in main]
+    call(leaves, **options).square().sum().backward()
+    assert all(t._version > version for t, version in zip(main, versions, strict=True))
+    plain = layer.leaves()
+    call(plain).square().sum().backward()
+    assert leaves["w1"].grad is None and leaves["w2"].grad is None
+    assert torch.equal(main[0], before[0] + plain["w1"].grad)
+    assert torch.equal(main[1], before[1] + plain["w2"].grad)
+    for name in ("x", "b1", "b2"):
+        assert torch.equal(leaves[name].grad, plain[name].grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    ops = torch.ops.sonicmoe
+    layer = make_layer(bias=True, dtype=DTYPES[dtype])
+    x, router_w, w1, b1, w2, b2 = (t.detach() for t in layer.leaves().values())
+    main_grads = torch.randn(w1.shape), torch.randn(w2.shape)
+    options = K, "swiglu", False, False, False
+    args = (x, router_w, w1, b1, w2, b2, *options, False, *main_grads)
+    o, logits, _, preact, routing = ops.layer_forward(*args)
+    backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, *options, *main_grads)
+    assert [t.shape[0] for t in ops.layer_backward(*backward)[2:]] == [0, E, 0, E]
+    torch.library.opcheck(ops.layer_backward.default, backward)
+    lists = torch.rand(70), torch.randint(0, 48, (70,)).int(), torch.randint(0, 6, (70,)).int()
+    routed = (x, *lists, w1, b1, w2, b2, "swiglu", True, False, *main_grads)
+    o, _, preact, routing = ops.routed_forward(*routed)
+    torch.library.opcheck(
+        ops.routed_backward.default,
+        (o, x, w1, w2, b2, preact, routing, "swiglu", True, *main_grads),
+    )
+    # With gradients backward would run twice and add twice: only the forward operators' own checks.
+    torch.library.opcheck(ops.layer_forward.default, args)
+    torch.library.opcheck(ops.routed_forward.default, routed)
+
+
+def refusals():
+    w1, w2 = torch.zeros(E, 2 * N, D), torch.zeros(E, D, N)
+    yield (
+        {"w1_main_grad": w1.bfloat16()},
+        TypeError,
+        "w1_main_grad: got torch.bfloat16, allowed: torch.float32",
+    )
+    yield {"w1_main_grad": 3}, TypeError, "w1_main_grad: got int, allowed: a tensor"
+    yield (
+        {"w2_main_grad": w1},
+        ValueError,
+        "w2_main_grad: got shape (6, 32, 24), allowed: (E, d, n) = (6, 24, 16)",
+    )
+    yield (
+        {"w1_main_grad": torch.zeros(E, D, 2 * N).mT},
+        ValueError,
+        "w1_main_grad: got strides (768, 1, 32), allowed: a contiguous (E, 2n, d)",
+    )
+    yield (
+        {"w1_main_grad": w1.to("meta")},
+        ValueError,
+        "w1_main_grad: got a tensor on meta, allowed: cpu, where x is",
+    )
+    yield (
+        {"w2_main_grad": w2.requires_grad_()},
+        ValueError,
+        "w2_main_grad: got a tensor that requires grad, allowed: one that does not",
+    )
+    yield (
+        {"w2_main_grad": torch.zeros(w2.numel() + 1)[1:].view_as(w2)},
+        ValueError,
+        r"w2_main_grad: got address 0x[0-9a-f]+, allowed: multiples of 16 bytes",
+    )
+
+
+@pytest.mark.parametrize("change, error, message", list(refusals()))
+def test_refusals(change, error, message):
+    moe, _ = fused(make_module())
+    for name, value in change.items():
+        weight = moe.c_fc.weight if name[:2] == "w1" else moe.c_proj.weight
+        weight.main_grad = value
+    pattern = message if "0x" in message else re.escape(message)
+    with pytest.raises(error, match=f"^{pattern}$"):
+        moe(torch.randn(T, D))
+
+
+def test_refused_options():
+    moe, _ = fused(make_module())
+    x = torch.randn(T, D)
+    with pytest.raises(ValueError, match="^kernel_backend_moe: got KernelBackendMoE.torch, "):
+        moe(x, KernelBackendMoE.torch)
+    moe.c_proj.weight.overwrite_main_grad = True
+    with pytest.raises(ValueError, match="^c_proj.weight.overwrite_main_grad: got True, "):
+        moe(x)
+    del moe.c_proj.weight.overwrite_main_grad
+    moe.c_proj.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="^w2_main_grad: got None, allowed: w1_main_grad and "):
+        moe(x)
+    layer = make_layer()
+    with pytest.raises(ValueError, match="^w1_main_grad: got a tensor, allowed: None, for the "):
+        functional.moe_TC_softmax_topk_layer(
+            layer.x.requires_grad_(), layer.router_w, permuted(layer.w1), None,
+            permuted(layer.w2), None, K, w1_main_grad=permuted(layer.w1),
+            w2_main_grad=permuted(layer.w2),
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+// Every compiled kernel of the matrix products, forced one by one, inside whole layers: the fp64
+// oracle, the same bits again, a graph with other routing. (tests/ops/gemm_exact_test.cpp has their
+// exact integers.)
+#include <span>
+
+#include "sonicmoe/info.h"
+#include "tests/cuda/replay.h"
+#include "tests/test_names.h"
+#include "verify/run.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+/// Whole and partial tiles along every axis, experts without rows, sentinels, all three layouts,
+/// biases, gates and none.
+constexpr const char* kCases[] = {"tiles/bias",
+                                  "tiles/relu_sq",
+                                  "tiles/separate",
+                                  "given/hostile-bias-swiglu",
+                                  "given/tile_counts",
+                                  "shape/empty_ends",
+                                  "activation/swiglu-concatenated-bias",
+                                  "router/topk_over_softmax_norm-one_expert"};
+constexpr const char* kReplayed[] = {"tiles/separate", "given/hostile-bias-swiglu",
+                                     "activation/swiglu-concatenated-bias"};
+
+class EachKernel : public testing::TestWithParam<KernelInfo> {
+ protected:
+  static Options forced() {
+    Options options;
+    options.kernel = GetParam().name;
+    return options;
+  }
+
+  /// f(case) for each that this kernel can run, all of which it names in the layer's plan.
+  template <class F>
+  void for_cases(std::span<const char* const> names, F&& f) {
+    std::size_t runs = 0;
+    for (const DType type : kTypes) {
+      for (const char* name : names) {
+        const Case& c = case_named(name, type);
+        const auto plan = make_plan(c.desc, kDevice, forced());
+        if (!plan.ok()) {
+          ASSERT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
+          continue;
+        }
+        ASSERT_NE(plan.value().explain().find(GetParam().name + ": runs"), std::string::npos)
+            << plan.value().explain();
+        SCOPED_TRACE(c.name);
+        f(c);
+        if (HasFatalFailure()) return;
+        ++runs;
+      }
+    }
+    EXPECT_GE(runs, names.size()) << "kernels for SwiGLU alone refuse two cases of "
+                                  << names.size();
+  }
+};
+
+TEST_P(EachKernel, AgreesWithTheOracle) {
+  for_cases(kCases, [](const Case& c) {
+    const Report report = check_layer(c, kDevice, forced());
+    EXPECT_TRUE(report.pass()) << report.text();
+  });
+}
+
+TEST_P(EachKernel, SameBitsAgain) {
+  for_cases(kCases, [](const Case& c) {
+    const Problem problem = make_problem(c);
+    const LayerRun first = run_layer(problem, kDevice, forced());
+    ASSERT_TRUE(first.status.ok()) << first.status.message();
+    EXPECT_EQ(first_difference(first, run_layer(problem, kDevice, forced())), "");
+  });
+}
+
+TEST_P(EachKernel, ReplaysWithOtherRouting) {
+  for_cases(kReplayed, [](const Case& c) { expect_replays(c, GetParam().name); });
+}
+
+std::vector<KernelInfo> product_kernels() {
+  std::vector<KernelInfo> out;
+  for (const KernelInfo& kernel : kernels()) {
+    if (!kernel.compiled || kernel.device != kDevice.type) continue;
+    bool product = kernel.op == "router_gemm";
+    for (const GemmOp op : kGemmOps) product = product || kernel.op == name(op);
+    if (product) out.push_back(kernel);
+  }
+  return out;
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, EachKernel, testing::ValuesIn(product_kernels()),
+                         [](const auto& param) { return label_of(param.param.name); });
+
+}  // namespace
+}  // namespace sonicmoe::verify

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "tests/plain_layer.h"
+#include "verify/device_memory.h"
+
+/// A layer recorded once in a CUDA graph and replayed with other inputs and other routing, for
+/// launches must not depend on what is in memory.
+namespace sonicmoe::verify {
+
+inline void start(const PlainLayer& layer, Stream stream) {
+  const Status forward = layer.plan.forward(layer.forward, layer.workspace, stream);
+  ASSERT_TRUE(forward.ok()) << forward.message();
+  const Status backward = layer.plan.backward(layer.backward, layer.workspace, stream);
+  ASSERT_TRUE(backward.ok()) << backward.message();
+}
+
+/// With `kernel` (see Options::kernel) where its operation is.
+inline void expect_replays(const Case& c, const std::string& kernel = "") {
+  SCOPED_TRACE(c.name);
+  constexpr const char* kInputs[] = {"x",    "router_w",    "w1",           "w1_up",
+                                     "b1",   "b1_up",       "w2",           "b2",
+                                     "dout", "list_tokens", "list_experts", "list_scores"};
+  constexpr const char* kOutputs[] = {"o",   "logits", "counts", "preact", "dx",  "drouter_w",
+                                      "dw1", "dw1_up", "db1",    "db1_up", "dw2", "db2"};
+  const OwnStream stream(kDevice);
+  PlainLayer layer(c, 1, false, kernel);
+  start(layer, stream);  // loads the kernels
+  ASSERT_TRUE(synchronize(kDevice).ok());
+  Graph::begin(kDevice, stream);
+  start(layer, stream);
+  const Graph graph(kDevice, stream);
+
+  const bool lists = c.desc.router == RouterMode::given;
+  const RoutingKind kinds[] = {RoutingKind::one_expert,
+                               lists ? RoutingKind::sentinels_only : RoutingKind::all_equal,
+                               lists ? RoutingKind::hostile : RoutingKind::empty_ends};
+  for (const RoutingKind kind : kinds) {
+    SCOPED_TRACE(static_cast<int>(kind));
+    Case other = c;
+    other.routing = kind;
+    other.seed += 1000 + static_cast<int>(kind);
+    const PlainLayer eager(other, 1, false, kernel);
+    start(eager, stream);
+    ASSERT_TRUE(synchronize(kDevice).ok());
+    for (const char* name : kInputs) layer.arena.replace(name, eager.arena[name].bytes());
+    for (const char* name : kOutputs) layer.arena[name].poison();
+    layer.arena["routing"].poison();
+    layer.arena["workspace"].poison();
+    graph.launch(stream);
+    const Status status = synchronize(kDevice);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(layer.arena.damage(), "");
+    for (const char* name : kOutputs) {
+      // Rows of H that no expert owns keep their poison in both.
+      EXPECT_TRUE(std::ranges::equal(layer.arena[name].bytes(), eager.arena[name].bytes())) << name;
+    }
+  }
+}
+
+}  // namespace sonicmoe::verify
