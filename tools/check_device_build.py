@@ -2,7 +2,9 @@
 """Judges the device files of a build folder by what compiling them said (tools/compile_device.py).
 
 Fails on spilled registers, on wgmma that the compiler serialised (C7510), on setmaxnreg that it
-ignored (C7508 and kin), and on a file that takes more than 45 s of processor time or 3 GB.
+ignored (C7508 and kin), and on a file that takes more than 45 s of processor time or 3 GB. A file
+that came from the compiler's cache is judged by what compiling it said and cost then, for the same
+source, flags and compiler; it is marked.
 """
 
 import json
@@ -17,6 +19,7 @@ FUNCTION = re.compile(r"Compiling entry function '(\w+)'")
 SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 COST = re.compile(r"device_build: ([0-9.]+) s ([0-9.]+) GB")
+CACHED = "device_build: from the cache"
 BAD = re.compile(r".*(C75\d\d|setmaxnreg.*ignored|wgmma.*serializ).*", re.IGNORECASE)
 
 
@@ -40,7 +43,7 @@ def judge(name: str, log: str) -> list[str]:
         return [f"{name}: the log says no cost: was it compiled by tools/compile_device.py?"]
     seconds, gigabytes = float(cost[1]), float(cost[2])
     print(f"{name:48s} {len(registers):3d} kernels {max(registers, default=0):4d} registers "
-          f"{seconds:6.1f} s {gigabytes:5.2f} GB")  # fmt: skip
+          f"{seconds:6.1f} s {gigabytes:5.2f} GB{' cached' * (CACHED in log)}")  # fmt: skip
     if seconds > MAX_SECONDS:
         problems.append(f"took {seconds} s, allowed: {MAX_SECONDS}")
     if gigabytes > MAX_GB:
@@ -49,7 +52,7 @@ def judge(name: str, log: str) -> list[str]:
 
 
 def check(build: Path) -> int:
-    problems, files = [], 0
+    problems, files, cached = [], 0, 0
     for entry in json.loads((build / "compile_commands.json").read_text()):
         source = Path(entry["file"])
         if source.suffix != ".cu":
@@ -60,10 +63,13 @@ def check(build: Path) -> int:
         if not log.exists():
             problems.append(f"{name}: there is no {log}")
             continue
-        problems += judge(name, log.read_text())
+        text = log.read_text()
+        problems += judge(name, text)
+        cached += CACHED in text
     if files == 0:
         problems = [f"{build} has no device files: configured with SONICMOE_CUDA=OFF?"]
-    print("\n".join(problems) if problems else f"device build: {files} files, nothing to object to")
+    good = f"device build: {files} files, {cached} of them from the cache, nothing to object to"
+    print("\n".join(problems) if problems else good)
     return 1 if problems else 0
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the library, static and shared, and builds and runs tests/consumer with what was
-# installed. Leaves the prefixes in build-install/{static,shared}/prefix.
+# installed. Leaves the prefixes in build-{static,shared}/prefix. The folders lie where build lies,
+# so that ccache finds what was compiled there (CCACHE_BASEDIR of the Makefile).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,14 +11,14 @@ cuda=(-DSONICMOE_CUDA="${CUDA:-AUTO}"
   -DCMAKE_CUDA_COMPILER_LAUNCHER="$PWD/tools/compile_device.py")
 
 for kind in static shared; do
-  folder=$PWD/build-install/$kind
+  folder=$PWD/build-$kind
   prefix=$folder/prefix
   rm -rf "$prefix" "$folder/consumer"
-  "${configure[@]}" "${cuda[@]}" -S . -B "$folder/library" -DCMAKE_INSTALL_PREFIX="$prefix" \
+  "${configure[@]}" "${cuda[@]}" -S . -B "$folder" -DCMAKE_INSTALL_PREFIX="$prefix" \
     -DSONICMOE_TESTS=OFF -DSONICMOE_CLI=OFF \
     -DBUILD_SHARED_LIBS="$([[ $kind == shared ]] && echo ON || echo OFF)"
-  cmake --build "$folder/library"
-  cmake --install "$folder/library" >/dev/null
+  cmake --build "$folder"
+  cmake --install "$folder" >/dev/null
   "${configure[@]}" -S tests/consumer -B "$folder/consumer" -DCMAKE_PREFIX_PATH="$prefix"
   cmake --build "$folder/consumer"
   "$folder/consumer/consumer"
@@ -26,7 +27,7 @@ done
 
 # A shared library shows its own API and nothing else: OpenBLAS in particular stays private. (The
 # type names that libstdc++'s templates leave in every library do not matter.)
-strays=$(nm -D --defined-only -C build-install/shared/prefix/lib*/libsonicmoe.so | cut -d' ' -f3- |
+strays=$(nm -D --defined-only -C build-shared/prefix/lib*/libsonicmoe.so | cut -d' ' -f3- |
   grep -e '^[^:]*$' -e 'sonicmoe::\(cpu\|math\)::' || true)
 if [[ -n $strays ]]; then
   echo >&2 "install: libsonicmoe.so exports what is not ours:"

@@ -1,24 +1,30 @@
 #!/usr/bin/env python3
 """Breaks the sources in one way at a time and shows that each turns a test red.
 
-Works on a copy of the tree in build-mutants. Exit code 1 if a mutant survives, or if its pattern
-is not found exactly once: then the code has moved on, and the pattern has to follow.
+Works on a copy of the tree in build-mutants. A test counts as red if it fails with the mutant and
+passes without. Exit code 1 if a mutant survives, or if its pattern is not found exactly once: then
+the code has moved on, and the pattern has to follow.
 
 Usage: tools/mutants.py [WORD...]    only the mutants whose name contains a WORD
 """
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build-mutants" / "tree"
 BUILD = TREE / "build"
+UNCHANGED = BUILD / "unchanged"  # the test programs without a mutant
 COPIED = ("CMakeLists.txt", "cmake", "include", "src", "verify", "tests")
 
 
@@ -68,6 +74,12 @@ MUTANTS = [
         "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin - 1)},",
     ),
     Mutant(
+        "the layer does not add to dW1 and dW2",
+        "src/core/layer_plan.cpp",
+        ".accumulate_weight_grads = d.accumulate_weight_grads};",
+        ".accumulate_weight_grads = false};",
+    ),
+    Mutant(
         "token rounding: a tie goes up",
         "src/math/rounding.h",
         "return c.ceil - c.count < c.count - c.floor;",
@@ -110,17 +122,60 @@ def build():
             sys.exit(f"{done.stdout}{done.stderr}mutants: this does not build")
 
 
+def tests():
+    """Command and environment of every test program by name, as ctest would run it."""
+    shown = subprocess.run(["ctest", "--test-dir", BUILD, "--show-only=json-v1"],
+                           capture_output=True, text=True, check=True)  # fmt: skip
+    found = {}
+    for test in json.loads(shown.stdout)["tests"]:
+        properties = {entry["name"]: entry["value"] for entry in test["properties"]}
+        variables = dict(line.split("=", 1) for line in properties.get("ENVIRONMENT", []))
+        environment = {**os.environ, **variables, "GTEST_FAIL_FAST": "1"}
+        found[test["name"]] = test["command"], environment
+    return found or sys.exit("mutants: ctest knows no tests")
+
+
+def run(name, command, environment, running, stop):
+    """The name of a test program and those of its tests that fail; nothing if all pass."""
+    if stop.is_set():
+        return []
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        running.append(process)
+        if stop.is_set():  # in between
+            process.kill()
+        try:
+            code = process.wait(timeout=300)
+        except subprocess.TimeoutExpired:  # red too: without a mutant it is half a minute
+            process.kill()
+            code = process.wait()
+        if code == 0 or stop.is_set():
+            return []
+        output.seek(0)
+        failed = re.findall(r"^\[  FAILED  \] ([\w./]+)(?:,| \()", output.read(), re.MULTILINE)
+    return [name, *dict.fromkeys(failed)]
+
+
 def failing_tests():
-    """Names of the tests that fail; stops early, so not all of them."""
-    done = subprocess.run(
-        ["ctest", "--test-dir", BUILD, "--output-on-failure", "--stop-on-failure",
-         "--no-tests=error", "--timeout", "300", "-j", str(os.cpu_count())],
-        capture_output=True, text=True, env={**os.environ, "GTEST_FAIL_FAST": "1"})
-    names = re.findall(r"^\[  FAILED  \] ([\w./]+)(?:,| \()", done.stdout, re.MULTILINE)
-    names += re.findall(r"^\s+\d+ - (\S+) \((?!Not Run)\w+\)", done.stdout, re.MULTILINE)
-    if done.returncode and not names:
-        sys.exit(f"{done.stdout}{done.stderr}mutants: ctest failed without a failing test")
-    return list(dict.fromkeys(names))
+    """What run() says of the first test program that fails; the others are not waited for."""
+    running, stop = [], threading.Event()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(run, name, *how, running, stop) for name, how in tests().items()]
+        for job in as_completed(jobs):
+            if red := job.result():
+                stop.set()
+                for process in running:
+                    process.kill()
+                return red
+    return []
+
+
+def fails_unchanged(red):
+    """Whether these tests also fail without a mutant: then they say nothing about one."""
+    program, *names = red
+    _, environment = tests()[program]
+    command = [UNCHANGED / program, f"--gtest_filter={':'.join(names) or '*'}"]
+    return subprocess.run(command, env=environment, capture_output=True).returncode != 0
 
 
 def main(words):
@@ -134,10 +189,10 @@ def main(words):
                      f"expected once:\n{mutant.old}")
     copy_tree()
     build()
-    if red := failing_tests():
-        sys.exit(f"mutants: the unchanged tree already fails {red}")
+    shutil.rmtree(UNCHANGED, ignore_errors=True)
+    shutil.copytree(BUILD / "bin", UNCHANGED)
 
-    survivors = 0
+    survivors, known = 0, set()
     for mutant in chosen:
         began = time.monotonic()
         file = TREE / mutant.file
@@ -148,6 +203,9 @@ def main(words):
             red = failing_tests()
         finally:
             file.write_text(text)
+        if red and tuple(red) not in known and fails_unchanged(red):
+            sys.exit(f"mutants: the unchanged tree already fails {red}")
+        known.add(tuple(red))
         survivors += not red
         verdict = f"red: {', '.join(red[:3])}" if red else "SURVIVED: no test notices"
         print(f"{mutant.name:40} {verdict}  ({time.monotonic() - began:.0f} s)", flush=True)
