@@ -35,7 +35,7 @@ BAD = [
     ("bench --add_bias=maybe", "--add_bias: got 'maybe', allowed: no value"),
     ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
     ("--json x info", "option: got '--json', allowed: --help, --version"),
-    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --repeats"),
+    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats"),
     ("bench --thiek", "--thiek: got nothing, allowed: T,H,I,E,K"),
     ("bench --threads", "--threads: got nothing, allowed: 1 to 4096"),
     ("bench --dtype", "--dtype: got nothing, allowed: f32, bf16, f16"),
