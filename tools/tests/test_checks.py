@@ -1,11 +1,13 @@
 """The checks of tools/ find what they are for. Each case is a small tree with one thing wrong."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import check_device_build  # noqa: E402
 import check_docs  # noqa: E402
 import check_layers  # noqa: E402
 import run_snippets  # noqa: E402
@@ -91,3 +93,36 @@ def test_snippets(tmp_path, text, expected):
     run_snippets.main(tmp_path, tmp_path / "good.md")
     with pytest.raises(SystemExit, match=expected):
         run_snippets.main(tmp_path, tmp_path / "bad.md")
+
+
+GOOD_LOG = (
+    "ptxas info    : Compiling entry function 'kernel' for 'sm_90a'\n"
+    "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    "ptxas info    : Used 168 registers, used 2 barriers\n"
+    "device_build: 12.3 s 0.31 GB, launch 1-2\n"
+)
+
+
+@pytest.mark.parametrize(
+    "log, expected",
+    [
+        (GOOD_LOG, "1 files, 0 of them from the cache, nothing to object to"),
+        # What compiling it said and cost is in the cache, and judged like any other.
+        (GOOD_LOG + "device_build: from the cache\n", "0.31 GB cached\n"),
+        (GOOD_LOG.replace("12.3", "45.1") + "device_build: from the cache\n", "took 45.1 s"),
+        (GOOD_LOG.replace("0.31 GB", "3.10 GB"), "took 3.1 GB, allowed: 3"),
+        (GOOD_LOG.replace("0 bytes spill stores", "8 bytes spill stores"), "8 bytes spill stores"),
+        (GOOD_LOG + "warning (C7510): wgmma serialized\n", "C7510"),
+        (GOOD_LOG.replace("device_build", "device"), "the log says no cost"),
+        (None, "there is no "),
+    ],
+)
+def test_device_build(tmp_path, capsys, log, expected):
+    entry = {"directory": str(tmp_path), "file": "src/a.cu", "output": "a.cu.o"}
+    plant(tmp_path, {"compile_commands.json": json.dumps([entry])})
+    if log is not None:
+        plant(tmp_path, {"a.cu.o.log": log})
+    failed = check_device_build.check(tmp_path)
+    text = capsys.readouterr().out
+    assert expected in text
+    assert failed == ("nothing to object to" not in text)
