@@ -167,13 +167,6 @@ __device__ __forceinline__ void load_box_multicast(std::uint32_t to, const CUten
       : "memory");
 }
 
-/// Asks for a box to be brought into L2.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int c0, int c1, int c2) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0),
-               "r"(c1), "r"(c2)
-               : "memory");
-}
-
 /// Shared memory to a box; what lies outside the tensor is not written. Belongs to the calling
 /// thread's next group.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, std::uint32_t from, int c0,

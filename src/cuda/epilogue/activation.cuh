@@ -25,24 +25,37 @@ struct ActivationParams {
 template <ActivationKind kKind, bool kBias>
 struct StoreActivation {
   using Params = ActivationParams;
-  static constexpr int kTiles = 2;
-  static constexpr int kWarpBytes = kTiles * WarpTile::kBytes;
-  static constexpr int kWarpBarriers = 0;
+  static constexpr bool kGated = kKind != ActivationKind::plain;
+  /// Units (columns of A) of a tile that is kN wide. With a gate the tile's left half holds gate
+  /// columns, the right half the up columns of the same units, so that a pair lies in one thread.
+  template <int kN>
+  static constexpr int kUnits = kGated ? kN / 2 : kN;
+  static constexpr int kActTiles = 2;
+  static constexpr int kWarpBytes = kActTiles * WarpTile::kBytes;
+  /// The stages that a chunk's H leaves from.
+  template <int kN>
+  static constexpr int kBlocks = kUnits<kN> / 64;
+
+  /// Nothing comes into the epilogue's stages.
+  template <class Traits>
+  static __device__ __forceinline__ void load(const Params&, const Tile&, int, std::uint32_t,
+                                              std::uint32_t full) {
+    mbarrier_arrive(full);
+  }
 
   template <class Traits>
   class Run {
    public:
     using T = typename Traits::T;
     static constexpr int kCount = Traits::kN / 2;
-    static constexpr bool kGated = kKind != ActivationKind::plain;
-    // With a gate the tile's left half holds gate columns, the right half the up columns of the
-    // same units, so that a pair lies in one thread.
-    static constexpr int kUnits = kGated ? Traits::kN / 2 : Traits::kN;
+    static constexpr int kUnits = StoreActivation::kUnits<Traits::kN>;
     static constexpr int kUp = kGated ? kCount / 2 : 0;
 
+    static_assert(Traits::kMBlocks == 1);
+
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
-                                   int m_first, const WarpMemory& memory)
-        : e_(e), tile_(tile), m_first_(m_first), staging_(memory.staging) {}
+                                   int m_first, std::uint32_t staging)
+        : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
     /// The biases go where the sums begin, which costs no registers beside them. Element by
     /// element, for accumulators set in a branch would serialise wgmma.
@@ -75,66 +88,84 @@ struct StoreActivation {
 
     __device__ __forceinline__ void prefetch() {}
 
-    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
-      visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
+                                           const EpilogueBlocks<Traits>& stages) {
+      visit_activation<kKind>(e_.activation,
+                              [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
     }
 
    private:
     template <class Fn>
-    __device__ __forceinline__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish_as(float (&acc)[kCount],
+                                              const EpilogueBlocks<Traits>& stages) {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
-      const int unit = tile_.shared * kUnits;
-      const int valid = tile_.rows - tile_.own * kOwn;
-      const std::int64_t first = static_cast<std::int64_t>(tile_.first_row) + tile_.own * kOwn;
-      const std::int64_t width = kGated ? 2 * n : n;
-#pragma unroll
-      for (int m = 0; m < Traits::kMBlocks; ++m) {
-        const int row = (m_first_ + m) * 64 + t / 32 * 16;
-        const int rows = valid - row;
-        if (rows <= 0) break;
-        const bool whole = rows >= WarpTile::kRows;
-        Staging<kTiles> staging(staging_, t % 32);
-        const auto store = [&](const Block(&blocks)[4], const CUtensorMap* map, int chunk, void* to,
-                               std::int64_t stride) {
-          const WarpTile tile = staging.next();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) tile.put(i, blocks[i]);
-          const int column = unit + chunk * 64;
-          staging.send(tile, {map, column, tile_.first_row + tile_.own * kOwn + row, 0}, whole,
-                       [&] {
-                         tile.store(static_cast<T*>(to) + (first + row) * stride + column, stride,
-                                    rows, n - column);
-                       });
-        };
-#pragma unroll
-        for (int chunk = 0; chunk < kUnits / 64; ++chunk) {
-          if (unit + chunk * 64 >= n) break;
-          Block blocks[4];
-          if (e_.preact != nullptr) {
-            pack(&acc[m][chunk * 32], blocks);
-            store(blocks, &e_.preact_boxes[0], chunk, e_.preact, width);
-            if (kGated) {
-              pack(&acc[m][kUp + chunk * 32], blocks);
-              store(blocks, &e_.preact_boxes[1], chunk, static_cast<T*>(e_.preact) + n, width);
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            const float* gate = &acc[m][chunk * 32 + 2 * i];
-            const float* up = &acc[m][kUp + chunk * 32 + 2 * i];
-            blocks[i / 4].w[i % 4] =
-                Pair<T>::pack(Fn::forward(gate[0], up[0]), Fn::forward(gate[1], up[1]));
-          }
-          store(blocks, &e_.act_boxes, chunk, e_.act, n);
+      const int lane = t % 32;
+      const int row = m_first_ * 64 + t / 32 * 16;  // this warp's first, in the tile
+      const int rows = tile_.rows - tile_.own * kOwn - row;
+      const int at = tile_.first_row + tile_.own * kOwn + row;
+      const bool whole = rows >= WarpTile::kRows;
+      static_for<kUnits / 64>([&](auto index) {
+        constexpr int chunk = decltype(index)::value;
+        const int unit = tile_.shared * kUnits + chunk * 64;
+        const std::uint32_t stage = stages.wait(chunk) + row * kLineBytes;
+        const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
+        const WarpTile act(staging_ + chunk % kActTiles * WarpTile::kBytes, lane);
+        if (chunk >= kActTiles) {
+          if (lane == 0) store_wait_read<kActTiles - 1>();
+          __syncwarp();
         }
-      }
+        const bool keeps = e_.preact != nullptr;
+        if (keeps) put(gate, &acc[chunk * 32]);
+        if (keeps && kGated) put(up, &acc[kUp + chunk * 32]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          Block block;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float* g = &acc[chunk * 32 + 8 * i + 2 * j];
+            const float* u = &acc[kUp + chunk * 32 + 8 * i + 2 * j];
+            block.w[j] = Pair<T>::pack(Fn::forward(g[0], u[0]), Fn::forward(g[1], u[1]));
+          }
+          act.put(i, block);
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (whole && lane == 0) {
+          if (keeps) store_box(&e_.preact_boxes[0], gate.address(), unit, at, 0);
+          if (keeps && kGated) store_box(&e_.preact_boxes[1], up.address(), unit, at, 0);
+          store_box(&e_.act_boxes, act.address(), unit, at, 0);
+        }
+        if (!whole) {
+          const std::int64_t width = kGated ? 2 * n : n;
+          if (keeps) {
+            T* const preact = static_cast<T*>(e_.preact) + at * width + unit;
+            gate.store(preact, width, rows, n - unit);
+            if (kGated) up.store(preact + n, width, rows, n - unit);
+          }
+          act.store(static_cast<T*>(e_.act) + std::int64_t{at} * n + unit, n, rows, n - unit);
+          // Read before the copy engine writes there.
+          fence_async_proxy();
+          __syncwarp();
+        }
+        if (lane == 0) store_commit();
+        if (chunk > 0) {
+          if (lane == 0) store_wait_read<1>();
+          __syncwarp();
+          stages.give_back(chunk - 1);
+        }
+      });
     }
 
-    static __device__ __forceinline__ void pack(const float* acc, Block (&blocks)[4]) {
+    static __device__ __forceinline__ void put(const WarpTile& tile, const float* acc) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        blocks[i / 4].w[i % 4] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
+      for (int i = 0; i < 4; ++i) {
+        Block block;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          block.w[j] = Pair<T>::pack(acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1]);
+        }
+        tile.put(i, block);
       }
     }
 

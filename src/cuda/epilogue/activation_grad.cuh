@@ -9,134 +9,106 @@
 namespace sonicmoe::cuda {
 
 struct ActivationGradParams {
-  CUtensorMap preact_boxes[2];   ///< H: gate and up, or the one there is, (1, R, n) in 64 x 16
-  CUtensorMap dpreact_boxes[2];  ///< dH alike
-  CUtensorMap scaled_act_boxes;
-  void* dpreact;            ///< (R, 2n) as [gate | up], or (R, n)
-  void* scaled_act;         ///< (R, n)
-  const float* row_scores;  ///< (R)
-  float* dscores;           ///< (shared tiles, R): one partial sum for each tile along n
-  std::int64_t capacity;    ///< R
+  CUtensorMap preact[2];         ///< H: gate and up, or the one there is, (1, R, n) in 64 x 64
+  CUtensorMap dpreact_boxes[2];  ///< dH alike, in 64 x 16
+  CUtensorMap scaled_act_boxes;  ///< in 64 x 16
+  void* dpreact;                 ///< (R, 2n) as [gate | up], or (R, n)
+  void* scaled_act;              ///< (R, n)
+  const float* row_scores;       ///< (R)
+  float* dscores;                ///< (shared tiles, R): one partial sum for each tile along n
+  std::int64_t capacity;         ///< R
   int intermediate;
   Activation activation;
 };
 
-/// A warp goes through its tile in chunks of 16 rows x 64 columns. H comes by the copy engine, the
-/// first two chunks during the main loop, in which the others are asked into L2; dH takes the place
-/// of H in shared memory on its way out. Rows of H past the expert's end are other experts': they
-/// are computed with, and what comes out is not stored.
+/// The tile is gone through in chunks of 64 columns, each in a stage of the pipeline of its own:
+/// the producer brings H there, gate beside up, as if it were another k block. dH takes the place
+/// of H on its way out. A warp has 16 rows of a chunk. Rows of H past the expert's end are other
+/// experts': they are computed with, and what comes out is not stored.
 template <ActivationKind kKind>
 struct StoreActivationGrad {
   using Params = ActivationGradParams;
-  static constexpr bool kGated = kKind != ActivationKind::plain;
-  static constexpr int kBufferBytes =
-      (kGated ? 2 : 1) * WarpTile::kBytes;  // gate and up of a chunk
-  static constexpr int kWarpBytes = 2 * kBufferBytes + WarpTile::kBytes;
-  static constexpr int kWarpBarriers = 2;  // of the two buffers
+  static constexpr int kParts = kKind != ActivationKind::plain ? 2 : 1;
+  static constexpr int kWarpBytes = WarpTile::kBytes;  // A'
+  template <int kN>
+  static constexpr int kBlocks = kN / 64;
+
+  /// H of chunk `block` into a stage, by one thread.
+  template <class Traits>
+  static __device__ __forceinline__ void load(const Params& e, const Tile& tile, int block,
+                                              std::uint32_t stage, std::uint32_t full) {
+    const int halves = tile.rows - tile.own * kOwn > 64 ? 2 : 1;
+    mbarrier_expect(full, kParts * halves * kChunkBytes);
+    for (int part = 0; part < kParts; ++part) {
+      for (int half = 0; half < halves; ++half) {
+        load_box(stage + EpilogueBlocks<Traits>::place(part) + half * kChunkBytes, &e.preact[part],
+                 full, tile.shared * Traits::kN + block * 64,
+                 tile.first_row + tile.own * kOwn + half * 64, 0);
+      }
+    }
+  }
 
   template <class Traits>
   class Run {
    public:
     using T = typename Traits::T;
+    static constexpr bool kGated = kParts == 2;
     static constexpr int kCount = Traits::kN / 2;
-    static constexpr int kAcross = Traits::kN / 64;  // chunks side by side
-    static constexpr int kChunks = Traits::kMBlocks * kAcross;
 
-    static_assert(kChunks % 2 == 0, "both buffers are filled equally often in a tile");
+    static_assert(Traits::kMBlocks == 1);
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
-                                   int m_first, const WarpMemory& memory)
-        : e_(e), tile_(tile), m_first_(m_first), memory_(memory) {}
+                                   int m_first, std::uint32_t staging)
+        : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
-      static_for<Traits::kMBlocks>([&](auto block) { clear(acc[decltype(block)::value]); });
+    __device__ __forceinline__ void begin(float (&acc)[1][kCount]) { clear(acc[0]); }
+
+    __device__ __forceinline__ void prefetch() {
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
 #pragma unroll
-      for (int i = 0; i < 2 * Traits::kMBlocks; ++i) {
-        const int row = row_of(i / 2 * kAcross, t) + t % 32 / 4 + i % 2 * 8;
+      for (int i = 0; i < 2; ++i) {
+        const int row = first_row(t) + t % 32 / 4 + i * 8;
         scores_[i] = row < valid() ? e_.row_scores[tile_row() + row] : 0.0f;
       }
     }
 
-    __device__ __forceinline__ void prefetch() {
-      const int t = here(static_cast<int>(threadIdx.x)) % 128;
-      if (t % 32 == 0) {
-        store_wait_read<0>();  // the buffers may still be on their way out
-        for (int chunk = 0; chunk < 2; ++chunk) fetch(chunk, t);
-        for (int chunk = 2; chunk < kChunks; ++chunk) {
-          for_parts([&](int part) {
-            prefetch_box(&e_.preact_boxes[part], unit_of(chunk), tile_row() + row_of(chunk, t), 0);
-          });
-        }
-      }
-      __syncwarp();
-    }
-
-    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
-      visit_activation<kKind>(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc); });
+    __device__ __forceinline__ void finish(float (&acc)[1][kCount],
+                                           const EpilogueBlocks<Traits>& blocks) {
+      visit_activation<kKind>(e_.activation,
+                              [&](auto fn) { finish_as<decltype(fn)>(acc[0], blocks); });
     }
 
    private:
-    template <class F>
-    static __device__ __forceinline__ void for_parts(F&& f) {
-      f(0);
-      if (kGated) f(1);
-    }
     __device__ __forceinline__ int valid() const { return tile_.rows - tile_.own * kOwn; }
     __device__ __forceinline__ int tile_row() const { return tile_.first_row + tile_.own * kOwn; }
-    /// This warp's first row of a chunk, in the tile.
-    __device__ __forceinline__ int row_of(int chunk, int t) const {
-      return (m_first_ + chunk / kAcross) * 64 + t / 32 * 16;
-    }
-    __device__ __forceinline__ int unit_of(int chunk) const {
-      return tile_.shared * Traits::kN + chunk % kAcross * 64;
-    }
-    __device__ __forceinline__ std::uint32_t buffer(int chunk) const {
-      return memory_.staging + chunk % 2 * kBufferBytes;
-    }
-
-    /// By one lane.
-    __device__ __forceinline__ void fetch(int chunk, int t) {
-      const std::uint32_t landed = memory_.barriers + chunk % 2 * 8;
-      mbarrier_expect(landed, kBufferBytes);
-      for_parts([&](int part) {
-        load_box(buffer(chunk) + part * WarpTile::kBytes, &e_.preact_boxes[part], landed,
-                 unit_of(chunk), tile_row() + row_of(chunk, t), 0);
-      });
-    }
+    /// This warp's first row, in the tile.
+    __device__ __forceinline__ int first_row(int t) const { return m_first_ * 64 + t / 32 * 16; }
 
     template <class Fn>
-    __device__ __forceinline__ void finish_as(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish_as(float (&acc)[kCount],
+                                              const EpilogueBlocks<Traits>& blocks) {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int lane = t % 32;
-      const WarpTile scaled(memory_.staging + 2 * kBufferBytes, lane);
+      const int row = first_row(t);
+      const int rows = valid() - row;
+      const WarpTile scaled(staging_, lane);
       float dot[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const int m = chunk / kAcross;
-        const WarpTile gate(buffer(chunk), lane), up(buffer(chunk) + WarpTile::kBytes, lane);
-        mbarrier_wait(memory_.barriers + chunk % 2 * 8,
-                      (memory_.turn * (kChunks / 2) + chunk / 2) % 2);
+      static_for<Traits::kN / 64>([&](auto index) {
+        constexpr int chunk = decltype(index)::value;
+        const std::uint32_t stage = blocks.wait(chunk) + row * kLineBytes;
+        const WarpTile gate(stage + blocks.place(0), lane), up(stage + blocks.place(1), lane);
         Block a[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (i == 2 && chunk > 0) {
-            // By now the chunk before has been read, and its buffer can take the one after.
-            if (lane == 0) {
-              store_wait_read<0>();
-              if (chunk + 1 < kChunks) fetch(chunk + 1, t);
-            }
-            __syncwarp();
-          }
           const Block g = gate.get(i);
           Block u = {};
           if (kGated) u = up.get(i);
           Block dg, du;
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const float score = scores_[2 * m + j % 2];
-            const float* da = &acc[m][(chunk % kAcross * 4 + i) * 8 + 2 * j];
+            const float score = scores_[j % 2];
+            const float* da = &acc[(chunk * 4 + i) * 8 + 2 * j];
             const float2 gs = Pair<T>::unpack(g.w[j]);
             const float2 us = Pair<T>::unpack(u.w[j]);
             const math::Gradients r0 = Fn::backward(gs.x, us.x, score * da[0]);
@@ -150,11 +122,16 @@ struct StoreActivationGrad {
           gate.put(i, dg);
           if (kGated) up.put(i, du);
         }
+        if (chunk > 0) {
+          // By now the stores of the chunk before have been read.
+          if (lane == 0) store_wait_read<0>();
+          __syncwarp();
+          blocks.give_back(chunk - 1);
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) scaled.put(i, a[i]);
 
-        const int row = row_of(chunk, t), unit = unit_of(chunk);
-        const int rows = valid() - row;
+        const int unit = tile_.shared * Traits::kN + chunk * 64;
         const bool whole = rows >= WarpTile::kRows && unit < n;
         fence_async_proxy();
         __syncwarp();
@@ -176,17 +153,14 @@ struct StoreActivationGrad {
           fence_async_proxy();
           __syncwarp();
         }
-        if (chunk % kAcross == kAcross - 1) {
-          // Columns past n have zero weights and zero H: they added nothing.
+      });
+      // Columns past n have zero weights and zero H: they added nothing.
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float sum = quad_sum(dot[h]);
-            const int r = row + lane / 4 + 8 * h;
-            if (lane % 4 == 0 && r < valid()) {
-              e_.dscores[tile_.shared * e_.capacity + tile_row() + r] = sum;
-            }
-            dot[h] = 0.0f;
-          }
+      for (int h = 0; h < 2; ++h) {
+        const float sum = quad_sum(dot[h]);
+        const int r = row + lane / 4 + 8 * h;
+        if (lane % 4 == 0 && r < valid()) {
+          e_.dscores[tile_.shared * e_.capacity + tile_row() + r] = sum;
         }
       }
     }
@@ -194,8 +168,8 @@ struct StoreActivationGrad {
     const Params& e_;
     const Tile& tile_;
     int m_first_;
-    WarpMemory memory_;
-    float scores_[2 * Traits::kMBlocks];
+    std::uint32_t staging_;
+    float scores_[2];
   };
 };
 

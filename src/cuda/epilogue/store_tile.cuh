@@ -90,7 +90,8 @@ struct StoreTile {
   using Params = StoreParams;
   static constexpr int kTiles = 2;
   static constexpr int kWarpBytes = kTiles * WarpTile::kBytes;
-  static constexpr int kWarpBarriers = 0;
+  template <int kN>
+  static constexpr int kBlocks = 0;
 
   template <class Traits>
   class Run {
@@ -99,8 +100,8 @@ struct StoreTile {
     static constexpr int kCount = Traits::kN / 2;
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams& p, const Tile& tile,
-                                   int m_first, const WarpMemory& memory)
-        : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(memory.staging) {}
+                                   int m_first, std::uint32_t staging)
+        : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(staging) {}
 
     /// The bias goes where the sums begin, which costs no registers beside them.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
@@ -127,7 +128,8 @@ struct StoreTile {
 
     __device__ __forceinline__ void prefetch() {}
 
-    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
+                                           const EpilogueBlocks<Traits>&) {
       int half = 0;
       const Place at = At::template place<Traits>(e_, p_, tile_, &half);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;

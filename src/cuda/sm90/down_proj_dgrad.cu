@@ -33,8 +33,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   ActivationGradParams e{};
   for (int half = 0; half < (gated ? 2 : 1); ++half) {
     const std::int64_t start = half * n * 2;
-    e.preact_boxes[half] = maps.encode(
-        {static_cast<const char*>(a.preact) + start, n, d.rows, 1, width, 0, WarpTile::kRows});
+    e.preact[half] =
+        maps.encode({static_cast<const char*>(a.preact) + start, n, d.rows, 1, width, 0, 64});
     e.dpreact_boxes[half] = maps.encode(
         {static_cast<char*>(a.dpreact) + start, n, d.rows, 1, width, 0, WarpTile::kRows});
   }
@@ -88,15 +88,20 @@ struct Entry {
   }
 };
 
-using Narrow = Entry<128, Schedule::cooperative, 4>;
-using Wide = Entry<256, Schedule::cooperative, 3>;
+using Narrow = Entry<128, Schedule::cooperative, 6>;
+using Wide = Entry<256, Schedule::cooperative, 4>;
 
 std::string reject_wide(const GroupedGemmDesc& d) {
   const std::string reason = reject_gemm(d);
   return reason.empty() ? reject_but_swiglu(d) : reason;
 }
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to("intermediate", d.intermediate, 256, 128, 20);
+  // The epilogue of the wide tile takes as long as 12 k blocks, that of the narrow one as 5 of
+  // them.
+  const double k_blocks = tiles(d.hidden, kK);
+  const double percent = (75 * k_blocks + 500) / (k_blocks + 12);
+  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
+                         std::min(percent, narrow_percent(d.rows, d.experts)));
 }
 
 }  // namespace

@@ -47,9 +47,9 @@ struct Traits {
   static constexpr int kMBlocks = kM / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kShared * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
-  static constexpr int kWarpBytes = Epilogue::kWarpBytes;        // for each consumer warp
-  static constexpr int kWarpBarriers = Epilogue::kWarpBarriers;  // the same
-  static constexpr int kBarriers = 2 * kStages + 2 * kTiles + 2 + 8 * kWarpBarriers;
+  static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
+  static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
+  static constexpr int kBarriers = 2 * kStages + 2 * kTiles + 2;
   static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8;
   static constexpr int kThreads = 384;
@@ -62,6 +62,8 @@ struct Traits {
   static_assert((kProducerRegisters + 2 * kConsumerRegisters) * 128 <= 168 * kThreads,
                 "register split exceeds the register file");
   static_assert(kRows || !kPingpong, "ping-pong needs the same number of k blocks in every tile");
+  static_assert(kRows || kEpilogueBlocks == 0, "consumers count blocks by tiles");
+  static_assert(!kPingpong || kEpilogueBlocks == 0, "a tile's blocks follow each other");
 };
 
 /// Arguments of a kernel, but for its epilogue's.
@@ -81,13 +83,6 @@ struct GemmParams {
   int k_half;        ///< ... of which in the first half
   bool paired;       ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;   ///< contraction ops: shared tiles in the first half
-};
-
-/// What a consumer warp has for its epilogue alone.
-struct WarpMemory {
-  std::uint32_t staging;   ///< kWarpBytes, aligned to 1024
-  std::uint32_t barriers;  ///< kWarpBarriers, each of one arrival
-  unsigned turn;           ///< how many tiles this warp has stored
 };
 
 /// A position in a ring of `kSlots`: one register.
@@ -130,10 +125,6 @@ struct SharedMemory {
   }
   __device__ __forceinline__ std::uint32_t turn(int consumer) const {
     return barrier(2 * Traits::kStages + 2 * Traits::kTiles + consumer);
-  }
-  __device__ __forceinline__ std::uint32_t warp_barriers(int consumer_warp) const {
-    return barrier(2 * Traits::kStages + 2 * Traits::kTiles + 2 +
-                   consumer_warp * Traits::kWarpBarriers);
   }
 };
 
@@ -215,8 +206,10 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
 }
 
 template <class Traits>
-__device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits> memory, int rank,
-                                        int first, int stride) {
+__device__ __forceinline__ void produce(const GemmParams& p,
+                                        const typename Traits::Epilogue::Params& epilogue,
+                                        SharedMemory<Traits> memory, int rank, int first,
+                                        int stride) {
   const bool leader_warp = threadIdx.x < 32;
   if (!Traits::kGathers && !leader_warp) return;
   TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.experts, p.rows, p.part,
@@ -226,17 +219,14 @@ __device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits
   Tile tile;
   bool more = walk.find(first, rank, &tile);
   using Gather = typename Traits::Gather;
+  // A gather along M looks up the tokens of the next tile before this one's epilogue blocks, when
+  // it no longer needs the registers of its own addresses.
   constexpr bool kLooksAhead = Traits::kOwnLoad == Own::gather_rows;
   typename Gather::Ahead ahead{};
   if (more) ahead = Gather::look_up(p, tile);
   for (int index = first + stride; more; index += stride) {
     if (leader_warp) announce<Traits>(memory, tiles, tile);
     Gather gather(p, tile, ahead);
-    Tile next;
-    if constexpr (kLooksAhead) {
-      more = walk.find(index, rank, &next);
-      if (more) ahead = Gather::look_up(p, next);
-    }
     const int blocks = k_blocks<Traits>(p, tile);
     for (int block = 0; block < blocks; ++block) {
       const std::uint32_t own = memory.own(pipe.slot());
@@ -247,6 +237,25 @@ __device__ __forceinline__ void produce(const GemmParams& p, SharedMemory<Traits
       }
       __syncwarp();
       gather.load(own, block);
+      if constexpr (Traits::kGathers) copy_async_arrive(full);
+      ++pipe.count;
+    }
+    Tile next;
+    if constexpr (kLooksAhead) {
+      more = walk.find(index, rank, &next);
+      if (more) ahead = Gather::look_up(p, next);
+    }
+#pragma unroll 1
+    for (int block = 0; block < Traits::kEpilogueBlocks; ++block) {
+      const std::uint32_t full = memory.full(pipe.slot());
+      mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
+      if (leader_warp && elect_one()) {
+        if constexpr (Traits::kEpilogueBlocks > 0) {
+          Traits::Epilogue::template load<Traits>(epilogue, tile, block, memory.own(pipe.slot()),
+                                                  full);
+        }
+      }
+      __syncwarp();
       if constexpr (Traits::kGathers) copy_async_arrive(full);
       ++pipe.count;
     }
@@ -266,6 +275,48 @@ __device__ __forceinline__ void release(SharedMemory<Traits> memory, int stage) 
   const unsigned lane = threadIdx.x % 32;
   if (lane < Traits::kCluster) mbarrier_arrive_at(memory.empty(stage), lane);
 }
+
+/// The stages after those of a tile's k blocks, which belong to its epilogue: for what it reads,
+/// and to store from. It waits for each, in order, and gives back all but the last, which goes back
+/// during the next tile.
+template <class Traits>
+class EpilogueBlocks {
+ public:
+  __device__ __forceinline__ EpilogueBlocks(SharedMemory<Traits> memory,
+                                            const Ring<Traits::kStages>& pipe)
+      : memory_(memory), first_(pipe) {}
+
+  /// Where part 0 or 1 of 128 rows x 64 columns lies in a stage: away from the gathered operand
+  /// where there is room, else the second in its place.
+  static constexpr int place(int part) {
+    static_assert(Traits::kStageBytes >= 2 * kOwnBytes);
+    return (1 + part) * kOwnBytes % Traits::kStageBytes;
+  }
+
+  /// Address of stage `block`, once it is there.
+  __device__ __forceinline__ std::uint32_t wait(int block) const {
+    const Ring<Traits::kStages> at = ring(block);
+    mbarrier_wait(memory_.full(at.slot()), at.phase());
+    return memory_.own(at.slot());
+  }
+  /// This warp has read stage `block`, or the copy engine has what it stored from there.
+  __device__ __forceinline__ void give_back(int block) const {
+    const std::uint32_t empty = memory_.empty(ring(block).slot());
+    const unsigned lane = threadIdx.x % 32;
+    if (lane == cluster_rank()) {
+      mbarrier_arrive(empty);
+    } else if (lane < Traits::kCluster) {
+      mbarrier_arrive_at(empty, lane);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ Ring<Traits::kStages> ring(int block) const {
+    return {first_.count + block};
+  }
+  SharedMemory<Traits> memory_;
+  Ring<Traits::kStages> first_;
+};
 
 /// The last k block of an expert has rows of other experts in its multicast operand, and zero times
 /// their NaN would be NaN: zero those lines. The gathered operand came with zeros there.
@@ -288,6 +339,7 @@ __device__ __forceinline__ void zero_tail(SharedMemory<Traits> memory, int stage
 template <class Traits>
 __device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                      int blocks) {
+#pragma unroll 1  // unrolled, it takes registers from all of the kernel
   for (int block = 0; block < blocks; ++block, ++pipe.count) {
     mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
     release(memory, pipe.slot());
@@ -360,11 +412,18 @@ __device__ __forceinline__ void consume(const GemmParams& p,
   Ring<Traits::kTiles> tiles;
   Tile tile;
   const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
-  WarpMemory own{memory.warp(warp), memory.warp_barriers(warp), 0};
+  constexpr int kBlocks = Traits::kEpilogueBlocks;
+  // The tile before may still be stored from its last stage. `pipe` is where this one begins.
+  const auto give_back = [&] {
+    if (kBlocks == 0 || pipe.count == 0) return;
+    if (threadIdx.x % 32 == 0) store_wait_read<0>();
+    __syncwarp();
+    EpilogueBlocks<Traits>(memory, {pipe.count - 1}).give_back(0);
+  };
   while (take<Traits>(memory, tiles, &tile)) {
     const int blocks = k_blocks<Traits>(p, tile);
     const int turn = static_cast<int>(tiles.count) - 1;
-    if constexpr (Traits::kRows) pipe.count = turn * blocks;
+    if constexpr (Traits::kRows) pipe.count = turn * (blocks + kBlocks);
     if (Traits::kPingpong && turn % 2 != consumer) continue;
 
     // Turn k of consumer 0 follows turn k-1 of consumer 1, whose turn k follows that.
@@ -378,19 +437,23 @@ __device__ __forceinline__ void consume(const GemmParams& p,
     };
     const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kMBlocks;
     if (Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64) {
+      give_back();
       wait_for_turn();
-      pass(memory, pipe, blocks);
+      pass(memory, pipe, kBlocks > 0 ? blocks + kBlocks - 1 : blocks);
       end_turn();
       continue;
     }
     float acc[Traits::kMBlocks][Traits::kN / 2];
-    typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first, own);
+    typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first,
+                                                        memory.warp(warp));
     run.begin(acc);
     wait_for_turn();
-    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, acc, [&] { run.prefetch(); });
+    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, acc, [&] {
+      give_back();
+      run.prefetch();
+    });
     end_turn();
-    run.finish(acc);
-    ++own.turn;
+    run.finish(acc, EpilogueBlocks<Traits>(memory, pipe));
   }
   store_wait();
 }
@@ -417,8 +480,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     mbarrier_init(memory.turn(0), 4);
     mbarrier_init(memory.turn(1), 4);
-    for (int i = 0; i < 8 * Traits::kWarpBarriers; ++i)
-      mbarrier_init(memory.warp_barriers(0) + i * 8, 1);
     fence_mbarrier_init();
     prefetch_tensor_map(&p.shared[0]);
     prefetch_tensor_map(&p.shared[1]);
@@ -429,7 +490,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int stride = static_cast<int>(gridDim.x) / Traits::kCluster;
   if (warpgroup == 0) {
     lower_registers<Traits::kProducerRegisters>();
-    produce<Traits>(p, memory, rank, first, stride);
+    produce<Traits>(p, epilogue, memory, rank, first, stride);
   } else {
     raise_registers<Traits::kConsumerRegisters>();
     consume<Traits>(p, epilogue, memory, warpgroup - 1);

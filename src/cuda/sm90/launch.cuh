@@ -5,13 +5,10 @@
 #include "cuda/runtime.h"
 #include "cuda/sm90/grouped_gemm.cuh"
 #include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/tile_choice.h"
 
 /// From a descriptor to a launch: what the six operations share on the host.
 namespace sonicmoe::cuda {
-
-inline int tiles(std::int64_t extent, int width) {
-  return static_cast<int>((extent + width - 1) / width);
-}
 
 /// W1 or dW1: gate and up as two matrices (E, n, d) with strides, which is all that a layout is.
 struct W1View {
@@ -83,30 +80,6 @@ auto visit_kind(Activation activation, F&& f) {
 inline std::string reject_but_swiglu(const GroupedGemmDesc& d) {
   if (d.activation == Activation::swiglu) return {};
   return std::string("activation: got ") + name(d.activation) + ", allowed: swiglu";
-}
-
-/// Why a tile of another width is better along an axis: empty, unless this one computes over
-/// `percent` % more columns past the end, which is how much longer the narrow tile takes where both
-/// fit (measured, `bench --ops --every-kernel`).
-inline std::string yield_to(const char* axis, std::int64_t extent, int width, int other,
-                            int percent) {
-  const std::int64_t mine = static_cast<std::int64_t>(tiles(extent, width)) * width;
-  const std::int64_t theirs = static_cast<std::int64_t>(tiles(extent, other)) * other;
-  if (mine * 100 <= theirs * (100 + percent)) return {};
-  return std::string(axis) + " " + std::to_string(extent) + ": tiles of " + std::to_string(other) +
-         " waste less than tiles of " + std::to_string(width);
-}
-
-/// Why ping-pong over tiles of 192 columns is better than 256 cooperatively: empty, unless a model
-/// of both says so. A k block of 64 takes 4 cycles a column, 2 % more in the narrower tile, which
-/// moves more bytes; a cooperative tile's epilogue costs another 1500 cycles, ping-pong hides it.
-/// (Fitted to d = 512 to 4096 and 1 to 64 k blocks; see docs/findings/hopper-gemm.md.)
-inline std::string yield_to_pingpong(const char* axis, std::int64_t extent, std::int64_t k_blocks) {
-  const std::int64_t cooperative = tiles(extent, 256) * (1024 * k_blocks + 1500);
-  const std::int64_t pingpong = tiles(extent, 192) * 783 * k_blocks;
-  if (cooperative <= pingpong) return {};
-  return std::string(axis) + " " + std::to_string(extent) + ", " + std::to_string(k_blocks) +
-         " k blocks: ping-pong over tiles of 192 hides the epilogue";
 }
 
 inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_dtype(d.dtype); }

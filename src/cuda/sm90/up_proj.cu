@@ -88,7 +88,8 @@ std::string reject_wide(const GroupedGemmDesc& d) {
   return reason.empty() ? reject_but_swiglu(d) : reason;
 }
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to("intermediate", d.intermediate, 128, 64, 45);
+  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.intermediate, 64),
+                         narrow_percent(d.rows, d.experts));
 }
 
 }  // namespace

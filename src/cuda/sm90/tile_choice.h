@@ -1,0 +1,83 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "core/kernel.h"
+
+/// Which of two compiled tiles an operation takes: pure functions of the shape, each the reason why
+/// the larger tile yields to the other, or empty. The models are fitted to
+/// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
+namespace sonicmoe::cuda {
+
+inline int tiles(std::int64_t extent, int width) {
+  return static_cast<int>((extent + width - 1) / width);
+}
+
+/// By what the tiles compute past the end of an axis: yields where that is over `percent` % more,
+/// which is how much longer the narrow tile takes where both fit.
+inline std::string yield_to(const char* axis, std::int64_t extent, int width, int other,
+                            int percent) {
+  const std::int64_t mine = static_cast<std::int64_t>(tiles(extent, width)) * width;
+  const std::int64_t theirs = static_cast<std::int64_t>(tiles(extent, other)) * other;
+  if (mine * 100 <= theirs * (100 + percent)) return {};
+  return std::string(axis) + " " + std::to_string(extent) + ": tiles of " + std::to_string(other) +
+         " waste less than tiles of " + std::to_string(width);
+}
+
+/// Ping-pong over tiles of 192 columns, or 256 cooperatively. A k block of 64 takes 4 cycles a
+/// column, 2 % more in the narrower tile, which moves more bytes; a cooperative tile's epilogue
+/// costs another 1500 cycles, of which ping-pong hides three quarters.
+inline std::string yield_to_pingpong(const char* axis, std::int64_t extent, std::int64_t k_blocks) {
+  const std::int64_t cooperative = tiles(extent, 256) * (1024 * k_blocks + 1500);
+  const std::int64_t pingpong = tiles(extent, 192) * (783 * k_blocks + 350);
+  if (cooperative <= pingpong) return {};
+  return std::string(axis) + " " + std::to_string(extent) + ", " + std::to_string(k_blocks) +
+         " k blocks: ping-pong over tiles of 192 hides the epilogue";
+}
+
+/// Pairs of CTAs at work at a time: 132 multiprocessors, as on an H100 or H200. With another number
+/// the choice is less good, not wrong.
+inline constexpr int kPairs = 66;
+
+/// Rounds of all pairs that an operation over `rows` rows takes, `across` tiles to a stripe of 128
+/// rows. Experts have the mean number of rows, or a standard deviation of random routing more or
+/// less, with equal weight. The last of an odd number of stripes is shared by a pair along
+/// `across`.
+inline double rounds(std::int64_t rows, std::int64_t experts, int across) {
+  const double mean =
+      static_cast<double>(rows) / static_cast<double>(std::max<std::int64_t>(experts, 1));
+  std::int64_t pair_tiles = 0;
+  for (int side = -1; side <= 1; ++side) {
+    const double of_expert = mean + side * std::sqrt(mean);
+    const auto stripes =
+        std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / 128)));
+    pair_tiles += stripes / 2 * across + stripes % 2 * ((across + 1) / 2);
+  }
+  return std::max(1.0, std::ceil(static_cast<double>(pair_tiles * experts) / (3 * kPairs)));
+}
+
+/// Time of a round of narrow tiles, in % of one of tiles twice as wide: half where so few rows
+/// share an expert's weights that bringing those takes the time, more where the products do, for
+/// which a narrow tile moves half as many bytes again.
+inline double narrow_percent(std::int64_t rows, std::int64_t experts) {
+  if (rows <= 64 * experts) return 50;
+  if (rows <= 128 * experts) return 60;
+  return rows <= 256 * experts ? 70 : 77;
+}
+
+/// Operations over rows: yields where `narrow` tiles across instead of `wide` take less time, by
+/// more than the model's error.
+inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
+                                   double percent) {
+  const double with_wide = rounds(rows, experts, wide) * 100;
+  const double with_narrow = rounds(rows, experts, narrow) * percent;
+  if (with_wide * 0.95 <= with_narrow) return {};
+  return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
+         " experts: " + std::to_string(narrow) + " narrow tiles across take less time than " +
+         std::to_string(wide);
+}
+
+}  // namespace sonicmoe::cuda
