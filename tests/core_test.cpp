@@ -151,6 +151,7 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::up_proj, 1024, 704, "128x256", kSwiglu, 8192, 256},
       {GemmOp::up_proj, 2880, 512, "128x256", kSwiglu, 512, 128},
       // Too few tiles for all multiprocessors.
+      {GemmOp::up_proj, 2048, 704, "128x128", kSwiglu, 8, 256},
       {GemmOp::up_proj, 5120, 512, "128x128", kSwiglu, 1024, 8},
       {GemmOp::up_proj, 1536, 320, "128x128", kSwiglu, 2048, 16},
       {GemmOp::down_proj, 768, 256, "128x192"},

@@ -71,8 +71,10 @@ __device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
 }
 
 /// On the barrier at the same place in CTA `rank` of the cluster. At CTA scope on purpose: cluster
-/// scope costs a fence of the whole GPU, and what is passed on is that reads through the async
-/// proxy are over, which wgmma.wait_group has already seen to.
+/// scope costs a fence of the whole GPU, and nothing is passed on but that the memory is free:
+/// reads by wgmma are over, which wgmma.wait_group has seen to, those of the copy engine too, and
+/// what threads read themselves has been used; their writes were fenced before the copy engine read
+/// them.
 __device__ __forceinline__ void mbarrier_arrive_at(std::uint32_t barrier, std::uint32_t rank) {
   asm volatile(
       "{\n"

@@ -37,7 +37,8 @@ struct StoreActivationGrad {
   template <class Traits>
   static __device__ __forceinline__ void load(const Params& e, const Tile& tile, int block,
                                               std::uint32_t stage, std::uint32_t full) {
-    const int halves = tile.rows - tile.own * kOwn > 64 ? 2 : 1;
+    const int left = tile.rows - tile.own * kOwn;
+    const int halves = left > 64 ? 2 : left > 0 ? 1 : 0;
     mbarrier_expect(full, kParts * halves * kChunkBytes);
     for (int part = 0; part < kParts; ++part) {
       for (int half = 0; half < halves; ++half) {

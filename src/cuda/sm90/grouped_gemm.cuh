@@ -289,7 +289,7 @@ class EpilogueBlocks {
   /// Where part 0 or 1 of 128 rows x 64 columns lies in a stage: away from the gathered operand
   /// where there is room, else the second in its place.
   static constexpr int place(int part) {
-    static_assert(Traits::kStageBytes >= 2 * kOwnBytes);
+    static_assert(Traits::kStageBytes >= 2 * kOwnBytes && Traits::kStageBytes % kOwnBytes == 0);
     return (1 + part) * kOwnBytes % Traits::kStageBytes;
   }
 
@@ -440,6 +440,8 @@ __device__ __forceinline__ void consume(const GemmParams& p,
       give_back();
       wait_for_turn();
       pass(memory, pipe, kBlocks > 0 ? blocks + kBlocks - 1 : blocks);
+      // The last stage is given back later, but nobody may fill it before it has been full.
+      if constexpr (kBlocks > 0) mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
       end_turn();
       continue;
     }

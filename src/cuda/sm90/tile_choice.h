@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <string>
 
-#include "core/kernel.h"
-
 /// Which of two compiled tiles an operation takes: pure functions of the shape, each the reason why
 /// the larger tile yields to the other, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
@@ -47,8 +45,9 @@ inline constexpr int kPairs = 66;
 /// less, with equal weight. The last of an odd number of stripes is shared by a pair along
 /// `across`.
 inline double rounds(std::int64_t rows, std::int64_t experts, int across) {
-  const double mean =
-      static_cast<double>(rows) / static_cast<double>(std::max<std::int64_t>(experts, 1));
+  // Experts without rows have no tiles.
+  experts = std::clamp<std::int64_t>(experts, 1, std::max<std::int64_t>(rows, 1));
+  const double mean = static_cast<double>(rows) / static_cast<double>(experts);
   std::int64_t pair_tiles = 0;
   for (int side = -1; side <= 1; ++side) {
     const double of_expert = mean + side * std::sqrt(mean);
