@@ -51,7 +51,7 @@ struct StoreActivation {
     static constexpr int kUnits = StoreActivation::kUnits<Traits::kN>;
     static constexpr int kUp = kGated ? kCount / 2 : 0;
 
-    static_assert(Traits::kMBlocks == 1);
+    static_assert(Traits::kMBlocks == 1 && kUnits / 64 <= kActTiles);
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
                                    int m_first, std::uint32_t staging)
@@ -111,10 +111,6 @@ struct StoreActivation {
         const std::uint32_t stage = stages.wait(chunk) + row * kLineBytes;
         const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
         const WarpTile act(staging_ + chunk % kActTiles * WarpTile::kBytes, lane);
-        if (chunk >= kActTiles) {
-          if (lane == 0) store_wait_read<kActTiles - 1>();
-          __syncwarp();
-        }
         const bool keeps = e_.preact != nullptr;
         if (keeps) put(gate, &acc[chunk * 32]);
         if (keeps && kGated) put(up, &acc[kUp + chunk * 32]);

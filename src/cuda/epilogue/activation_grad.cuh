@@ -9,7 +9,7 @@
 namespace sonicmoe::cuda {
 
 struct ActivationGradParams {
-  CUtensorMap preact[2];         ///< H: gate and up, or the one there is, (1, R, n) in 64 x 64
+  CUtensorMap preact_boxes[2];   ///< H: gate and up, or the one there is, (1, R, n) in 64 x 64
   CUtensorMap dpreact_boxes[2];  ///< dH alike, in 64 x 16
   CUtensorMap scaled_act_boxes;  ///< in 64 x 16
   void* dpreact;                 ///< (R, 2n) as [gate | up], or (R, n)
@@ -42,8 +42,8 @@ struct StoreActivationGrad {
     mbarrier_expect(full, kParts * halves * kChunkBytes);
     for (int part = 0; part < kParts; ++part) {
       for (int half = 0; half < halves; ++half) {
-        load_box(stage + EpilogueBlocks<Traits>::place(part) + half * kChunkBytes, &e.preact[part],
-                 full, tile.shared * Traits::kN + block * 64,
+        load_box(stage + EpilogueBlocks<Traits>::place(part) + half * kChunkBytes,
+                 &e.preact_boxes[part], full, tile.shared * Traits::kN + block * 64,
                  tile.first_row + tile.own * kOwn + half * 64, 0);
       }
     }
@@ -74,9 +74,9 @@ struct StoreActivationGrad {
     }
 
     __device__ __forceinline__ void finish(float (&acc)[1][kCount],
-                                           const EpilogueBlocks<Traits>& blocks) {
+                                           const EpilogueBlocks<Traits>& stages) {
       visit_activation<kKind>(e_.activation,
-                              [&](auto fn) { finish_as<decltype(fn)>(acc[0], blocks); });
+                              [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
     }
 
    private:
@@ -87,7 +87,7 @@ struct StoreActivationGrad {
 
     template <class Fn>
     __device__ __forceinline__ void finish_as(float (&acc)[kCount],
-                                              const EpilogueBlocks<Traits>& blocks) {
+                                              const EpilogueBlocks<Traits>& stages) {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int lane = t % 32;
@@ -97,8 +97,8 @@ struct StoreActivationGrad {
       float dot[2] = {0.0f, 0.0f};
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
-        const std::uint32_t stage = blocks.wait(chunk) + row * kLineBytes;
-        const WarpTile gate(stage + blocks.place(0), lane), up(stage + blocks.place(1), lane);
+        const std::uint32_t stage = stages.wait(chunk) + row * kLineBytes;
+        const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
         Block a[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -127,7 +127,7 @@ struct StoreActivationGrad {
           // By now the stores of the chunk before have been read.
           if (lane == 0) store_wait_read<0>();
           __syncwarp();
-          blocks.give_back(chunk - 1);
+          stages.give_back(chunk - 1);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) scaled.put(i, a[i]);

@@ -33,7 +33,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   ActivationGradParams e{};
   for (int half = 0; half < (gated ? 2 : 1); ++half) {
     const std::int64_t start = half * n * 2;
-    e.preact[half] =
+    e.preact_boxes[half] =
         maps.encode({static_cast<const char*>(a.preact) + start, n, d.rows, 1, width, 0, 64});
     e.dpreact_boxes[half] = maps.encode(
         {static_cast<char*>(a.dpreact) + start, n, d.rows, 1, width, 0, WarpTile::kRows});

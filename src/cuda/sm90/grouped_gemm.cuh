@@ -299,7 +299,9 @@ class EpilogueBlocks {
     mbarrier_wait(memory_.full(at.slot()), at.phase());
     return memory_.own(at.slot());
   }
-  /// This warp has read stage `block`, or the copy engine has what it stored from there.
+  /// This warp has read stage `block`, or the copy engine has what it stored from there. Like
+  /// release(), but the arrival on our own barrier is a local one: threads that read and wrote the
+  /// stage themselves are followed in this CTA by threads that fill it.
   __device__ __forceinline__ void give_back(int block) const {
     const std::uint32_t empty = memory_.empty(ring(block).slot());
     const unsigned lane = threadIdx.x % 32;
@@ -386,16 +388,10 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
 #pragma unroll
     for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
     if (block == 0) during();
-    // A stage goes back once the next block is being multiplied; of few stages, at once, while the
-    // other warpgroup multiplies.
-    if constexpr (Traits::kStages > 3) {
-      wgmma_wait<1>();
-      if (previous >= 0) release(memory, previous);
-      previous = pipe.slot();
-    } else {
-      wgmma_wait<0>();
-      release(memory, pipe.slot());
-    }
+    // A stage goes back once the next block is being multiplied.
+    wgmma_wait<1>();
+    if (previous >= 0) release(memory, previous);
+    previous = pipe.slot();
     ++pipe.count;
   }
   wgmma_wait<0>();
