@@ -12,7 +12,7 @@ class Operations {
  public:
   /// `every_kernel`: beside each grouped GEMM one group for each kernel that can run it, by the
   /// kernel's name.
-  Operations(const Settings& settings, const LayerTensors& layer, bool every_kernel = false);
+  Operations(const Settings& settings, const LayerTensors& layer, bool every_kernel);
   std::vector<Group>& groups() { return groups_; }
 
   /// From given scores and experts on, without the router: metadata to O, and dO to dX, the weight

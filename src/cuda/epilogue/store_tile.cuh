@@ -46,6 +46,18 @@ struct AtRows {
   }
 };
 
+/// Element (row, column) of the matrix of the tile's expert.
+__device__ __forceinline__ Place in_expert(const StoreParams& e, const Tile& tile, int row,
+                                           int column) {
+  return {tile.expert * e.expert_stride + row * e.row_stride + column,
+          e.row_stride,
+          e.rows - row,
+          e.columns - column,
+          column,
+          row,
+          tile.expert};
+}
+
 /// Each expert has a matrix (own axis, shared axis).
 struct AtOwnByShared {
   static constexpr bool kGradient = true;
@@ -55,13 +67,7 @@ struct AtOwnByShared {
                                                 const Tile& tile, int*) {
     const int row = tile.own * kOwn;
     const int column = tile.shared * Traits::kN;
-    return {tile.expert * e.expert_stride + row * e.row_stride + column,
-            e.row_stride,
-            e.rows - row,
-            e.columns - column,
-            column,
-            row,
-            tile.expert};
+    return in_expert(e, tile, row, column);
   }
 };
 
@@ -75,13 +81,7 @@ struct AtSharedByOwn {
     *half = tile.shared >= p.shared_half;
     const int row = (tile.shared - *half * p.shared_half) * Traits::kM;
     const int column = tile.own * kOwn;
-    return {tile.expert * e.expert_stride + row * e.row_stride + column,
-            e.row_stride,
-            e.rows - row,
-            e.columns - column,
-            column,
-            row,
-            tile.expert};
+    return in_expert(e, tile, row, column);
   }
 };
 

@@ -28,16 +28,9 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   TensorMaps maps(d.dtype);
   GemmParams p{};
   p.shared[0] = p.shared[1] = maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kK / 2});
-  const bool gated = is_glu(d.activation);
-  const std::int64_t width = gated ? 2 * n : n;
   ActivationGradParams e{};
-  for (int half = 0; half < (gated ? 2 : 1); ++half) {
-    const std::int64_t start = half * n * 2;
-    e.preact_boxes[half] =
-        maps.encode({static_cast<const char*>(a.preact) + start, n, d.rows, 1, width, 0, 64});
-    e.dpreact_boxes[half] = maps.encode(
-        {static_cast<char*>(a.dpreact) + start, n, d.rows, 1, width, 0, WarpTile::kRows});
-  }
+  encode_preact(&maps, d, a.preact, 64, e.preact_boxes);
+  encode_preact(&maps, d, a.dpreact, WarpTile::kRows, e.dpreact_boxes);
   e.scaled_act_boxes = maps.encode({a.scaled_act, n, d.rows, 1, n, 0, WarpTile::kRows});
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
@@ -91,17 +84,10 @@ struct Entry {
 using Narrow = Entry<128, Schedule::cooperative, 6>;
 using Wide = Entry<256, Schedule::cooperative, 4>;
 
-std::string reject_wide(const GroupedGemmDesc& d) {
-  const std::string reason = reject_gemm(d);
-  return reason.empty() ? reject_but_swiglu(d) : reason;
-}
 std::string yield_wide(const GroupedGemmDesc& d) {
-  // The epilogue of the wide tile takes as long as 12 k blocks, that of the narrow one as 5 of
-  // them.
-  const double k_blocks = tiles(d.hidden, kK);
-  const double percent = (75 * k_blocks + 500) / (k_blocks + 12);
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
-                         std::min(percent, narrow_percent(d.rows, d.experts)));
+                         std::min(narrow_percent(d.rows, d.experts),
+                                  narrow_percent_with_epilogue(tiles(d.hidden, kK))));
 }
 
 }  // namespace

@@ -337,14 +337,16 @@ __device__ __forceinline__ void zero_tail(SharedMemory<Traits> memory, int stage
   named_barrier(1, 256);
 }
 
-/// Keeps the pipeline going through a tile of which this warpgroup's part has no rows.
+/// Keeps the pipeline going through a tile of which this warpgroup's part has no rows. Its last
+/// epilogue block is seen full too, and goes back when the next tile begins, as always.
 template <class Traits>
 __device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                      int blocks) {
 #pragma unroll 1  // unrolled, it takes registers from all of the kernel
   for (int block = 0; block < blocks; ++block, ++pipe.count) {
     mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
-    release(memory, pipe.slot());
+    const bool held = Traits::kEpilogueBlocks > 0 && block + 1 == blocks;
+    if (!held) release(memory, pipe.slot());
   }
 }
 
@@ -435,9 +437,7 @@ __device__ __forceinline__ void consume(const GemmParams& p,
     if (Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64) {
       give_back();
       wait_for_turn();
-      pass(memory, pipe, kBlocks > 0 ? blocks + kBlocks - 1 : blocks);
-      // The last stage is given back later, but nobody may fill it before it has been full.
-      if constexpr (kBlocks > 0) mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
+      pass(memory, pipe, blocks + kBlocks);
       end_turn();
       continue;
     }

@@ -31,6 +31,17 @@ T* up_base(const GroupedGemmDesc& d, const W1View& view, T* first, T* second, in
   return static_cast<Byte*>(first) + view.up * size;
 }
 
+/// Maps of H or dH: gate and up, or the one there is, as (1, R, n) in boxes of 64 x `box`.
+inline void encode_preact(TensorMaps* maps, const GroupedGemmDesc& d, const void* preact, int box,
+                          CUtensorMap (&parts)[2]) {
+  const std::int64_t n = d.intermediate;
+  const int count = is_glu(d.activation) ? 2 : 1;
+  for (int part = 0; part < count; ++part) {
+    parts[part] = maps->encode(
+        {static_cast<const char*>(preact) + part * n * 2, n, d.rows, 1, count * n, 0, box});
+  }
+}
+
 /// Calls f(T{}) with the storage type.
 template <class F>
 auto visit_type(DType dtype, F&& f) {
@@ -77,12 +88,13 @@ auto visit_kind(Activation activation, F&& f) {
   }
   return f(KindOf<ActivationKind::swiglu>{});
 }
-inline std::string reject_but_swiglu(const GroupedGemmDesc& d) {
+inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_dtype(d.dtype); }
+/// For wide tiles, which exist for SwiGLU alone.
+inline std::string reject_wide(const GroupedGemmDesc& d) {
+  if (std::string reason = reject_gemm(d); !reason.empty()) return reason;
   if (d.activation == Activation::swiglu) return {};
   return std::string("activation: got ") + name(d.activation) + ", allowed: swiglu";
 }
-
-inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_dtype(d.dtype); }
 inline std::size_t no_workspace(const GroupedGemmDesc&, const Exec&) { return 0; }
 
 }  // namespace sonicmoe::cuda

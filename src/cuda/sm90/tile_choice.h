@@ -67,6 +67,12 @@ inline double narrow_percent(std::int64_t rows, std::int64_t experts) {
   return rows <= 256 * experts ? 70 : 77;
 }
 
+/// The same where epilogues are long, as dgrad's are: the wide tile's takes as long as 12 of its k
+/// blocks, a narrow tile's as 5 of those.
+inline double narrow_percent_with_epilogue(std::int64_t k_blocks) {
+  return static_cast<double>(75 * k_blocks + 500) / static_cast<double>(k_blocks + 12);
+}
+
 /// Operations over rows: yields where `narrow` tiles across instead of `wide` take less time, by
 /// more than the model's error.
 inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,

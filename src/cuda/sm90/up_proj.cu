@@ -23,11 +23,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   if (gated) view.base = up_base(d, w1, a.w1, a.w1_up);
   p.shared[1] = maps.encode(view);
   ActivationParams e{};
-  const std::int64_t n = d.intermediate, width = gated ? 2 * n : n;
-  for (int half = 0; half < (gated ? 2 : 1) && !d.inference; ++half) {
-    e.preact_boxes[half] = maps.encode(
-        {static_cast<char*>(a.preact) + half * n * 2, n, d.rows, 1, width, 0, WarpTile::kRows});
-  }
+  const std::int64_t n = d.intermediate;
+  if (!d.inference) encode_preact(&maps, d, a.preact, WarpTile::kRows, e.preact_boxes);
   e.act_boxes = maps.encode({a.act, n, d.rows, 1, n, 0, WarpTile::kRows});
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
@@ -83,10 +80,6 @@ struct Entry {
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Narrow = Entry<128, Schedule::cooperative, 6>;
 
-std::string reject_wide(const GroupedGemmDesc& d) {
-  const std::string reason = reject_gemm(d);
-  return reason.empty() ? reject_but_swiglu(d) : reason;
-}
 std::string yield_wide(const GroupedGemmDesc& d) {
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.intermediate, 64),
                          narrow_percent(d.rows, d.experts));
