@@ -123,6 +123,16 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from
                : "memory");
 }
 
+/// Until the kernel before this one in the stream has ended. Returns at once unless this one was
+/// launched early.
+__device__ __forceinline__ void wait_for_previous() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+/// From here on the next kernel may start, if it was launched early.
+__device__ __forceinline__ void let_next_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 /// This thread arrives on the barrier once all its earlier cp.async have landed. The arrival is one
 /// of those that the barrier was initialised for.
 __device__ __forceinline__ void copy_async_arrive(std::uint32_t barrier) {

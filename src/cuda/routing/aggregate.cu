@@ -24,6 +24,7 @@ template <class T, bool kWeighted, bool kLists, int kInFlight>
 __global__ void __launch_bounds__(kThreads, 3)
     aggregate(const T* rows, Slots slots, const float* slot_scores, const T* addend, T* out,
               std::int64_t tokens, std::int64_t hidden) {
+  wait_for_previous();
   const std::int64_t t = std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (t >= tokens) return;
   // Slots, rows and t * K are int32 by validation.
@@ -93,10 +94,11 @@ Status run_typed(const AggregateDesc& d, const AggregateArgs& a, const Exec& exe
   const auto few = weighted ? aggregate<T, true, false, 4> : aggregate<T, false, false, 4>;
   const auto many = weighted ? aggregate<T, true, false, 8> : aggregate<T, false, false, 8>;
   const auto kernel = d.top_k == 0 ? lists : d.top_k <= 4 ? few : many;
-  kernel<<<blocks_for(d.tokens, block.y), block, 0, stream_of(exec)>>>(
-      static_cast<const T*>(a.rows),
-      Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
-      a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out), d.tokens, d.hidden);
+  const Slots slots{a.slot_rows, a.token_offsets, a.token_slots,
+                    static_cast<std::int32_t>(d.top_k)};
+  launch_early(kernel, blocks_for(d.tokens, block.y), block, 0, stream_of(exec),
+               static_cast<const T*>(a.rows), slots, a.slot_scores, static_cast<const T*>(a.addend),
+               static_cast<T*>(a.out), d.tokens, d.hidden);
   return launched("aggregate: launch");
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/ptx.cuh"
 #include "cuda/runtime.h"
 #include "math/softmax.h"
 #include "sonicmoe/ops.h"
@@ -90,14 +91,6 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::siz
   config.numAttrs = 1;
   (void)cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);  // launched() sees the error
 }
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-/// From here on the next kernel may start, if it was launched early.
-__device__ __forceinline__ void let_next_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 
 /// Sum over a warp at distance 16, 8, 4, 2, 1, as in math::lane_sum32; every lane gets it.

@@ -483,6 +483,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     prefetch_tensor_map(&p.shared[1]);
   }
   cluster_sync();
+  // So far this may have run beside the end of the kernel before it, and so may the next one beside
+  // the end of ours.
+  wait_for_previous();
+  let_next_start();
 
   const int first = static_cast<int>(blockIdx.x) / Traits::kCluster;
   const int stride = static_cast<int>(gridDim.x) / Traits::kCluster;

@@ -60,16 +60,18 @@ Status prepare() {
 template <class Traits>
 Status launch(const GemmParams& params, const typename Traits::Epilogue::Params& epilogue,
               const Exec& exec, const char* what) {
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Traits::kCluster, 1, 1};
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {Traits::kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(sm_count(exec) / Traits::kCluster * Traits::kCluster);
   config.blockDim = Traits::kThreads;
   config.dynamicSmemBytes = Traits::kSharedMemory;
   config.stream = stream_of(exec);
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 

@@ -147,8 +147,8 @@ class RowGather {
 inline constexpr std::uint32_t kNoRow = 0xffffffff;
 
 /// Rows of a (T, width) tensor by token id, along K: two chunks of 64 columns x 64 k, columns
-/// contiguous. Sixteen threads fetch the 256 bytes of a row; thread t serves k = t/16, t/16 + 8,
-/// ...
+/// contiguous. Eight threads fetch the 128 bytes of a row in each chunk; thread t serves k = t/8,
+/// t/8 + 16, ...
 class ContractionGather {
  public:
   struct Ahead {};
@@ -164,48 +164,60 @@ class ContractionGather {
         row_pieces_(p.gathered_width / 8) {
     const int width = p.gathered_width, column = tile.own * kOwn;
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
-    const int piece = t % 16;
-    line_ = t / 16;
+    const int piece = t % 8;
+    line_ = t / 8;
     base_ = static_cast<const char*>(p.gathered) + (column + piece * 8) * 2;
-    inside_ = column + piece * 8 < width;
+    left_ = width - column - piece * 8;
     full_ = column + kOwn <= width;
-    place_ = piece / 8 * kChunkBytes + line_ * kLineBytes + ((piece % 8) ^ line_) * 16;
-    ahead_ = offset_of(0);
+    place_ = line_ * kLineBytes + (piece ^ (line_ % 8)) * 16;
+    next_ = offset_of(0);
+    later_ = offset_of(2);
   }
 
   /// Calls with block = 0, 1, 2, ... in order.
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
-    // A warp serves 16 k of a block, so its 32 lanes hold the offsets of two blocks, and the next
-    // two are on their way.
+    // A warp serves 16 k of a block, so its 32 lanes hold the offsets of two blocks, and four more
+    // are on their way: they come no sooner than the copies asked for before them.
     if (block % 2 == 0) {
-      now_ = ahead_;
-      ahead_ = offset_of(block + 2);
+      now_ = next_;
+      next_ = later_;
+      later_ = offset_of(block + 4);
     }
-    const char* from[8];
+    const char* from[4];
     unsigned rows = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const std::uint32_t row = __shfl_sync(~0u, now_, block % 2 * 16 + 2 * i + line_ % 2);
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t row = __shfl_sync(~0u, now_, block % 2 * 16 + 4 * i + line_ % 4);
       from[i] = base_ + static_cast<std::uint64_t>(row) * 16;
       rows |= (row != kNoRow) << i;
     }
     const std::uint32_t to = stage + place_;
     if (full_ && (block + 1) * kK <= rows_) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) copy_async_16(to + i * kBlockBytes, from[i]);
+      each([&](int i, int chunk, int at) { copy_async_16(to + at, from[i] + chunk * kLineBytes); });
     } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        copy_async_16(to + i * kBlockBytes, from[i], inside_ && (rows >> i & 1));
-      }
+      each([&](int i, int chunk, int at) {
+        copy_async_16(to + at, from[i] + chunk * kLineBytes, left_ > chunk * 64 && (rows >> i & 1));
+      });
     }
   }
 
  private:
+  /// copy(i, chunk, place in the tile) for all pieces of this thread's, both of a row together.
+  template <class F>
+  static __device__ __forceinline__ void each(F&& copy) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        copy(i, chunk, chunk * kChunkBytes + i * 16 * kLineBytes);
+      }
+    }
+  }
+
   /// This lane's row of blocks `block` and `block` + 1.
   __device__ __forceinline__ std::uint32_t offset_of(int block) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int line = line_ / 2 * 2 + lane % 2 + lane % 16 / 2 * 8;
+    const int line = line_ / 4 * 4 + lane % 4 + lane % 16 / 4 * 16;
     const int row = (block + lane / 16) * kK + line;
     if (row >= rows_) return kNoRow;
     const std::int64_t grouped = first_row_ + row;
@@ -219,9 +231,10 @@ class ContractionGather {
   int rows_;
   std::uint32_t row_pieces_;
   int line_;
-  bool inside_, full_;
+  int left_;  // columns from this thread's piece on
+  bool full_;
   std::uint32_t place_;
-  std::uint32_t now_ = kNoRow, ahead_;
+  std::uint32_t now_ = kNoRow, next_, later_;
 };
 
 }  // namespace sonicmoe::cuda
