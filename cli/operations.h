@@ -54,7 +54,7 @@ class Operations {
   Buffer slot_tokens_, token_offsets_, token_slots_, dscores_;  // token rounding only
   Buffer preact_, act_, expert_out_, dpreact_, scaled_act_, row_dscores_, dx_rows_, dlogits_;
   std::vector<Group> groups_;
-  Task aggregate_alone_;  // without the router's dX
+  std::vector<Task> beside_;  // the last two of backward, without the router's dX
 };
 
 }  // namespace sonicmoe::cli

@@ -54,7 +54,7 @@ struct LayerPlan::Impl {
   std::optional<OpPlan<MetadataDesc>> metadata;
   std::optional<OpPlan<GroupedGemmDesc>> up_proj;
   std::optional<OpPlan<GroupedGemmDesc>> down_proj;
-  std::optional<OpPlan<AggregateDesc>> aggregate;  // forward and backward
+  std::optional<OpPlan<AggregateDesc>> aggregate_o;
 
   std::optional<OpPlan<GroupedGemmDesc>> down_proj_dgrad;
   std::optional<OpPlan<BiasGradDesc>> bias_grad;
@@ -65,6 +65,7 @@ struct LayerPlan::Impl {
   std::optional<OpPlan<GroupedGemmDesc>> up_proj_dgrad;
   std::optional<OpPlan<RouterGemmDesc>> router_dgrad;
   std::optional<OpPlan<RouterGemmDesc>> router_wgrad;
+  std::optional<OpPlan<AggregateDesc>> aggregate_dx;  // beside up_proj_wgrad, where that is faster
 
   SlotKind kind() const { return slot_kind(desc); }
   bool given() const { return kind() == SlotKind::given; }
@@ -145,6 +146,11 @@ GroupedGemmDesc grouped(const LayerDesc& d, GemmOp op) {
           .accumulate_weight_grads = d.accumulate_weight_grads};
 }
 
+AggregateDesc aggregate(const LayerDesc& d) {
+  const bool lists = slot_kind(d) != SlotKind::top_k;
+  return {d.tokens, d.rows(), d.hidden, lists ? 0 : d.top_k, d.dtype};
+}
+
 Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   const LayerDesc& d = impl->desc;
   std::size_t scratch = 0;
@@ -155,14 +161,13 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   const bool lists = impl->lists();
   const MetadataDesc metadata{d.tokens, d.experts, lists ? 0 : d.top_k, lists ? d.rows() : 0,
                               d.assume_sorted || impl->rounded()};
-  const AggregateDesc aggregate{d.tokens, d.rows(), d.hidden, lists ? 0 : d.top_k, d.dtype};
   if (!impl->given()) build->add(&impl->router_gemm, router, &scratch);
   if (!lists) build->add(&impl->top_k, top_k, &scratch);
   if (impl->rounded()) build->add(&impl->token_rounding, rounding, &scratch);
   build->add(&impl->metadata, metadata, &scratch);
   build->add(&impl->up_proj, grouped(d, GemmOp::up_proj), &scratch);
   build->add(&impl->down_proj, grouped(d, GemmOp::down_proj), &scratch);
-  build->add(&impl->aggregate, aggregate, &scratch);
+  build->add(&impl->aggregate_o, aggregate(d), &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
   const std::size_t size = size_of(d.dtype);
@@ -179,7 +184,7 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
 
 Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   const LayerDesc& d = impl->desc;
-  std::size_t scratch = impl->aggregate->workspace_bytes();
+  std::size_t scratch = 0;
   const RouterGemmDesc dgrad{GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype};
   const RouterGemmDesc wgrad{GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype};
   const BiasGradDesc bias{d.tokens,  d.rows(), d.hidden,     d.intermediate,
@@ -200,11 +205,15 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   build->add(&impl->score_grad, score, &scratch);
   if (impl->rounded()) build->add(&impl->token_rounding_grad, rounding, &scratch);
   build->add(&impl->down_proj_wgrad, grouped(d, GemmOp::down_proj_wgrad), &scratch);
-  build->add(&impl->up_proj_wgrad, grouped(d, GemmOp::up_proj_wgrad), &scratch);
-  build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
   if (!impl->given()) {
     build->add(&impl->router_dgrad, dgrad, &scratch).add(&impl->router_wgrad, wgrad, &scratch);
   }
+  build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
+  GroupedGemmDesc last = grouped(d, GemmOp::up_proj_wgrad);
+  AggregateDesc beside = aggregate(d);
+  beside.multiprocessors = multiprocessors_beside(last, beside, impl->exec.device);
+  last.spare_multiprocessors = beside.multiprocessors;
+  build->add(&impl->up_proj_wgrad, last, &scratch).add(&impl->aggregate_dx, beside, &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
   const std::size_t tokens = impl->given() ? 0 : static_cast<std::size_t>(d.tokens);
@@ -383,12 +392,12 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
                         .b2 = args.b2,
                         .act = seq.region(p.fwd.act),
                         .expert_out = seq.region(p.fwd.expert_out)});
-  seq.run(p.aggregate, {.rows = seq.region(p.fwd.expert_out),
-                        .slot_rows = routing.slot_rows,
-                        .token_offsets = routing.token_offsets,
-                        .token_slots = routing.token_slots,
-                        .slot_scores = slot_scores,
-                        .out = args.o});
+  seq.run(p.aggregate_o, {.rows = seq.region(p.fwd.expert_out),
+                          .slot_rows = routing.slot_rows,
+                          .token_offsets = routing.token_offsets,
+                          .token_slots = routing.token_slots,
+                          .slot_scores = slot_scores,
+                          .out = args.o});
   if (p.top_k) {
     const std::size_t bytes = 4 * static_cast<std::size_t>(d.rows());
     seq.copy(args.scores, routing.slot_scores, bytes, p.exec);
@@ -454,27 +463,27 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                               .dout = args.dout,
                               .scaled_act = seq.region(p.bwd.scaled_act),
                               .dw2 = args.dw2});
+  if (!p.given()) {
+    seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = router_dx});
+    seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
+  }
+  seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
+                            .w1 = args.w1,
+                            .w1_up = args.w1_up,
+                            .dpreact = seq.region(p.bwd.dpreact),
+                            .dx_rows = seq.region(p.bwd.dx_rows)});
   seq.run(p.up_proj_wgrad, {.offsets = routing.offsets,
                             .row_tokens = routing.row_tokens,
                             .x = args.x,
                             .dpreact = seq.region(p.bwd.dpreact),
                             .dw1 = args.dw1,
                             .dw1_up = args.dw1_up});
-  seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
-                            .w1 = args.w1,
-                            .w1_up = args.w1_up,
-                            .dpreact = seq.region(p.bwd.dpreact),
-                            .dx_rows = seq.region(p.bwd.dx_rows)});
-  if (!p.given()) {
-    seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = router_dx});
-    seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
-  }
-  seq.run(p.aggregate, {.rows = seq.region(p.bwd.dx_rows),
-                        .slot_rows = routing.slot_rows,
-                        .token_offsets = routing.token_offsets,
-                        .token_slots = routing.token_slots,
-                        .addend = p.given() ? nullptr : router_dx,
-                        .out = args.dx});
+  seq.run(p.aggregate_dx, {.rows = seq.region(p.bwd.dx_rows),
+                           .slot_rows = routing.slot_rows,
+                           .token_offsets = routing.token_offsets,
+                           .token_slots = routing.token_slots,
+                           .addend = p.given() ? nullptr : router_dx,
+                           .out = args.dx});
   return seq.status();
 }
 

@@ -51,6 +51,16 @@ std::string device_reason(Device device) {
   return {};
 }
 
+std::int64_t multiprocessors_beside(const GroupedGemmDesc& gemm, const AggregateDesc& aggregate,
+                                    Device device) {
+#if SONICMOE_HAS_CUDA
+  if (device.type == DeviceType::cuda) {
+    return cuda::multiprocessors_beside(gemm, aggregate, {.device = device, .stream = {}});
+  }
+#endif
+  return (void)gemm, (void)aggregate, (void)device, 0;
+}
+
 #if SONICMOE_HAS_CUDA
 DeviceGuard::DeviceGuard(Device device) noexcept {
   if (device.type == DeviceType::cuda) previous_ = cuda::enter(device.index);

@@ -95,6 +95,8 @@ TEST(BadOp, GroupedGemmDescriptors) {
   auto table = bad_grouped<GroupedGemmDesc>();
   table.push_back(
       {"op: got 6, allowed: 0 to 5", [](GroupedGemmDesc* d) { d->op = static_cast<GemmOp>(6); }});
+  table.push_back({"spare_multiprocessors: got -1, allowed: 0 to 64",
+                   [](GroupedGemmDesc* d) { d->spare_multiprocessors = -1; }});
   expect_refused(sized<GroupedGemmDesc>(), table);
   expect_refused(sized<BiasGradDesc>(), bad_grouped<BiasGradDesc>());
 
@@ -317,6 +319,7 @@ TEST(BadOp, Aggregate) {
   expect_refused<D>(
       desc,
       {{"rows: got -1, allowed: 0 to 2147483647", [](D* d) { d->rows = -1; }},
+       {"multiprocessors: got 65, allowed: 0 to 64", [](D* d) { d->multiprocessors = 65; }},
        {"hidden: got 9, allowed: multiples of 8 from 8 to 1048576", [](D* d) { d->hidden = 9; }},
        {"top_k: got -1, allowed: 0 to 65536", [](D* d) { d->top_k = -1; }},
        {"rows: got 10, allowed: 15", [](D* d) { d->top_k = 3; }},

@@ -83,6 +83,7 @@ struct GemmParams {
   int k_half;        ///< ... of which in the first half
   bool paired;       ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;   ///< contraction ops: shared tiles in the first half
+  int spared;        ///< multiprocessors that are left free (host)
 };
 
 /// A position in a ring of `kSlots`: one register.
@@ -484,7 +485,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   cluster_sync();
   // So far this may have run beside the end of the kernel before it, and so may the next one beside
-  // the end of ours.
+  // ours: a GEMM up to this line, an aggregation all of it, on multiprocessors left free for that.
   wait_for_previous();
   let_next_start();
 

@@ -66,7 +66,8 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(sm_count(exec) / Traits::kCluster * Traits::kCluster);
+  const int multiprocessors = std::max(sm_count(exec) - params.spared, Traits::kCluster);
+  config.gridDim = static_cast<unsigned>(multiprocessors / Traits::kCluster * Traits::kCluster);
   config.blockDim = Traits::kThreads;
   config.dynamicSmemBytes = Traits::kSharedMemory;
   config.stream = stream_of(exec);
