@@ -321,6 +321,10 @@ std::string LayerPlan::explain() const {
   const SavedBytes& saved = impl_->saved;
   std::string text = std::string("layer on ") + name(impl_->exec.device.type) + ", " +
                      std::to_string(impl_->exec.threads) + " threads\n" + impl_->walk;
+  if (impl_->aggregate_dx && impl_->aggregate_dx->desc().multiprocessors > 0) {
+    text += "dx is summed beside up_proj_wgrad, on " +
+            std::to_string(impl_->aggregate_dx->desc().multiprocessors) + " multiprocessors\n";
+  }
   text += "forward workspace, " + std::to_string(forward_workspace_bytes()) + " bytes\n" +
           impl_->forward_ledger.explain();
   text += "backward workspace, " + std::to_string(backward_workspace_bytes()) + " bytes\n" +

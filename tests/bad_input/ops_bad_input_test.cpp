@@ -331,6 +331,12 @@ TEST(BadOp, Aggregate) {
   good.rows = good.addend = good.out = p;
   good.slot_rows = good.token_offsets = good.token_slots = static_cast<const std::int32_t*>(p);
   good.slot_scores = static_cast<const float*>(p);
+  {
+    AggregateDesc beside = desc;
+    beside.multiprocessors = 2;
+    EXPECT_STREQ(make_plan(beside).value().run(good).message(),
+                 "slot_scores: got a pointer, allowed: null unless multiprocessors is 0");
+  }
   expect_pointers(desc, good,
                   std::vector{pointer_row("rows", &A::rows, "(R, d)"),
                               pointer_row("slot_rows", &A::slot_rows, "(R) int32", 4),

@@ -38,7 +38,13 @@ Outputs run(DType dtype, bool lists, std::int64_t spared) {
     slot_rows.push_back(i % 11 == 0 ? -1 : static_cast<std::int32_t>(i * 4799LL % kRows));
     token_slots.push_back(i);
   }
-  for (std::int32_t t = 0; t <= kTokens; ++t) token_offsets.push_back(t * kTopK);
+  // As lists: tokens without slots, and with more than are looked up at once.
+  constexpr std::int32_t kCounts[] = {0, 1, 2, 9, 0, 0};
+  std::int32_t sum_of_counts = 0;
+  for (std::int64_t t = 0; t <= kTokens; ++t) {
+    token_offsets.push_back(sum_of_counts);
+    sum_of_counts += kCounts[t % 6];
+  }
 
   GroupedGemmDesc gemm;
   gemm.op = GemmOp::up_proj_wgrad;

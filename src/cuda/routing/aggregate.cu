@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kInFlight, kBeside))
                                       : kLists ? begin_of(t + stride + 1) - next_begin
                                                : slots.top_k;
       Group<kInFlight> next = group;
+      if (kBeside && kLists && count == 0) next = look(next_begin, next_count);
       for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
         const Eight<T> extra = load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr);
         float sum[8] = {};
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, blocks_together(kInFlight, kBeside))
                 load_once(rows + std::int64_t{group.row[i]} * static_cast<std::int32_t>(hidden) + j,
                           group.row[i] >= 0);
           }
+          // Beside the loads of this one's rows.
           if (kBeside && first == 0) next = look(next_begin, next_count);
 #pragma unroll
           for (int i = 0; i < kInFlight; ++i) {
