@@ -216,6 +216,12 @@ void add_tiles(CaseList* list) {
     list->add("tiles/n" + std::to_string(n), shape(150, 264, n, 5, 2));
   }
   list->add("tiles/e60", shape(400, 264, 104, 60, 4));
+  // Long sums and small products: on CUDA dX is summed beside dW1, a thread serving many tokens.
+  list->add("beside/topk", shape(1024, 256, 8, 8, 8));
+  LayerDesc lists = list_shape(1024, 2, 2048);
+  lists.hidden = 256;
+  lists.intermediate = 8;
+  list->add("beside/given", lists, RoutingKind::hostile);
   list->add("tiles/e512", shape(300, 72, 40, 512, 10));
   list->add("tiles/d2880", shape(100, 2880, 72, 4, 2));
   list->add("tiles/whole", shape(512, 512, 256, 4, 2));

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "sonicmoe/layer.h"
 #include "sonicmoe/ops.h"
 #include "tests/device.h"
 #include "verify/buffer.h"
@@ -118,6 +119,18 @@ TEST_P(Beside, SameBitsAsOneAfterTheOther) {
   }
 }
 INSTANTIATE_TEST_SUITE_P(Spared, Beside, testing::Values(1, 2, 14, 64));
+
+// Or the cases of that name would test something else.
+TEST(Beside, LayersUseIt) {
+  for (const DType dtype : kTypes) {
+    for (const char* name : {"beside/topk", "beside/given"}) {
+      const auto plan = make_plan(case_named(name, dtype).desc, kDevice);
+      ASSERT_TRUE(plan.ok()) << plan.status().message();
+      EXPECT_NE(plan->explain().find("dx is summed beside up_proj_wgrad"), std::string::npos)
+          << plan->explain();
+    }
+  }
+}
 
 // Of the shapes alone: even, at most a third of the chip, more where there is more to move.
 TEST(Beside, ShareGrowsWithTheAggregation) {

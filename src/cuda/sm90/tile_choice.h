@@ -74,17 +74,18 @@ inline double narrow_percent_with_epilogue(std::int64_t k_blocks) {
 }
 
 /// How many of a device's multiprocessors up_proj_wgrad leaves to an aggregation of `bytes` beside
-/// it, so that both end as early as can be; 0 if one after the other is faster. `pair_tiles` tiles
-/// of a pair of CTAs take `tile_cycles` each. A few multiprocessors move `bytes_alone` a cycle
-/// each, all together less.
+/// it, so that both end as early as can be; 0 unless that is 2 %, the model's error, less than one
+/// after the other. `pair_tiles` tiles of a pair of CTAs take `tile_cycles` each. A few
+/// multiprocessors move `bytes_alone` a cycle each, all together less.
 inline int multiprocessors_beside(int multiprocessors, std::int64_t pair_tiles, double tile_cycles,
                                   double bytes, double bytes_alone) {
+  if (multiprocessors < 2) return 0;  // no device
   constexpr double kBytesTogether = 18;
   const auto gemm = [&](int spared) {
     const int pairs = (multiprocessors - spared) / 2;
     return static_cast<double>((pair_tiles + pairs - 1) / pairs) * tile_cycles;
   };
-  double best = gemm(0) + bytes / (kBytesTogether * multiprocessors);
+  double best = 0.98 * (gemm(0) + bytes / (kBytesTogether * multiprocessors));
   int choice = 0;
   for (int spared = 2; spared <= multiprocessors / 3; spared += 2) {
     const double both = std::max(gemm(spared), bytes / (bytes_alone * spared));
