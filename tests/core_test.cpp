@@ -234,10 +234,12 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
 TEST(Kernels, MultiprocessorsBesideTheLastGemm) {
   const auto of = [](std::int64_t T, std::int64_t d, std::int64_t n, std::int64_t E,
                      std::int64_t K) {
-    const double k_blocks = static_cast<double>(T * K) / static_cast<double>(E) / 64 + 0.5;
-    return cuda::multiprocessors_beside(132, E * 2 * cuda::tiles(n, 256) * cuda::tiles(d, 256),
-                                        1200 * k_blocks + 3600,
-                                        static_cast<double>((K + 2) * T * d * 2), K <= 4 ? 27 : 36);
+    GroupedGemmDesc gemm;
+    gemm.op = GemmOp::up_proj_wgrad;
+    gemm.tokens = T, gemm.rows = T * K, gemm.hidden = d, gemm.intermediate = n, gemm.experts = E;
+    AggregateDesc sum;
+    sum.tokens = T, sum.rows = T * K, sum.hidden = d, sum.top_k = K;
+    return cuda::multiprocessors_beside(132, gemm, sum);
   };
   EXPECT_EQ(of(40960, 768, 256, 128, 8), 24);
   EXPECT_EQ(of(40960, 768, 1024, 32, 2), 0);
@@ -267,6 +269,8 @@ TEST(Kernels, MultiprocessorsBesideWithoutADevice) {
   sum.tokens = sum.rows = 1024, sum.hidden = 256, sum.top_k = 1;
   EXPECT_EQ(multiprocessors_beside(gemm, sum), 0);
   EXPECT_EQ(multiprocessors_beside(gemm, sum, {DeviceType::cuda, 12345}), 0);
+  gemm.op = GemmOp::up_proj_dgrad;
+  EXPECT_EQ(cuda::multiprocessors_beside(132, gemm, sum), 0) << "of another operation";
 }
 
 // Fewer threads need less scratch; the number of threads is part of the plan.

@@ -222,6 +222,9 @@ void add_tiles(CaseList* list) {
   lists.hidden = 256;
   lists.intermediate = 8;
   list->add("beside/given", lists, RoutingKind::hostile);
+  lists.tokens = 64;  // more slots than are looked up at once, in several turns of columns
+  lists.hidden = 2064;
+  list->add("beside/wide", lists, RoutingKind::hostile);
   list->add("tiles/e512", shape(300, 72, 40, 512, 10));
   list->add("tiles/d2880", shape(100, 2880, 72, 4, 2));
   list->add("tiles/whole", shape(512, 512, 256, 4, 2));

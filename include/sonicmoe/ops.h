@@ -172,9 +172,9 @@ struct SONICMOE_API BiasGradDesc {
 /// out[t] = sum over the token's slots, in slot order, of score * rows[slot_rows[slot]] +
 /// addend[t]. Weighted for O (scores given), unweighted for dX (scores null); addend may be null.
 ///
-/// With `multiprocessors` it runs on CUDA beside the operation before it in the stream, one that
-/// was planned to spare as many: it must need nothing of that one, nor the other way round.
-/// Whatever follows waits for both.
+/// With `multiprocessors` it runs on CUDA beside the operation before it in the stream, an
+/// up_proj_wgrad that was planned to spare as many. Neither may write what the other reads or
+/// writes. Whatever follows waits for both.
 struct AggregateArgs {
   const void* rows = nullptr;                   ///< (R, d)
   const std::int32_t* slot_rows = nullptr;      ///< (R)
@@ -195,8 +195,9 @@ struct SONICMOE_API AggregateDesc {
   bool operator==(const AggregateDesc&) const = default;
 };
 
-/// How many multiprocessors this GEMM should spare for this aggregation; 0 if they had better
-/// follow each other, as always on the CPU. A function of the shapes and of the device's size.
+/// How many multiprocessors this up_proj_wgrad should spare for this aggregation; 0 if they had
+/// better follow each other, as always on the CPU and for other operations. A function of the
+/// shapes and of the device's size.
 SONICMOE_API std::int64_t multiprocessors_beside(const GroupedGemmDesc&, const AggregateDesc&,
                                                  Device = {});
 

@@ -237,7 +237,8 @@ Status validate(const MetadataDesc& d) {
 Status validate(const GroupedGemmDesc& d) {
   Checker check(grouped(d));
   check.range("op", static_cast<int>(d.op), 0, 5);
-  return check.range("spare_multiprocessors", d.spare_multiprocessors, 0, 64).status();
+  const bool spares = d.op == GemmOp::up_proj_wgrad;
+  return check.range("spare_multiprocessors", d.spare_multiprocessors, 0, spares ? 64 : 0).status();
 }
 
 Status validate(const BiasGradDesc& d) { return grouped(d).status(); }

@@ -23,7 +23,11 @@ inline Status launched(const char* what) noexcept { return to_status(cudaGetLast
 /// Multiprocessors of a device; 0 if it cannot be asked.
 inline int sm_count(const Exec& exec) noexcept {
   int count = 0;
-  (void)cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, exec.device.index);
+  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, exec.device.index) !=
+      cudaSuccess) {
+    (void)cudaGetLastError();  // or the next launch reports it
+    return 0;
+  }
   return count;
 }
 

@@ -95,8 +95,14 @@ TEST(BadOp, GroupedGemmDescriptors) {
   auto table = bad_grouped<GroupedGemmDesc>();
   table.push_back(
       {"op: got 6, allowed: 0 to 5", [](GroupedGemmDesc* d) { d->op = static_cast<GemmOp>(6); }});
-  table.push_back({"spare_multiprocessors: got -1, allowed: 0 to 64",
-                   [](GroupedGemmDesc* d) { d->spare_multiprocessors = -1; }});
+  table.push_back({"spare_multiprocessors: got 65, allowed: 0 to 64", [](GroupedGemmDesc* d) {
+                     d->op = GemmOp::up_proj_wgrad;
+                     d->spare_multiprocessors = 65;
+                   }});
+  table.push_back({"spare_multiprocessors: got 2, allowed: 0", [](GroupedGemmDesc* d) {
+                     d->op = GemmOp::up_proj_dgrad;
+                     d->spare_multiprocessors = 2;
+                   }});
   expect_refused(sized<GroupedGemmDesc>(), table);
   expect_refused(sized<BiasGradDesc>(), bad_grouped<BiasGradDesc>());
 

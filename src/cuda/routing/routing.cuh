@@ -163,13 +163,15 @@ __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
 }
 
 /// 16 bytes that are read once, past L1, if `wanted`; else zeros. One instruction under a
-/// predicate: a branch would wait for one load before the next.
+/// predicate: a branch would wait for one load before the next. Volatile, and not through the
+/// read-only path: what an earlier kernel writes must not be read before wait_for_previous().
 template <class T>
 __device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted) {
   uint4 bits = {};
-  asm("{ .reg .pred wanted;\n"
+  asm volatile(
+      "{ .reg .pred wanted;\n"
       "  setp.ne.s32 wanted, %5, 0;\n"
-      "  @wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      "  @wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
       : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
       : "l"(from), "r"(static_cast<int>(wanted)));
   Eight<T> result;

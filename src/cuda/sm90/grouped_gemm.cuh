@@ -131,7 +131,8 @@ struct SharedMemory {
 
 template <class Traits>
 __device__ __forceinline__ int k_blocks(const GemmParams& p, const Tile& tile) {
-  return Traits::kRows ? p.k_blocks : (tile.rows + kK - 1) / kK;
+  return Traits::kRows ? p.k_blocks
+                       : static_cast<int>((static_cast<unsigned>(tile.rows) + kK - 1) / kK);
 }
 
 /// The bulk copies of one stage, by one thread.
@@ -486,6 +487,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   cluster_sync();
   // So far this may have run beside the end of the kernel before it, and so may the next one beside
   // ours: a GEMM up to this line, an aggregation all of it, on multiprocessors left free for that.
+  // That one does not wait before it reads what the kernel before ours wrote: so we must, every
+  // CTA, and before we let it start.
   wait_for_previous();
   let_next_start();
 

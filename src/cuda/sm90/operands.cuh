@@ -218,8 +218,9 @@ class ContractionGather {
   __device__ __forceinline__ std::uint32_t offset_of(int block) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int line = line_ / 4 * 4 + lane % 4 + lane % 16 / 4 * 16;
-    const int row = (block + lane / 16) * kK + line;
-    if (row >= rows_) return kNoRow;
+    // Past 2^31 where an expert has nearly as many rows.
+    const unsigned row = static_cast<unsigned>(block + lane / 16) * kK + line;
+    if (row >= static_cast<unsigned>(rows_)) return kNoRow;
     const std::int64_t grouped = first_row_ + row;
     const int token = row_tokens_ == nullptr ? static_cast<int>(grouped) : row_tokens_[grouped];
     return static_cast<std::uint32_t>(token) * row_pieces_;

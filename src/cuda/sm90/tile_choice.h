@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "sonicmoe/ops.h"
+
 /// Which of two compiled tiles an operation takes: pure functions of the shape, each the reason why
 /// the larger tile yields to the other, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
@@ -92,6 +94,20 @@ inline int multiprocessors_beside(int multiprocessors, std::int64_t pair_tiles, 
     if (both < best) best = both, choice = spared;
   }
   return choice;
+}
+
+/// The same from the descriptors.
+inline int multiprocessors_beside(int multiprocessors, const GroupedGemmDesc& d,
+                                  const AggregateDesc& a) {
+  if (d.op != GemmOp::up_proj_wgrad || d.rows <= 0 || d.experts <= 0 || a.tokens <= 0) return 0;
+  const std::int64_t stripes = (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, 256);
+  const double k_blocks = static_cast<double>(d.rows) / static_cast<double>(d.experts) / 64 + 0.5;
+  const double bytes =
+      static_cast<double>(a.rows + 2 * a.tokens) * static_cast<double>(a.hidden) * 2;
+  // Up to four slots a token are loaded at once, else eight.
+  const double bytes_alone = a.top_k > 0 && a.top_k <= 4 ? 27 : 36;
+  return multiprocessors_beside(multiprocessors, d.experts * stripes * tiles(d.hidden, 256),
+                                1200 * k_blocks + 3600, bytes, bytes_alone);
 }
 
 /// Operations over rows: yields where `narrow` tiles across instead of `wide` take less time, by

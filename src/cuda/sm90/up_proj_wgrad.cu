@@ -80,14 +80,7 @@ std::string yield_large(const GroupedGemmDesc& d) {
 
 std::int64_t multiprocessors_beside(const GroupedGemmDesc& d, const AggregateDesc& a,
                                     const Exec& exec) {
-  if (d.rows == 0 || a.tokens == 0) return 0;
-  const std::int64_t stripes = (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, 256);
-  const double k_blocks = static_cast<double>(d.rows) / static_cast<double>(d.experts) / kK + 0.5;
-  const double bytes =
-      static_cast<double>(a.rows + 2 * a.tokens) * static_cast<double>(a.hidden) * 2;
-  return multiprocessors_beside(sm_count(exec), d.experts * stripes * tiles(d.hidden, 2 * kOwn),
-                                1200 * k_blocks + 3600, bytes,
-                                a.top_k > 0 && a.top_k <= 4 ? 27 : 36);
+  return multiprocessors_beside(sm_count(exec), d, a);
 }
 
 const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.256x128",
