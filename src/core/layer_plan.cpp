@@ -146,9 +146,9 @@ GroupedGemmDesc grouped(const LayerDesc& d, GemmOp op) {
           .accumulate_weight_grads = d.accumulate_weight_grads};
 }
 
-AggregateDesc aggregate(const LayerDesc& d) {
-  const bool lists = slot_kind(d) != SlotKind::top_k;
-  return {d.tokens, d.rows(), d.hidden, lists ? 0 : d.top_k, d.dtype};
+AggregateDesc aggregate(const LayerPlan::Impl& impl) {
+  const LayerDesc& d = impl.desc;
+  return {d.tokens, d.rows(), d.hidden, impl.lists() ? 0 : d.top_k, d.dtype};
 }
 
 Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
@@ -167,7 +167,7 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   build->add(&impl->metadata, metadata, &scratch);
   build->add(&impl->up_proj, grouped(d, GemmOp::up_proj), &scratch);
   build->add(&impl->down_proj, grouped(d, GemmOp::down_proj), &scratch);
-  build->add(&impl->aggregate_o, aggregate(d), &scratch);
+  build->add(&impl->aggregate_o, aggregate(*impl), &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
   const std::size_t size = size_of(d.dtype);
@@ -210,7 +210,7 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   }
   build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
   GroupedGemmDesc last = grouped(d, GemmOp::up_proj_wgrad);
-  AggregateDesc beside = aggregate(d);
+  AggregateDesc beside = aggregate(*impl);
   beside.multiprocessors = multiprocessors_beside(last, beside, impl->exec.device);
   last.spare_multiprocessors = beside.multiprocessors;
   build->add(&impl->up_proj_wgrad, last, &scratch).add(&impl->aggregate_dx, beside, &scratch);

@@ -51,14 +51,15 @@ std::string device_reason(Device device) {
   return {};
 }
 
-std::int64_t multiprocessors_beside(const GroupedGemmDesc& gemm, const AggregateDesc& aggregate,
-                                    Device device) {
+std::int64_t multiprocessors_beside([[maybe_unused]] const GroupedGemmDesc& gemm,
+                                    [[maybe_unused]] const AggregateDesc& aggregate,
+                                    [[maybe_unused]] Device device) {
 #if SONICMOE_HAS_CUDA
   if (device.type == DeviceType::cuda) {
     return cuda::multiprocessors_beside(gemm, aggregate, {.device = device, .stream = {}});
   }
 #endif
-  return (void)gemm, (void)aggregate, (void)device, 0;
+  return 0;
 }
 
 #if SONICMOE_HAS_CUDA

@@ -83,7 +83,6 @@ struct GemmParams {
   int k_half;        ///< ... of which in the first half
   bool paired;       ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;   ///< contraction ops: shared tiles in the first half
-  int spared;        ///< multiprocessors that are left free (host)
 };
 
 /// A position in a ring of `kSlots`: one register.

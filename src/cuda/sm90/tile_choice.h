@@ -76,8 +76,8 @@ inline double narrow_percent_with_epilogue(std::int64_t k_blocks) {
 }
 
 /// How many of a device's multiprocessors up_proj_wgrad leaves to an aggregation of `bytes` beside
-/// it, so that both end as early as can be; 0 unless that is 2 %, the model's error, less than one
-/// after the other. `pair_tiles` tiles of a pair of CTAs take `tile_cycles` each. A few
+/// it, so that both end as early as can be; 0 unless that is at least 2 % less than one after the
+/// other. `pair_tiles` tiles of a pair of CTAs take `tile_cycles` each. A few
 /// multiprocessors move `bytes_alone` a cycle each, all together less.
 inline int multiprocessors_beside(int multiprocessors, std::int64_t pair_tiles, double tile_cycles,
                                   double bytes, double bytes_alone) {
@@ -104,7 +104,8 @@ inline int multiprocessors_beside(int multiprocessors, const GroupedGemmDesc& d,
   const double k_blocks = static_cast<double>(d.rows) / static_cast<double>(d.experts) / 64 + 0.5;
   const double bytes =
       static_cast<double>(a.rows + 2 * a.tokens) * static_cast<double>(a.hidden) * 2;
-  // Up to four slots a token are loaded at once, else eight.
+  // Estimated from the bytes that fit under way (four slots a token are loaded at once, or eight),
+  // not fitted.
   const double bytes_alone = a.top_k > 0 && a.top_k <= 4 ? 27 : 36;
   return multiprocessors_beside(multiprocessors, d.experts * stripes * tiles(d.hidden, 256),
                                 1200 * k_blocks + 3600, bytes, bytes_alone);

@@ -39,7 +39,6 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
-  p.spared = static_cast<int>(d.spare_multiprocessors);
   p.shared_half = tiles(n, Config::kM);
   p.shared_tiles = (gated ? 2 : 1) * p.shared_half;
 
@@ -49,7 +48,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.columns = static_cast<int>(d.hidden);
   e.f32 = d.f32_weight_grads;
   e.accumulate = d.accumulate_weight_grads;
-  return launch<Config>(p, e, exec, "up_proj_wgrad: launch");
+  return launch<Config>(p, e, exec, "up_proj_wgrad: launch", d.spare_multiprocessors);
 }
 
 template <int kM, int kStages>
