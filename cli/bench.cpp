@@ -26,7 +26,8 @@ constexpr const char* kHelp =
     "cuBLASLt's heuristics propose. On the CPU forward and backward are the whole layer. On\n"
     "CUDA they start from given scores and experts: metadata, all kernels and all gradients,\n"
     "but not router and top-K, which layer_forward, layer_backward and layer add; 'host' is\n"
-    "how long the calls of layer keep the host. Times on CUDA are between two events.\n"
+    "how long the calls of layer keep the host, 'routing' all from logits to metadata. Times\n"
+    "on CUDA are between two events.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
     "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
     "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
@@ -275,6 +276,7 @@ class Bench {
       return Status();
     };
     others_.push_back({.tasks = {{.name = "host", .run = call, .on_host = true}}});
+    others_.push_back({.tasks = {operations_->routing()}});
     constexpr std::size_t kGigabyte = std::size_t{1} << 30;
     copy_from_ = Buffer(kGigabyte, settings_.device);
     copy_to_ = Buffer(kGigabyte, settings_.device);
@@ -333,7 +335,7 @@ class Bench {
   Buffer workspace_, copy_from_, copy_to_;
   std::vector<Group> layer_;    // the layer's two calls
   std::vector<Group> experts_;  // CUDA: without the router
-  std::vector<Group> others_;   // CUDA: host time, copy
+  std::vector<Group> others_;   // CUDA: host time, routing, copy
   std::unique_ptr<Operations> operations_;
   std::unique_ptr<Bound> bound_;
   std::string no_bound_;

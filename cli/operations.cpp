@@ -95,10 +95,7 @@ Task Operations::sequence(std::string name, std::initializer_list<const char*> o
   Task all{.name = std::move(name), .run = {}};
   std::vector<std::function<Status()>> runs;
   for (const char* operation : operations) {
-    const Task* task = nullptr;
-    for (const Task& beside : beside_) {
-      if (beside.name == operation) task = &beside;
-    }
+    const Task* task = operation == aggregate_alone_.name ? &aggregate_alone_ : nullptr;
     for (const Group& group : groups_) {
       if (group.tasks[0].name == operation) task = &group.tasks[0];
     }
@@ -122,7 +119,11 @@ Task Operations::forward() const {
 
 Task Operations::backward() const {
   return sequence("backward", {"down_proj_dgrad", "bias_grad", "score_grad", "down_proj_wgrad",
-                               "up_proj_dgrad", "up_proj_wgrad beside", "aggregate_dx beside"});
+                               "up_proj_dgrad", "up_proj_wgrad", "aggregate_alone"});
+}
+
+Task Operations::routing() const {
+  return sequence("routing", {"top_k", "token_rounding", "metadata"});
 }
 
 void Operations::add_routing() {
@@ -347,14 +348,9 @@ void Operations::add_backward() {
   AggregateArgs args = aggregate_args();
   args.rows = dx_rows_.data();
   args.out = l.dx.data();
-  GroupedGemmDesc wgrad = gemm_desc(GemmOp::up_proj_wgrad);
-  AggregateDesc beside = aggregate_desc();
-  beside.multiprocessors = multiprocessors_beside(wgrad, beside, settings_.device);
-  wgrad.spare_multiprocessors = beside.multiprocessors;
-  beside_ = {task("up_proj_wgrad beside", settings_.plan(wgrad, settings_.layer_line()),
-                  gemm_args(), up_flops, {&l.x, &dpreact_, &l.dw1}),
-             task("aggregate_dx beside", settings_.plan(beside, settings_.layer_line()), args, 0,
-                  {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx})};
+  aggregate_alone_ =
+      task("aggregate_alone", settings_.plan(aggregate_desc(), settings_.layer_line()), args, 0,
+           {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx});
   args.addend = l.dx.data();
   add("aggregate_dx", aggregate_desc(), args, 0,
       {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});

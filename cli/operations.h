@@ -19,6 +19,8 @@ class Operations {
   /// gradients and the scores' gradient. One task each; `backward` not for inference.
   Task forward() const;
   Task backward() const;
+  /// From logits to metadata.
+  Task routing() const;
 
  private:
   template <class Desc>
@@ -54,7 +56,7 @@ class Operations {
   Buffer slot_tokens_, token_offsets_, token_slots_, dscores_;  // token rounding only
   Buffer preact_, act_, expert_out_, dpreact_, scaled_act_, row_dscores_, dx_rows_, dlogits_;
   std::vector<Group> groups_;
-  std::vector<Task> beside_;  // the last two of backward, without the router's dX
+  Task aggregate_alone_;  // without the router's dX
 };
 
 }  // namespace sonicmoe::cli

@@ -9,7 +9,6 @@
 
 #include "core/kernel.h"
 #include "core/ledger.h"
-#include "cuda/sm90/tile_choice.h"
 #include "sonicmoe/sonicmoe.h"
 #include "tile_times.h"
 
@@ -228,49 +227,6 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
   }
   RecordProperty("worst", std::to_string(worst));
   std::printf("worst of %zu shapes: %.3f\n", std::size(kTileTimes), worst);
-}
-
-// Of the shapes alone; docs/findings/beside.md has the same numbers.
-TEST(Kernels, MultiprocessorsBesideTheLastGemm) {
-  const auto of = [](std::int64_t T, std::int64_t d, std::int64_t n, std::int64_t E,
-                     std::int64_t K) {
-    GroupedGemmDesc gemm;
-    gemm.op = GemmOp::up_proj_wgrad;
-    gemm.tokens = T, gemm.rows = T * K, gemm.hidden = d, gemm.intermediate = n, gemm.experts = E;
-    AggregateDesc sum;
-    sum.tokens = T, sum.rows = T * K, sum.hidden = d, sum.top_k = K;
-    return cuda::multiprocessors_beside(132, gemm, sum);
-  };
-  EXPECT_EQ(of(40960, 768, 256, 128, 8), 24);
-  EXPECT_EQ(of(40960, 768, 1024, 32, 2), 0);
-  EXPECT_EQ(of(24576, 1536, 256, 128, 8), 22);
-  EXPECT_EQ(of(32768, 4096, 512, 128, 8), 14);
-  EXPECT_EQ(of(32768, 4096, 2048, 64, 4), 0);
-  EXPECT_EQ(of(64, 2048, 768, 128, 8), 0);
-  for (const int multiprocessors : {0, 1}) {
-    EXPECT_EQ(cuda::multiprocessors_beside(multiprocessors, 100, 1e4, 1e6, 36), 0);
-  }
-  for (const int multiprocessors : {2, 3, 5, 78, 114, 144}) {
-    for (const double bytes : {0.0, 1e3, 1e6, 1e9, 1e12}) {
-      const int spared = cuda::multiprocessors_beside(multiprocessors, 1000, 3e4, bytes, 36);
-      EXPECT_GE(spared, 0);
-      EXPECT_LE(spared, multiprocessors / 3);
-      EXPECT_EQ(spared % 2, 0);
-    }
-  }
-}
-
-// Asked for by a program on a machine without a GPU.
-TEST(Kernels, MultiprocessorsBesideWithoutADevice) {
-  GroupedGemmDesc gemm;
-  gemm.op = GemmOp::up_proj_wgrad;
-  gemm.tokens = gemm.rows = 1024, gemm.hidden = gemm.intermediate = 256, gemm.experts = 8;
-  AggregateDesc sum;
-  sum.tokens = sum.rows = 1024, sum.hidden = 256, sum.top_k = 1;
-  EXPECT_EQ(multiprocessors_beside(gemm, sum), 0);
-  EXPECT_EQ(multiprocessors_beside(gemm, sum, {DeviceType::cuda, 12345}), 0);
-  gemm.op = GemmOp::up_proj_dgrad;
-  EXPECT_EQ(cuda::multiprocessors_beside(132, gemm, sum), 0) << "of another operation";
 }
 
 // Fewer threads need less scratch; the number of threads is part of the plan.

@@ -51,8 +51,8 @@ SANITIZED = ":".join(
             "router_topk_over_softmax_bias_bf16",
             "given_hostile_bias_swiglu_bf16",
             "rounding_stochastic_topk_over_softmax_f16",
-            "beside_topk_bf16",
-            "beside_given_f16",
+            "sums_topk_bf16",
+            "sums_given_f16",
         )
     ]
 )

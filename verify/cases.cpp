@@ -216,15 +216,15 @@ void add_tiles(CaseList* list) {
     list->add("tiles/n" + std::to_string(n), shape(150, 264, n, 5, 2));
   }
   list->add("tiles/e60", shape(400, 264, 104, 60, 4));
-  // Long sums and small products: on CUDA dX is summed beside dW1, a thread serving many tokens.
-  list->add("beside/topk", shape(1024, 256, 8, 8, 8));
-  LayerDesc lists = list_shape(1024, 2, 2048);
+  // More tokens than CUDA sums at a time: a thread serves several where they have few slots.
+  list->add("sums/topk", shape(1024, 1032, 8, 8, 2));
+  LayerDesc lists = list_shape(1024, 2, 2048);  // some tokens have no slot
   lists.hidden = 256;
   lists.intermediate = 8;
-  list->add("beside/given", lists, RoutingKind::hostile);
+  list->add("sums/given", lists, RoutingKind::hostile);
   lists.tokens = 64;  // more slots than are looked up at once, in several turns of columns
   lists.hidden = 2064;
-  list->add("beside/wide", lists, RoutingKind::hostile);
+  list->add("sums/wide", lists, RoutingKind::hostile);
   list->add("tiles/e512", shape(300, 72, 40, 512, 10));
   list->add("tiles/d2880", shape(100, 2880, 72, 4, 2));
   list->add("tiles/whole", shape(512, 512, 256, 4, 2));

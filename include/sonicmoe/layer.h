@@ -131,8 +131,7 @@ struct BackwardArgs {
 
 /// Everything slow happens in make_plan: validation, kernel choice, workspace layout. A plan is
 /// immutable, cheap to copy, and may be used from several threads at once (each with its own
-/// workspace). Calls do not allocate. What a call writes must not overlap what it reads: dx over x,
-/// for one, is summed while dW1 still reads x.
+/// workspace). Calls do not allocate. What a call writes must not overlap what it reads.
 class SONICMOE_API LayerPlan {
  public:
   const LayerDesc& desc() const noexcept;

@@ -139,7 +139,6 @@ struct SONICMOE_API GroupedGemmDesc {
   bool inference = false;                ///< up_proj: do not store preact
   bool f32_weight_grads = false;         ///< wgrads: dw1, dw1_up and dw2 are fp32, not dtype
   bool accumulate_weight_grads = false;  ///< wgrads: add to what they hold, before the one rounding
-  std::int64_t spare_multiprocessors = 0;  ///< up_proj_wgrad on CUDA: left free for others
   bool operator==(const GroupedGemmDesc&) const = default;
 };
 
@@ -171,10 +170,6 @@ struct SONICMOE_API BiasGradDesc {
 
 /// out[t] = sum over the token's slots, in slot order, of score * rows[slot_rows[slot]] +
 /// addend[t]. Weighted for O (scores given), unweighted for dX (scores null); addend may be null.
-///
-/// With `multiprocessors` it runs on CUDA beside the operation before it in the stream, an
-/// up_proj_wgrad that was planned to spare as many. Neither may write what the other reads or
-/// writes. Whatever follows waits for both.
 struct AggregateArgs {
   const void* rows = nullptr;                   ///< (R, d)
   const std::int32_t* slot_rows = nullptr;      ///< (R)
@@ -191,15 +186,8 @@ struct SONICMOE_API AggregateDesc {
   std::int64_t hidden = 0;
   std::int64_t top_k = 0;  ///< K, or 0 for lists
   DType dtype = DType::bf16;
-  std::int64_t multiprocessors = 0;  ///< up to 64; 0: all, after the operation before it
   bool operator==(const AggregateDesc&) const = default;
 };
-
-/// How many multiprocessors this up_proj_wgrad should spare for this aggregation; 0 if they had
-/// better follow each other, as always on the CPU and for other operations. A function of the
-/// shapes and of the device's size.
-SONICMOE_API std::int64_t multiprocessors_beside(const GroupedGemmDesc&, const AggregateDesc&,
-                                                 Device = {});
 
 /// Gradient of the scores: dscores in slot order, or pushed through the router mode to dlogits,
 /// which is dense and adds dlogits_in. With g the slot gradients, s the scores, p the softmax of

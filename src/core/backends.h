@@ -59,8 +59,6 @@ std::string device_reason(int index);
 int enter(int index) noexcept;
 void leave(int previous) noexcept;
 Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
-std::int64_t multiprocessors_beside(const GroupedGemmDesc& gemm, const AggregateDesc& aggregate,
-                                    const Exec& exec);
 
 extern const Kernel<RouterGemmDesc> kRouterGemm;
 // The number is the tile's width along the axis that a cluster shares.

@@ -65,7 +65,7 @@ struct LayerPlan::Impl {
   std::optional<OpPlan<GroupedGemmDesc>> up_proj_dgrad;
   std::optional<OpPlan<RouterGemmDesc>> router_dgrad;
   std::optional<OpPlan<RouterGemmDesc>> router_wgrad;
-  std::optional<OpPlan<AggregateDesc>> aggregate_dx;  // beside up_proj_wgrad, where that is faster
+  std::optional<OpPlan<AggregateDesc>> aggregate_dx;
 
   SlotKind kind() const { return slot_kind(desc); }
   bool given() const { return kind() == SlotKind::given; }
@@ -209,11 +209,8 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
     build->add(&impl->router_dgrad, dgrad, &scratch).add(&impl->router_wgrad, wgrad, &scratch);
   }
   build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
-  GroupedGemmDesc last = grouped(d, GemmOp::up_proj_wgrad);
-  AggregateDesc beside = aggregate(*impl);
-  beside.multiprocessors = multiprocessors_beside(last, beside, impl->exec.device);
-  last.spare_multiprocessors = beside.multiprocessors;
-  build->add(&impl->up_proj_wgrad, last, &scratch).add(&impl->aggregate_dx, beside, &scratch);
+  build->add(&impl->up_proj_wgrad, grouped(d, GemmOp::up_proj_wgrad), &scratch);
+  build->add(&impl->aggregate_dx, aggregate(*impl), &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
   const std::size_t tokens = impl->given() ? 0 : static_cast<std::size_t>(d.tokens);
@@ -321,10 +318,6 @@ std::string LayerPlan::explain() const {
   const SavedBytes& saved = impl_->saved;
   std::string text = std::string("layer on ") + name(impl_->exec.device.type) + ", " +
                      std::to_string(impl_->exec.threads) + " threads\n" + impl_->walk;
-  if (impl_->aggregate_dx && impl_->aggregate_dx->desc().multiprocessors > 0) {
-    text += "dx is summed beside up_proj_wgrad, on " +
-            std::to_string(impl_->aggregate_dx->desc().multiprocessors) + " multiprocessors\n";
-  }
   text += "forward workspace, " + std::to_string(forward_workspace_bytes()) + " bytes\n" +
           impl_->forward_ledger.explain();
   text += "backward workspace, " + std::to_string(backward_workspace_bytes()) + " bytes\n" +

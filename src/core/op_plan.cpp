@@ -51,17 +51,6 @@ std::string device_reason(Device device) {
   return {};
 }
 
-std::int64_t multiprocessors_beside([[maybe_unused]] const GroupedGemmDesc& gemm,
-                                    [[maybe_unused]] const AggregateDesc& aggregate,
-                                    [[maybe_unused]] Device device) {
-#if SONICMOE_HAS_CUDA
-  if (device.type == DeviceType::cuda) {
-    return cuda::multiprocessors_beside(gemm, aggregate, {.device = device, .stream = {}});
-  }
-#endif
-  return 0;
-}
-
 #if SONICMOE_HAS_CUDA
 DeviceGuard::DeviceGuard(Device device) noexcept {
   if (device.type == DeviceType::cuda) previous_ = cuda::enter(device.index);

@@ -236,9 +236,7 @@ Status validate(const MetadataDesc& d) {
 
 Status validate(const GroupedGemmDesc& d) {
   Checker check(grouped(d));
-  check.range("op", static_cast<int>(d.op), 0, 5);
-  const bool spares = d.op == GemmOp::up_proj_wgrad;
-  return check.range("spare_multiprocessors", d.spare_multiprocessors, 0, spares ? 64 : 0).status();
+  return check.range("op", static_cast<int>(d.op), 0, 5).status();
 }
 
 Status validate(const BiasGradDesc& d) { return grouped(d).status(); }
@@ -248,7 +246,6 @@ Status validate(const AggregateDesc& d) {
   check.tokens(d.tokens).range("rows", d.rows, 0, kMaxIndex).width("hidden", d.hidden);
   check.range("top_k", d.top_k, 0, kMaxExperts).rows(d.tokens, d.top_k);
   if (d.top_k > 0) check.all_rows(d.rows, d.tokens, d.top_k);
-  check.range("multiprocessors", d.multiprocessors, 0, 64);
   return check.dtype(d.dtype).status();
 }
 
@@ -444,8 +441,6 @@ Status validate(const AggregateDesc& d, const AggregateArgs& a) {
     check.ints("token_slots", a.token_slots, d.rows, "(R) int32");
   }
   check.optional("slot_scores", a.slot_scores, d.rows, 4);
-  check.require(d.multiprocessors == 0 || a.slot_scores == nullptr, "slot_scores", "a pointer",
-                "null unless multiprocessors is 0");
   check.optional("addend", a.addend, d.tokens);
   return check.tensor("out", a.out, d.tokens, "(T, d)").status();
 }

@@ -95,14 +95,6 @@ TEST(BadOp, GroupedGemmDescriptors) {
   auto table = bad_grouped<GroupedGemmDesc>();
   table.push_back(
       {"op: got 6, allowed: 0 to 5", [](GroupedGemmDesc* d) { d->op = static_cast<GemmOp>(6); }});
-  table.push_back({"spare_multiprocessors: got 65, allowed: 0 to 64", [](GroupedGemmDesc* d) {
-                     d->op = GemmOp::up_proj_wgrad;
-                     d->spare_multiprocessors = 65;
-                   }});
-  table.push_back({"spare_multiprocessors: got 2, allowed: 0", [](GroupedGemmDesc* d) {
-                     d->op = GemmOp::up_proj_dgrad;
-                     d->spare_multiprocessors = 2;
-                   }});
   expect_refused(sized<GroupedGemmDesc>(), table);
   expect_refused(sized<BiasGradDesc>(), bad_grouped<BiasGradDesc>());
 
@@ -325,7 +317,6 @@ TEST(BadOp, Aggregate) {
   expect_refused<D>(
       desc,
       {{"rows: got -1, allowed: 0 to 2147483647", [](D* d) { d->rows = -1; }},
-       {"multiprocessors: got 65, allowed: 0 to 64", [](D* d) { d->multiprocessors = 65; }},
        {"hidden: got 9, allowed: multiples of 8 from 8 to 1048576", [](D* d) { d->hidden = 9; }},
        {"top_k: got -1, allowed: 0 to 65536", [](D* d) { d->top_k = -1; }},
        {"rows: got 10, allowed: 15", [](D* d) { d->top_k = 3; }},
@@ -337,12 +328,6 @@ TEST(BadOp, Aggregate) {
   good.rows = good.addend = good.out = p;
   good.slot_rows = good.token_offsets = good.token_slots = static_cast<const std::int32_t*>(p);
   good.slot_scores = static_cast<const float*>(p);
-  {
-    AggregateDesc beside = desc;
-    beside.multiprocessors = 2;
-    EXPECT_STREQ(make_plan(beside).value().run(good).message(),
-                 "slot_scores: got a pointer, allowed: null unless multiprocessors is 0");
-  }
   expect_pointers(desc, good,
                   std::vector{pointer_row("rows", &A::rows, "(R, d)"),
                               pointer_row("slot_rows", &A::slot_rows, "(R) int32", 4),

@@ -8,7 +8,7 @@ TEST(Graph, ReplaysWithOtherRouting) {
     for (const char* name :
          {"activation/swiglu-interleaved-bias", "activation/geglu-separate",
           "router/topk_over_softmax-bias", "given/hostile", "given/hostile-sorted",
-          "rounding/stochastic-topk_over_softmax", "shape/large", "tiles/e60", "beside/given"}) {
+          "rounding/stochastic-topk_over_softmax", "shape/large", "tiles/e60", "sums/given"}) {
       expect_replays(case_named(name, type));
     }
   }

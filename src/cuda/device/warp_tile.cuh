@@ -212,6 +212,11 @@ class Staging {
     }
     if (lane_ == 0) store_commit();  // empty or not: next() counts groups
   }
+  /// Leaves the next tile out.
+  __device__ __forceinline__ void skip() {
+    if (lane_ == 0) store_commit();
+    ++turn_;
+  }
 
  private:
   std::uint32_t address_;

@@ -45,18 +45,20 @@ __device__ __forceinline__ void clear(float (&d)[kCount]) {
 ///    and chunks of 64 rows are `kChunk` bytes apart.
 inline constexpr std::uint32_t kBlockBytes = 1024;
 
+/// The lower half of a descriptor; the upper is the same for all. Fields in units of 16 bytes:
+/// start in bits 0-13, leading offset in 16-29 (between chunks along MN; unused when K is
+/// contiguous).
 template <Major kMajor>
-__device__ __forceinline__ std::uint64_t descriptor(std::uint32_t address, std::uint32_t chunk) {
-  // Fields in units of 16 bytes: start in bits 0-13, leading offset in 16-29 (between chunks along
-  // MN; unused when K is contiguous), stride offset in 32-45 (between blocks), 128-byte swizzle.
-  const std::uint64_t leading = kMajor == Major::mn ? chunk >> 4 : 1;
-  return static_cast<std::uint64_t>((address & 0x3ffff) >> 4) | leading << 16 |
-         static_cast<std::uint64_t>(kBlockBytes >> 4) << 32 | std::uint64_t{1} << 62;
+__device__ __forceinline__ std::uint32_t descriptor(std::uint32_t address, std::uint32_t chunk) {
+  const std::uint32_t leading = kMajor == Major::mn ? chunk >> 4 : 1;
+  return (address & 0x3ffff) >> 4 | leading << 16;
 }
+/// Stride offset (between blocks), 128-byte swizzle.
+inline constexpr std::uint32_t kDescriptorUpper = kBlockBytes >> 4 | 1u << 30;
 
 /// How far a descriptor moves (units of 16 bytes) for the next 16 k.
 template <Major kMajor>
-inline constexpr std::uint64_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBlockBytes >> 4;
+inline constexpr std::uint32_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBlockBytes >> 4;
 
 // Accumulator registers by operand number; the later lists go on where the first ends.
 #define SONICMOE_REGISTERS_64                                                        \
@@ -79,37 +81,44 @@ inline constexpr std::uint64_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBl
 #define SONICMOE_D32(i) SONICMOE_D16(i), SONICMOE_D16(i + 16)
 #define SONICMOE_D64(i) SONICMOE_D32(i), SONICMOE_D32(i + 32)
 
-// The operands a, b, major a, major b follow the accumulators.
-#define SONICMOE_WGMMA(n, type, registers, a, b, ma, mb, ...)                        \
-  asm volatile(                                                                      \
-      "{\n"                                                                          \
-      ".reg .pred keep;\n"                                                           \
-      "setp.eq.u32 keep, 0, 0;\n"                                                    \
-      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers \
-      "}, "                                                                          \
-      "%" #a ", %" #b ", keep, 1, 1, %" #ma ", %" #mb                                \
-      ";\n"                                                                          \
-      "}"                                                                            \
-      : __VA_ARGS__                                                                  \
-      : "l"(a_desc), "l"(b_desc), "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)))
-#define SONICMOE_WGMMA_N(type)                                                             \
-  if constexpr (kN == 128) {                                                               \
-    SONICMOE_WGMMA(128, type, SONICMOE_REGISTERS_64, 64, 65, 66, 67, SONICMOE_D64(0));     \
-  } else if constexpr (kN == 192) {                                                        \
-    SONICMOE_WGMMA(192, type, SONICMOE_REGISTERS_96, 96, 97, 98, 99, SONICMOE_D64(0),      \
-                   SONICMOE_D32(64));                                                      \
-  } else {                                                                                 \
-    static_assert(kN == 256, "tile width: 128, 192 or 256");                               \
-    SONICMOE_WGMMA(256, type, SONICMOE_REGISTERS_128, 128, 129, 130, 131, SONICMOE_D64(0), \
-                   SONICMOE_D64(64));                                                      \
+// The operands a, b, major a, major b, add, upper half of descriptors follow the accumulators.
+#define SONICMOE_WGMMA(n, type, registers, a, b, ma, mb, add, upper, ...)                         \
+  asm volatile(                                                                                   \
+      "{\n"                                                                                       \
+      ".reg .pred keep;\n"                                                                        \
+      ".reg .b64 da, db;\n"                                                                       \
+      "mov.b64 da, {%" #a ", %" #upper                                                            \
+      "};\n"                                                                                      \
+      "mov.b64 db, {%" #b ", %" #upper                                                            \
+      "};\n"                                                                                      \
+      "setp.ne.s32 keep, %" #add                                                                  \
+      ", 0;\n"                                                                                    \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers              \
+      "}, "                                                                                       \
+      "da, db, keep, 1, 1, %" #ma ", %" #mb                                                       \
+      ";\n"                                                                                       \
+      "}"                                                                                         \
+      : __VA_ARGS__                                                                               \
+      : "r"(a_desc), "r"(b_desc), "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)), \
+        "r"(add_to), "n"(kDescriptorUpper))
+#define SONICMOE_WGMMA_N(type)                                                                  \
+  if constexpr (kN == 128) {                                                                    \
+    SONICMOE_WGMMA(128, type, SONICMOE_REGISTERS_64, 64, 65, 66, 67, 68, 69, SONICMOE_D64(0));  \
+  } else if constexpr (kN == 192) {                                                             \
+    SONICMOE_WGMMA(192, type, SONICMOE_REGISTERS_96, 96, 97, 98, 99, 100, 101, SONICMOE_D64(0), \
+                   SONICMOE_D32(64));                                                           \
+  } else {                                                                                      \
+    static_assert(kN == 256, "tile width: 128, 192 or 256");                                    \
+    SONICMOE_WGMMA(256, type, SONICMOE_REGISTERS_128, 128, 129, 130, 131, 132, 133,             \
+                   SONICMOE_D64(0), SONICMOE_D64(64));                                          \
   }
 
-/// d += a b for one m64 x kN x k16 step; the descriptors tell where a and b lie.
-/// Thread t of the warpgroup, lane l = t % 32, holds in d[4j .. 4j+3] the elements of rows
-/// 16 (t/32) + l/4 and 8 more, columns 8j + 2 (l%4) + {0, 1}.
+/// d = a b, or d += a b unless `add_to` is 0, for one m64 x kN x k16 step; the descriptors tell
+/// where a and b lie. Thread t of the warpgroup, lane l = t % 32, holds in d[4j .. 4j+3] the
+/// elements of rows 16 (t/32) + l/4 and 8 more, columns 8j + 2 (l%4) + {0, 1}.
 template <class T, int kN, Major kMajorA, Major kMajorB>
-__device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a_desc,
-                                      std::uint64_t b_desc) {
+__device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint32_t a_desc,
+                                      std::uint32_t b_desc, int add_to) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     SONICMOE_WGMMA_N("bf16")
   } else {

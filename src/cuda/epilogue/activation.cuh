@@ -25,6 +25,7 @@ struct ActivationParams {
 template <ActivationKind kKind, bool kBias>
 struct StoreActivation {
   using Params = ActivationParams;
+  static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr bool kGated = kKind != ActivationKind::plain;
   /// Units (columns of A) of a tile that is kN wide. With a gate the tile's left half holds gate
   /// columns, the right half the up columns of the same units, so that a pair lies in one thread.
@@ -60,10 +61,7 @@ struct StoreActivation {
     /// The biases go where the sums begin, which costs no registers beside them. Element by
     /// element, for accumulators set in a branch would serialise wgmma.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
-      if constexpr (!kBias) {
-        static_for<Traits::kMBlocks>([&](auto block) { clear(acc[decltype(block)::value]); });
-        return;
-      }
+      if constexpr (!kBias) return;
       const int unit = tile_.shared * kUnits + here(static_cast<int>(threadIdx.x)) % 4 * 2;
       static_for<kGated ? 2 : 1>([&](auto part) {
         constexpr int half = decltype(part)::value;

@@ -28,6 +28,7 @@ struct ActivationGradParams {
 template <ActivationKind kKind>
 struct StoreActivationGrad {
   using Params = ActivationGradParams;
+  static constexpr bool kAdds = false;
   static constexpr int kParts = kKind != ActivationKind::plain ? 2 : 1;
   static constexpr int kWarpBytes = WarpTile::kBytes;  // A'
   template <int kN>
@@ -62,7 +63,7 @@ struct StoreActivationGrad {
                                    int m_first, std::uint32_t staging)
         : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
-    __device__ __forceinline__ void begin(float (&acc)[1][kCount]) { clear(acc[0]); }
+    __device__ __forceinline__ void begin(float (&acc)[1][kCount]) {}
 
     __device__ __forceinline__ void prefetch() {
       const int t = here(static_cast<int>(threadIdx.x)) % 128;

@@ -88,6 +88,7 @@ struct AtSharedByOwn {
 template <class At, bool kBias>
 struct StoreTile {
   using Params = StoreParams;
+  static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr int kTiles = 2;
   static constexpr int kWarpBytes = kTiles * WarpTile::kBytes;
   template <int kN>
@@ -105,10 +106,7 @@ struct StoreTile {
 
     /// The bias goes where the sums begin, which costs no registers beside them.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
-      if constexpr (!kBias) {
-        static_for<Traits::kMBlocks>([&](auto block) { clear(acc[decltype(block)::value]); });
-        return;
-      }
+      if constexpr (!kBias) return;
       const int column = tile_.shared * Traits::kN + here(static_cast<int>(threadIdx.x)) % 4 * 2;
       const T* const bias = static_cast<const T*>(e_.bias) +
                             static_cast<std::int64_t>(tile_.expert) * e_.columns + column;
@@ -133,6 +131,7 @@ struct StoreTile {
       int half = 0;
       const Place at = At::template place<Traits>(e_, p_, tile_, &half);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
+      Staging<kTiles> staging(staging_, t % 32);
       static_for<Traits::kMBlocks>([&](auto index) {
         constexpr int m = decltype(index)::value;
         const int row = (m_first_ + m) * 64 + t / 32 * 16;
@@ -141,8 +140,8 @@ struct StoreTile {
           if (At::kGradient && e_.f32) {
             store_f32(static_cast<float*>(e_.out[half]) + start, at, at.rows - row, t % 32, acc[m]);
           } else {
-            store_16(static_cast<T*>(e_.out[half]) + start, &e_.boxes[half], at, row, t % 32,
-                     acc[m]);
+            store_16(static_cast<T*>(e_.out[half]) + start, &e_.boxes[half], at, row, acc[m],
+                     staging);
           }
         }
       });
@@ -151,14 +150,14 @@ struct StoreTile {
    private:
     /// 16 rows of this warp, from the tile's row `row` on, 64 columns at a time.
     __device__ __forceinline__ void store_16(T* out, const CUtensorMap* map, const Place& at,
-                                             int row, int lane, float (&acc)[kCount]) const {
+                                             int row, float (&acc)[kCount],
+                                             Staging<kTiles>& staging) const {
       const int rows = at.rows - row;
       const bool whole = e_.boxed && (At::kClips || rows >= WarpTile::kRows);
-      Staging<kTiles> staging(staging_, lane);
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int columns = at.columns - chunk * 64;
-        if (columns <= 0) return;
+        if (columns <= 0) return staging.skip();
         const WarpTile tile = staging.next();
         if (At::kGradient && e_.accumulate) {
           // In fp32, before the one rounding.

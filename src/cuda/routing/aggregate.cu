@@ -10,10 +10,13 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
-/// How many of those shall fit on a multiprocessor.
-constexpr int blocks_together(int in_flight, bool beside) {
-  return beside && in_flight <= 4 ? 4 : 3;
-}
+
+/// Up to so many slots a token, a thread serves several tokens and looks the next one's rows up
+/// beside the loads of this one's: with two slots only 32 bytes would be in flight, and then a wait
+/// for the rows' numbers. With eight rows in flight that spills.
+constexpr int kFew = 4;
+/// How many blocks of kThreads shall fit on a multiprocessor.
+constexpr int blocks_together(int in_flight) { return in_flight <= kFew ? 4 : 3; }
 
 /// The slots of a token, in order.
 struct Slots {
@@ -46,76 +49,67 @@ __device__ __forceinline__ Group<kCount> look_up(const Slots& slots, const float
   return group;
 }
 
-/// kInFlight rows are loaded before the first is added. `kBeside`: another kernel has most of the
-/// chip, so that every thread serves many tokens, and looks up the next one's rows in time.
-template <class T, bool kWeighted, bool kLists, int kInFlight, bool kBeside>
-__global__ void __launch_bounds__(kThreads, blocks_together(kInFlight, kBeside))
+/// kInFlight rows are loaded before the first is added.
+template <class T, bool kWeighted, bool kLists, int kInFlight>
+__global__ void __launch_bounds__(kThreads, blocks_together(kInFlight))
     aggregate(const T* rows, Slots slots, const float* slot_scores, const T* addend, T* out,
               std::uint32_t tokens, std::uint32_t hidden) {
-  if (!kBeside) wait_for_previous();
-  const auto look = [&](std::int32_t begin, std::int32_t count) {
-    return look_up<kWeighted, kLists, kInFlight>(slots, slot_scores, begin, count);
-  };
+  constexpr bool kAhead = kInFlight <= kFew;
+  static_assert(!kAhead || !kLists, "every token must have 1 to kInFlight slots");
+  wait_for_previous();
   // Slots, rows and t * K are int32 by validation.
   const auto begin_of = [&](std::uint32_t t) {
     return kLists ? slots.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
   };
+  const auto look = [&](std::int32_t begin, std::int32_t count) {
+    return look_up<kWeighted, kLists, kInFlight>(slots, slot_scores, begin, count);
+  };
   std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
-  const std::uint32_t stride = gridDim.x * blockDim.y;
-  if (t < tokens) {
-    std::int32_t begin = begin_of(t);
-    std::int32_t count = kLists ? begin_of(t + 1) - begin : slots.top_k;
-    Group<kInFlight> group = look(begin, count);
-    while (true) {
-      const bool last = !kBeside || t + stride >= tokens;
-      const std::int32_t next_begin = last ? 0 : begin_of(t + stride);
-      const std::int32_t next_count = last     ? 0
-                                      : kLists ? begin_of(t + stride + 1) - next_begin
-                                               : slots.top_k;
-      Group<kInFlight> next = group;
-      if (kBeside && kLists && count == 0) next = look(next_begin, next_count);
-      for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
-        const Eight<T> extra = load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr);
-        float sum[8] = {};
-        for (std::int32_t first = 0; first < count; first += kInFlight) {
-          if (count > kInFlight) group = look(begin + first, count - first);
-          Eight<T> part[kInFlight];
+  if (t >= tokens) return;
+  const std::int32_t begin = begin_of(t);
+  const std::int32_t count = kLists ? begin_of(t + 1) - begin : slots.top_k;
+  Group<kInFlight> group = look(begin, count);
+  while (true) {
+    const std::uint32_t next_t = t + gridDim.x * blockDim.y;
+    const bool last = !kAhead || next_t >= tokens;
+    Group<kInFlight> next = group;
+    for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
+      const Eight<T> extra = load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr);
+      float sum[8] = {};
+      for (std::int32_t first = 0; first < count; first += kInFlight) {
+        if (!kAhead && count > kInFlight) group = look(begin + first, count - first);
+        Eight<T> part[kInFlight];
 #pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            part[i] =
-                load_once(rows + std::int64_t{group.row[i]} * static_cast<std::int32_t>(hidden) + j,
-                          group.row[i] >= 0);
-          }
-          // Beside the loads of this one's rows.
-          if (kBeside && first == 0) next = look(next_begin, next_count);
+        for (int i = 0; i < kInFlight; ++i) {
+          part[i] =
+              load_once(rows + std::int64_t{group.row[i]} * static_cast<std::int32_t>(hidden) + j,
+                        group.row[i] >= 0);
+        }
+        // Before the first sum waits for its rows.
+        if (!last) next = look(begin_of(next_t), count);
 #pragma unroll
-          for (int i = 0; i < kInFlight; ++i) {
-            if (group.row[i] < 0) continue;
+        for (int i = 0; i < kInFlight; ++i) {
+          if (group.row[i] < 0) continue;
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-              const float x = to_float(part[i].value[c]);
-              sum[c] = kWeighted ? math::fma(group.score[i], x, sum[c]) : math::add(sum[c], x);
-            }
+          for (int c = 0; c < 8; ++c) {
+            const float x = to_float(part[i].value[c]);
+            sum[c] = kWeighted ? math::fma(group.score[i], x, sum[c]) : math::add(sum[c], x);
           }
         }
-        if (addend != nullptr) {
-#pragma unroll
-          for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], to_float(extra.value[c]));
-        }
-        Eight<T> result;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) result.value[c] = from_float<T>(sum[c]);
-        *reinterpret_cast<Eight<T>*>(out + std::uint64_t{t} * hidden + j) = result;
       }
-      if (last) break;
-      t += stride;
-      begin = next_begin;
-      count = next_count;
-      group = next;
+      if (addend != nullptr) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], to_float(extra.value[c]));
+      }
+      Eight<T> result;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) result.value[c] = from_float<T>(sum[c]);
+      *reinterpret_cast<Eight<T>*>(out + std::uint64_t{t} * hidden + j) = result;
     }
+    if (last) return;
+    t = next_t;
+    group = next;
   }
-  // Whatever comes next waits for the kernel beside us, too.
-  if (kBeside) wait_for_previous();
 }
 
 /// Threads along a row and tokens of a block. A wide row is cut into equal parts.
@@ -136,33 +130,21 @@ template <class T>
 Status run_typed(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   const dim3 block = block_of(d.hidden);
   const bool weighted = a.slot_scores != nullptr;
-  const auto lists =
-      weighted ? aggregate<T, true, true, 8, false> : aggregate<T, false, true, 8, false>;
-  const auto few =
-      weighted ? aggregate<T, true, false, 4, false> : aggregate<T, false, false, 4, false>;
-  const auto many =
-      weighted ? aggregate<T, true, false, 8, false> : aggregate<T, false, false, 8, false>;
-  const bool few_slots = d.top_k > 0 && d.top_k <= 4;
-  const auto alone = d.top_k == 0 ? lists : few_slots ? few : many;
-  const auto beside = d.top_k == 0 ? aggregate<T, false, true, 8, true>
-                      : few_slots  ? aggregate<T, false, false, 4, true>
-                                   : aggregate<T, false, false, 8, true>;
-  const auto start = [&](auto chosen, unsigned blocks) {
-    launch_early(
-        chosen, blocks, block, 0, stream_of(exec), static_cast<const T*>(a.rows),
-        Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
-        a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-        static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
-  };
-  const unsigned blocks = blocks_for(d.tokens, block.y);
-  const unsigned resident =
-      static_cast<unsigned>(d.multiprocessors) *
-      (blocks_together(few_slots ? 4 : 8, true) * kThreads / (block.x * block.y));
-  if (d.multiprocessors == 0) {
-    start(alone, blocks);
-  } else {
-    start(beside, std::min(blocks, resident));
+  const bool few = d.top_k > 0 && d.top_k <= kFew;
+  const auto of_lists = weighted ? aggregate<T, true, true, 8> : aggregate<T, false, true, 8>;
+  const auto of_few = weighted ? aggregate<T, true, false, kFew> : aggregate<T, false, false, kFew>;
+  const auto of_many = weighted ? aggregate<T, true, false, 8> : aggregate<T, false, false, 8>;
+  const auto kernel = d.top_k == 0 ? of_lists : few ? of_few : of_many;
+  unsigned blocks = blocks_for(d.tokens, block.y);
+  if (few) {
+    const unsigned together = blocks_together(kFew) * kThreads / (block.x * block.y);
+    blocks = std::min(blocks, static_cast<unsigned>(sm_count(exec)) * together);
   }
+  launch_early(
+      kernel, blocks, block, 0, stream_of(exec), static_cast<const T*>(a.rows),
+      Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
+      a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out),
+      static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
   return launched("aggregate: launch");
 }
 

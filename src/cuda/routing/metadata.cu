@@ -1,8 +1,9 @@
 // Slots to grouped rows by stable counting sorts: by expert, and for lists by token before that, a
 // digit at a time. A sort is three launches: blocks count the keys of their slots; one pass makes
 // each count the number of equal keys in the blocks before; blocks place their slots. Positions
-// follow from counts alone, so the order in which anything runs does not matter. The second and the
-// third launch start early: what they do before they wait touches nothing that is still written.
+// follow from counts alone, so the order in which anything runs does not matter. All three start
+// early. The third reads the slots before it waits: the second waited for the first, and that for
+// what is before the sort, before they let the next start.
 #include <algorithm>
 #include <bit>
 #include <cinttypes>
@@ -53,7 +54,7 @@ struct Source {
     return length == nullptr ? slots : *length;
   }
   __device__ std::int32_t slot(std::int64_t i) const {
-    return order == nullptr ? static_cast<std::int32_t>(i) : __ldg(order + i);
+    return order == nullptr ? static_cast<std::int32_t>(i) : order[i];
   }
 };
 
@@ -64,7 +65,7 @@ struct ByExpert {
   std::int32_t* error_word;
 
   __device__ int key(std::int32_t slot) const {
-    const std::int32_t e = __ldg(slot_experts + slot);
+    const std::int32_t e = slot_experts[slot];
     return e >= 0 && e < experts ? e : -1;
   }
   __device__ void look(std::int32_t slot) const {
@@ -83,8 +84,8 @@ struct ByToken {
   std::int32_t* error_word;
 
   __device__ int key(std::int32_t slot) const {
-    const std::int32_t e = __ldg(slot_experts + slot);
-    const std::int32_t t = __ldg(slot_tokens + slot);
+    const std::int32_t e = slot_experts[slot];
+    const std::int32_t t = slot_tokens[slot];
     return e >= 0 && e < experts && t >= 0 && t < tokens ? t >> shift & mask : -1;
   }
   __device__ void look(std::int32_t slot) const {
@@ -125,9 +126,9 @@ struct ToRows {
     float score;
   };
   __device__ Payload load(std::int32_t slot) const {
-    return {top_k == 0 ? __ldg(a.slot_tokens + slot)
+    return {top_k == 0 ? a.slot_tokens[slot]
                        : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k),
-            a.row_scores != nullptr ? __ldg(a.slot_scores + slot) : 0.0f};
+            a.row_scores != nullptr ? a.slot_scores[slot] : 0.0f};
   }
   /// By row: neighbouring threads write neighbouring rows.
   __device__ void place(std::int32_t slot, std::int32_t row, const Payload& payload) const {
@@ -152,18 +153,29 @@ template <class By>
 __global__ void __launch_bounds__(kThreads)
     count_keys(Shape shape, Source source, By by, std::int32_t* counters) {
   __shared__ std::int32_t shared[kSharedBins];
-  let_next_start();
   std::int32_t* const mine = counters + std::int64_t{blockIdx.x} * shape.bins;
   std::int32_t* const count = shape.shared() ? shared : mine;
+  if (!shape.shared()) wait_for_previous();
   for (int b = threadIdx.x; b < shape.bins; b += kThreads) count[b] = 0;
+  wait_for_previous();
+  let_next_start();
   __syncthreads();
   const std::int64_t end = min(shape.end(), source.size(shape.slots));
-#pragma unroll kTurns
-  for (std::int64_t i = shape.begin() + threadIdx.x; i < end; i += kThreads) {
-    const std::int32_t slot = source.slot(i);
-    if (source.order == nullptr) by.look(slot);
-    const int key = by.key(slot);
-    if (key >= 0) atomicAdd(&count[key], 1);
+  for (std::int64_t i = shape.begin() + threadIdx.x; i < end; i += kBatch) {
+    // All loads before the first count: they do not pass it.
+    std::int32_t slot[kTurns];
+    int key[kTurns];
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      slot[r] = i + r * kThreads < end ? source.slot(i + r * kThreads) : -1;
+    }
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) key[r] = slot[r] >= 0 ? by.key(slot[r]) : -1;
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      if (key[r] >= 0) atomicAdd(&count[key[r]], 1);
+      if (key[r] < 0 && slot[r] >= 0 && source.order == nullptr) by.look(slot[r]);
+    }
   }
   if (!shape.shared()) return;
   __syncthreads();
@@ -285,8 +297,9 @@ __global__ void __launch_bounds__(kThreads)
       if (slot[r] >= 0) payload[r] = to.load(slot[r]);
     }
 #pragma unroll
+    for (int r = 0; r < kTurns; ++r) key[r] = slot[r] >= 0 ? by.key(slot[r]) : -1;
+#pragma unroll
     for (int r = 0; r < kTurns; ++r) {
-      key[r] = slot[r] >= 0 ? by.key(slot[r]) : -1;
       if (key[r] >= 0) atomicAdd(&next[warp * shape.bins + key[r]], 1);
     }
     if (batch == 0) {
@@ -497,7 +510,7 @@ template <class By, class To>
 void sort(const Shape& shape, const Source& source, const By& by, const To& to, const Memory& m,
           std::int32_t* totals, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>(shape.blocks);
-  count_keys<<<blocks, kThreads, 0, stream>>>(shape, source, by, m.counters);
+  launch_early(count_keys<By>, blocks, kThreads, 0, stream, shape, source, by, m.counters);
   launch_early(sum_blocks, blocks_for(shape.bins, kSumBins), kSumBins * kSumParts, 0, stream, shape,
                m.counters, totals);
   if (shape.shared()) {

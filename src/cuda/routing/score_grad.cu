@@ -24,6 +24,8 @@ struct SlotGradients {
 
 __global__ void to_slot_order(SlotGradients gradient, std::int64_t slots, float* dscores) {
   const std::int64_t s = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  wait_for_previous();
+  let_next_start();
   if (s < slots) dscores[s] = gradient(s);
 }
 
@@ -37,6 +39,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
   extern __shared__ float tiles[];  // (kWarps, tile)
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + warp;
+  wait_for_previous();
+  let_next_start();
   if (t >= tokens) return;
   float* const grad = tiles + warp * tile;
   const std::int64_t first = t * top_k;
@@ -93,18 +97,18 @@ Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exe
   const std::size_t bytes = 4 * static_cast<std::size_t>(kWarps * tile);
   const auto kernel =
       needs_logits(d.mode, d.norm_topk_probs) ? score_grad<T, true> : score_grad<T, false>;
-  kernel<<<blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, stream_of(exec)>>>(
-      SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
-      static_cast<const T*>(a.logits), static_cast<const T*>(a.dlogits_in),
-      static_cast<T*>(a.dlogits), d.tokens, d.experts, static_cast<int>(d.top_k), tile);
+  launch_early(kernel, blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, stream_of(exec),
+               SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
+               static_cast<const T*>(a.logits), static_cast<const T*>(a.dlogits_in),
+               static_cast<T*>(a.dlogits), d.tokens, d.experts, static_cast<int>(d.top_k), tile);
   return launched("score_grad: launch");
 }
 
 Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& exec) noexcept {
   if (d.mode == RouterMode::given) {
     if (d.rows == 0) return {};
-    to_slot_order<<<blocks_for(d.rows, 256), 256, 0, stream_of(exec)>>>(
-        SlotGradients{a.row_dscores, a.slot_rows}, d.rows, a.dscores);
+    launch_early(to_slot_order, blocks_for(d.rows, 256), 256, 0, stream_of(exec),
+                 SlotGradients{a.row_dscores, a.slot_rows}, d.rows, a.dscores);
     return launched("score_grad: launch");
   }
   if (d.tokens == 0) return {};

@@ -1,5 +1,6 @@
-// Scores and ids of each token's K experts, a token per warp with its logits in registers; rows
-// that do not fit take a block and K passes.
+// Scores and ids of each token's K experts, a token per warp with its logits in registers. Few
+// entries of 16-bit logits, the usual case, take a quarter of the instructions with several tokens
+// per warp; rows that do not fit take a block and K passes.
 #include "core/backends.h"
 #include "cuda/routing/select.cuh"
 
@@ -13,6 +14,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
     top_k(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
           std::int32_t* error_word) {
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  wait_for_previous();
+  let_next_start();
   if (t >= tokens) return;
   const WarpRow<T, kPerLane, kFull> row(logits + t * route.experts, route.experts);
   if (error_word != nullptr && row.bad() && lane_id() == 0) report(error_word, kBadLogits);
@@ -33,11 +36,134 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
   }
 }
 
+/// Few entries: the largest keys of a lane, and then of more and more lanes, in descending order.
+constexpr int kFew = 8;
+constexpr int kFewPerLane = 16;
+
+__device__ __forceinline__ void order(std::uint32_t& a, std::uint32_t& b) {
+  const std::uint32_t larger = max(a, b);
+  b = min(a, b);
+  a = larger;
+}
+/// Keys that rise and then fall, or fall and then rise, into descending order.
+__device__ __forceinline__ void order_bitonic(std::uint32_t (&key)[kFew]) {
+#pragma unroll
+  for (int distance = kFew / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+      if ((i & distance) == 0) order(key[i], key[i + distance]);
+    }
+  }
+}
+/// Any keys, by a network of 19 (Batcher).
+__device__ __forceinline__ void order_all(std::uint32_t (&key)[kFew]) {
+  constexpr int kPairs[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
+                                 {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
+                                 {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
+#pragma unroll
+  for (int i = 0; i < 19; ++i) order(key[kPairs[i][0]], key[kPairs[i][1]]);
+}
+
+/// Softmax over the top-K for K up to kFew, of 16-bit logits: a token by kLanes lanes, for at most
+/// kLanes * kFewPerLane experts. kFull: for exactly as many. The bits of `top_k`.
+template <class T, int kLanes, bool kFull>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    top_few(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
+            std::int32_t* error_word) {
+  const int part = lane_id() % kLanes;
+  const std::int64_t warp =
+      std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  const std::int64_t t = warp * (kWarp / kLanes) + lane_id() / kLanes;
+  const int experts = static_cast<int>(route.experts);
+  wait_for_previous();
+  let_next_start();
+  // Lanes past the last token take part in all exchanges, with that token's logits.
+  const T* const row = logits + min(t, tokens - 1) * route.experts;
+  T logit[kFewPerLane];
+  const auto expert_of = [&](int i) {
+    return kFull ? (i / 8 * kLanes + part) * 8 + i % 8 : i * kLanes + part;
+  };
+  if constexpr (kFull) {
+    // Rows are multiples of 16 bytes.
+#pragma unroll
+    for (int i = 0; i < kFewPerLane; i += 8) {
+      const auto eight = *reinterpret_cast<const Eight<T>*>(row + expert_of(i));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) logit[i + j] = eight.value[j];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kFewPerLane; ++i) {
+      logit[i] = expert_of(i) < experts ? row[expert_of(i)] : from_float<T>(0.0f);
+    }
+  }
+  if (error_word != nullptr) {
+    bool wrong = false;
+    bool finite = false;
+#pragma unroll
+    for (int i = 0; i < kFewPerLane; ++i) {
+      const float x = to_float(logit[i]);
+      wrong |= !(x < INFINITY);
+      finite |= (kFull || expert_of(i) < experts) && x > -INFINITY;
+    }
+    const unsigned lanes = (kLanes == kWarp ? kAllLanes : (1u << kLanes % kWarp) - 1)
+                           << lane_id() / kLanes * kLanes;
+    const bool any_wrong = (__ballot_sync(kAllLanes, wrong) & lanes) != 0;
+    const bool any_finite = (__ballot_sync(kAllLanes, finite) & lanes) != 0;
+    if ((any_wrong || !any_finite) && part == 0) report(error_word, kBadLogits);
+  }
+
+  std::uint32_t best[kFew];
+#pragma unroll
+  for (int first = 0; first < kFewPerLane; first += kFew) {
+    std::uint32_t key[kFew];
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+      const int e = expert_of(first + i);
+      key[i] = kFull || e < experts ? Key32::of(to_float(logit[first + i]), e).bits : 0;
+    }
+    order_all(key);
+    // The largest of two descending lists: the larger of either end.
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) best[i] = first == 0 ? key[i] : max(best[i], key[kFew - 1 - i]);
+    if (first > 0) order_bitonic(best);
+  }
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    std::uint32_t theirs[kFew];
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) theirs[i] = __shfl_xor_sync(kAllLanes, best[i], distance);
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) best[i] = max(best[i], theirs[kFew - 1 - i]);
+    order_bitonic(best);
+  }
+
+  // Lane k has entry k.
+  std::uint32_t mine = best[0];
+#pragma unroll
+  for (int k = 1; k < kFew; ++k) mine = part == k && k < route.top_k ? best[k] : mine;
+  const Key32 key{mine};
+  float score = math::softmax_term(key.value(), Key32{best[0]}.value());
+  float sum = 0.0f;  // in stored order
+#pragma unroll
+  for (int k = 0; k < kFew; ++k) {
+    const float other = __shfl_sync(kAllLanes, score, k, kLanes);
+    if (k < route.top_k) sum = math::add(sum, other);
+  }
+  score = math::div(score, sum);
+  if (t < tokens && part < route.top_k) {
+    scores[t * route.top_k + part] = score;
+    ids[t * route.top_k + part] = key.expert();
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kSlowThreads)
     top_k_slow(const T* logits, Route route, float* scores, std::int32_t* ids,
                std::int32_t* error_word) {
   const std::int64_t t = blockIdx.x;
+  wait_for_previous();
+  let_next_start();
   const T* row = logits + t * route.experts;
   const RowSoftmax softmax = row_softmax(row, route.experts);  // every warp for itself
   // A NaN makes the sum one; so does an infinite maximum, which is taken from itself.
@@ -55,9 +181,24 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
   }
   const Route route = Route::of(d);
   if (!fits_warp_row(d.experts, d.top_k)) {
-    top_k_slow<<<blocks_for(d.tokens, 1), kSlowThreads, 0, stream>>>(logits, route, a.scores, a.ids,
-                                                                     a.error_word);
+    launch_early(top_k_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, stream, logits, route,
+                 a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
+  }
+  if constexpr (sizeof(T) == 2) {
+    if (route.over_top_k && d.top_k <= kFew && d.experts <= kWarp * kFewPerLane) {
+      const auto start = [&](auto lanes) {
+        constexpr int kLanes = lanes.value;
+        const bool full = d.experts == kLanes * kFewPerLane;
+        launch_early(full ? top_few<T, kLanes, true> : top_few<T, kLanes, false>,
+                     blocks_for(d.tokens, kWarps * kWarp / kLanes), kWarps * kWarp, 0, stream,
+                     logits, d.tokens, route, a.scores, a.ids, a.error_word);
+        return launched("top_k: launch");
+      };
+      if (d.experts <= 8 * kFewPerLane) return start(std::integral_constant<int, 8>{});
+      if (d.experts <= 16 * kFewPerLane) return start(std::integral_constant<int, 16>{});
+      return start(std::integral_constant<int, 32>{});
+    }
   }
   return visit_row_size(d.experts, [&](auto per_lane) {
     constexpr int kPerLane = per_lane.value;
@@ -66,8 +207,8 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     const auto by_probability =
         full ? top_k<T, false, kPerLane, true> : top_k<T, false, kPerLane, false>;
     const auto kernel = route.over_top_k ? by_logit : by_probability;
-    kernel<<<blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream>>>(
-        logits, d.tokens, route, a.scores, a.ids, a.error_word);
+    launch_early(kernel, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream, logits, d.tokens,
+                 route, a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
   });
 }

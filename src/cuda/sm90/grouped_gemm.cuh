@@ -128,10 +128,11 @@ struct SharedMemory {
   }
 };
 
+/// An expert without rows has a block of zeros: its gradient is written, too.
 template <class Traits>
 __device__ __forceinline__ int k_blocks(const GemmParams& p, const Tile& tile) {
-  return Traits::kRows ? p.k_blocks
-                       : static_cast<int>((static_cast<unsigned>(tile.rows) + kK - 1) / kK);
+  if constexpr (Traits::kRows) return p.k_blocks;
+  return max(1, static_cast<int>((static_cast<unsigned>(tile.rows) + kK - 1) / kK));
 }
 
 /// The bulk copies of one stage, by one thread.
@@ -321,12 +322,17 @@ class EpilogueBlocks {
   Ring<Traits::kStages> first_;
 };
 
+/// Rows that a step of the products takes.
+inline constexpr int kStepRows = 16;
+
 /// The last k block of an expert has rows of other experts in its multicast operand, and zero times
-/// their NaN would be NaN: zero those lines. The gathered operand came with zeros there.
+/// their NaN would be NaN: zero those lines, as far as the last step goes. The gathered operand
+/// came with zeros there.
 template <class Traits>
 __device__ __forceinline__ void zero_tail(SharedMemory<Traits> memory, int stage, int valid) {
   const int t = static_cast<int>(threadIdx.x) - 128;
-  const int lines = kK - valid;
+  const int lines = max(1, (valid + kStepRows - 1) / kStepRows) * kStepRows - valid;
+  if (lines == 0) return;
   constexpr int kPieces = Traits::kShared / 64 * 8;  // 16-byte pieces of one k
   for (int i = t; i < lines * kPieces; i += 256) {
     const int line = valid + i / kPieces;
@@ -351,7 +357,8 @@ __device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::k
   }
 }
 
-/// Adds the products of all k blocks of a tile to `acc`. Calls during() beside those of the first.
+/// acc = the products of all k blocks of a tile, added to what is there if the epilogue says so.
+/// Calls during() beside those of the first.
 template <class Traits, class During>
 __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
@@ -361,46 +368,84 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
   constexpr Major kMajorB = Traits::kOwnIsB ? Traits::kOwnMajor : Traits::kSharedMajor;
   const std::uint32_t own = memory.own(0);
   const std::uint32_t shared = memory.shared(0);
-  const std::uint64_t first_a =
+  const std::uint32_t first_a =
       descriptor<kMajorA>((Traits::kOwnIsB ? shared : own) + m_first * kChunkBytes, kChunkBytes);
-  const std::uint64_t first_b = descriptor<kMajorB>(Traits::kOwnIsB ? own : shared, kChunkBytes);
+  const std::uint32_t first_b = descriptor<kMajorB>(Traits::kOwnIsB ? own : shared, kChunkBytes);
+  const auto pin_all = [&] {
+#pragma unroll
+    for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+  };
+  const auto stage_offset = [&] {
+    return static_cast<std::uint32_t>(pipe.slot() * (Traits::kStageBytes >> 4));
+  };
+  // `later`: 0 for the first step of a tile.
+  const auto step = [&](std::uint32_t a, std::uint32_t b, int later) {
+#pragma unroll
+    for (int m = 0; m < Traits::kMBlocks; ++m) {
+      wgmma<typename Traits::T, Traits::kN, kMajorA, kMajorB>(acc[m], a + m * (kChunkBytes >> 4), b,
+                                                              Traits::Epilogue::kAdds ? 1 : later);
+    }
+  };
+  // Contractions: the last block need not have all its rows.
+  const int whole = Traits::kRows ? blocks : static_cast<int>(static_cast<unsigned>(rows) / kK);
 
   int previous = -1;
-  for (int block = 0; block < blocks; ++block) {
+  const auto whole_block = [&](int block, auto later) {
     mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
-    if constexpr (!Traits::kRows) {
-      if (rows < (block + 1) * kK) zero_tail(memory, pipe.slot(), rows - block * kK);
-    }
     // The gathered operand was written through the generic proxy; we have acquired those writes
     // and pass them on to wgmma, which reads through the async proxy.
     if constexpr (Traits::kGathers) fence_async_proxy();
-    const std::uint64_t at = static_cast<std::uint64_t>(pipe.slot()) * (Traits::kStageBytes >> 4);
-#pragma unroll
-    for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+    const std::uint32_t at = stage_offset();
+    pin_all();
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kK / 16; ++step) {
-#pragma unroll
-      for (int m = 0; m < Traits::kMBlocks; ++m) {
-        wgmma<typename Traits::T, Traits::kN, kMajorA, kMajorB>(
-            acc[m], first_a + at + step * kStepK16<kMajorA> + m * (kChunkBytes >> 4),
-            first_b + at + step * kStepK16<kMajorB>);
-      }
+    for (int i = 0; i < kK / kStepRows; ++i) {
+      step(first_a + at + i * kStepK16<kMajorA>, first_b + at + i * kStepK16<kMajorB>,
+           i > 0 ? 1 : static_cast<int>(later));
     }
     wgmma_commit();
-#pragma unroll
-    for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
+    pin_all();
     if (block == 0) during();
     // A stage goes back once the next block is being multiplied.
     wgmma_wait<1>();
     if (previous >= 0) release(memory, previous);
     previous = pipe.slot();
     ++pipe.count;
+  };
+  int block = 0;
+  if constexpr (Traits::kRows) whole_block(block++, std::integral_constant<int, 0>{});
+  for (; block < whole; ++block) whole_block(block, Traits::kRows ? 1 : block);
+  if constexpr (!Traits::kRows) {
+    if (whole < blocks) {
+      mbarrier_wait(memory.full(pipe.slot()), pipe.phase());
+      const int valid = rows - whole * kK;
+      zero_tail(memory, pipe.slot(), valid);
+      if constexpr (Traits::kGathers) fence_async_proxy();
+      std::uint32_t a = first_a + stage_offset(), b = first_b + stage_offset();
+      int later = whole;
+      int left = valid;
+#pragma unroll 1
+      do {
+        pin_all();
+        wgmma_fence();
+        step(a, b, later);
+        wgmma_commit();
+        pin_all();
+        later = 1;
+        a += kStepK16<kMajorA>;
+        b += kStepK16<kMajorB>;
+        left -= kStepRows;
+      } while (left > 0);
+      if (whole == 0) during();
+      wgmma_wait<1>();
+      if (previous >= 0) release(memory, previous);
+      previous = pipe.slot();
+      ++pipe.count;
+    }
   }
   wgmma_wait<0>();
-#pragma unroll
-  for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
-  if (previous >= 0) release(memory, previous);
+  pin_all();
+  release(memory, previous);
 }
 
 template <class Traits>
@@ -442,7 +487,7 @@ __device__ __forceinline__ void consume(const GemmParams& p,
       end_turn();
       continue;
     }
-    float acc[Traits::kMBlocks][Traits::kN / 2];
+    float acc[Traits::kMBlocks][Traits::kN / 2];  // begins where the epilogue or the products say
     typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first,
                                                         memory.warp(warp));
     run.begin(acc);
@@ -485,9 +530,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   cluster_sync();
   // So far this may have run beside the end of the kernel before it, and so may the next one beside
-  // ours: a GEMM up to this line, an aggregation all of it, on multiprocessors left free for that.
-  // That one does not wait before it reads what the kernel before ours wrote: so we must, every
-  // CTA, and before we let it start.
+  // ours. Every CTA waits, and before it lets that one start: so our end implies the end of all
+  // before us, for whoever waits for us.
   wait_for_previous();
   let_next_start();
 

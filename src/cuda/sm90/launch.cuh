@@ -57,18 +57,16 @@ Status prepare() {
       "shared memory of a kernel");
 }
 
-/// `spared`: multiprocessors that are left free.
 template <class Traits>
 Status launch(const GemmParams& params, const typename Traits::Epilogue::Params& epilogue,
-              const Exec& exec, const char* what, std::int64_t spared = 0) {
+              const Exec& exec, const char* what) {
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {Traits::kCluster, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  const int multiprocessors = std::max(sm_count(exec) - static_cast<int>(spared), Traits::kCluster);
-  config.gridDim = static_cast<unsigned>(multiprocessors / Traits::kCluster * Traits::kCluster);
+  config.gridDim = static_cast<unsigned>(sm_count(exec) / Traits::kCluster * Traits::kCluster);
   config.blockDim = Traits::kThreads;
   config.dynamicSmemBytes = Traits::kSharedMemory;
   config.stream = stream_of(exec);

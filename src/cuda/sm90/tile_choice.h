@@ -75,42 +75,6 @@ inline double narrow_percent_with_epilogue(std::int64_t k_blocks) {
   return static_cast<double>(75 * k_blocks + 500) / static_cast<double>(k_blocks + 12);
 }
 
-/// How many of a device's multiprocessors up_proj_wgrad leaves to an aggregation of `bytes` beside
-/// it, so that both end as early as can be; 0 unless that is at least 2 % less than one after the
-/// other. `pair_tiles` tiles of a pair of CTAs take `tile_cycles` each. A few
-/// multiprocessors move `bytes_alone` a cycle each, all together less.
-inline int multiprocessors_beside(int multiprocessors, std::int64_t pair_tiles, double tile_cycles,
-                                  double bytes, double bytes_alone) {
-  if (multiprocessors < 2) return 0;  // no device
-  constexpr double kBytesTogether = 18;
-  const auto gemm = [&](int spared) {
-    const int pairs = (multiprocessors - spared) / 2;
-    return static_cast<double>((pair_tiles + pairs - 1) / pairs) * tile_cycles;
-  };
-  double best = 0.98 * (gemm(0) + bytes / (kBytesTogether * multiprocessors));
-  int choice = 0;
-  for (int spared = 2; spared <= multiprocessors / 3; spared += 2) {
-    const double both = std::max(gemm(spared), bytes / (bytes_alone * spared));
-    if (both < best) best = both, choice = spared;
-  }
-  return choice;
-}
-
-/// The same from the descriptors.
-inline int multiprocessors_beside(int multiprocessors, const GroupedGemmDesc& d,
-                                  const AggregateDesc& a) {
-  if (d.op != GemmOp::up_proj_wgrad || d.rows <= 0 || d.experts <= 0 || a.tokens <= 0) return 0;
-  const std::int64_t stripes = (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, 256);
-  const double k_blocks = static_cast<double>(d.rows) / static_cast<double>(d.experts) / 64 + 0.5;
-  const double bytes =
-      static_cast<double>(a.rows + 2 * a.tokens) * static_cast<double>(a.hidden) * 2;
-  // Estimated from the bytes that fit under way (four slots a token are loaded at once, or eight),
-  // not fitted.
-  const double bytes_alone = a.top_k > 0 && a.top_k <= 4 ? 27 : 36;
-  return multiprocessors_beside(multiprocessors, d.experts * stripes * tiles(d.hidden, 256),
-                                1200 * k_blocks + 3600, bytes, bytes_alone);
-}
-
 /// Operations over rows: yields where `narrow` tiles across instead of `wide` take less time, by
 /// more than the model's error.
 inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,

@@ -48,7 +48,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.columns = static_cast<int>(d.hidden);
   e.f32 = d.f32_weight_grads;
   e.accumulate = d.accumulate_weight_grads;
-  return launch<Config>(p, e, exec, "up_proj_wgrad: launch", d.spare_multiprocessors);
+  return launch<Config>(p, e, exec, "up_proj_wgrad: launch");
 }
 
 template <int kM, int kStages>
@@ -76,11 +76,6 @@ std::string yield_large(const GroupedGemmDesc& d) {
 }
 
 }  // namespace
-
-std::int64_t multiprocessors_beside(const GroupedGemmDesc& d, const AggregateDesc& a,
-                                    const Exec& exec) {
-  return multiprocessors_beside(sm_count(exec), d, a);
-}
 
 const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.256x128",
                                                  DeviceType::cuda, reject_gemm,
