@@ -53,6 +53,8 @@ SANITIZED = ":".join(
             "rounding_stochastic_topk_over_softmax_f16",
             "sums_topk_bf16",
             "sums_given_f16",
+            "given_no_rows_bf16",
+            "given_sentinels_only_f16",
         )
     ]
 )

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "sonicmoe/ops.h"
 #include "tests/device.h"
@@ -38,35 +39,107 @@ std::vector<std::vector<std::byte>> run(const Desc& desc, Device device, Fill fi
   return all;
 }
 
+/// Scores and ids. The CPU has no fp16 and gets the same numbers in fp32.
+void expect_same_top_k(const TopKDesc& desc, Tensor logits) {
+  for (double& x : logits) x = round_to(x, desc.dtype);
+  const auto outputs = [&](Device device) {
+    TopKDesc own = desc;
+    if (device.type == DeviceType::cpu && own.dtype == DType::f16) own.dtype = DType::f32;
+    return run(own, device, [&](Arena* arena, TopKArgs* args) -> std::vector<std::string> {
+      args->logits = arena->input("logits", logits, own.dtype);
+      args->scores = arena->output_float("scores", own.tokens * own.top_k);
+      args->ids = arena->output_int32("ids", own.tokens * own.top_k);
+      return {"scores", "ids"};
+    });
+  };
+  EXPECT_EQ(outputs(kCpu), outputs(kCuda))
+      << "E " << desc.experts << ", K " << desc.top_k << ", " << name(desc.dtype) << ", "
+      << name(desc.mode) << (desc.norm_topk_probs ? ", norm" : "");
+}
+
+/// Every third case ties a lot.
+Tensor random_logits(const TopKDesc& desc, std::uint64_t number) {
+  const Random random(number, 3);
+  Tensor logits(desc.tokens * desc.experts);
+  const double coarse = number % 3 == 0 ? 2 : 256;
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    logits[i] = std::nearbyint(2 * random.normal(i) * coarse) / coarse;
+  }
+  return logits;
+}
+
+// 67 tokens leave part of a warp and of a thread block without one, however many share it.
+TopKDesc top_k_of_67_tokens(std::int64_t experts, std::int64_t k, DType dtype, RouterMode mode,
+                            bool norm = false) {
+  TopKDesc desc;
+  desc.tokens = 67;
+  desc.experts = experts;
+  desc.top_k = k;
+  desc.dtype = dtype;
+  desc.mode = mode;
+  desc.norm_topk_probs = norm;
+  return desc;
+}
+
+constexpr RouterMode kModes[] = {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax};
+
 TEST(Bits, TopK) {
   std::uint64_t number = 0;
   for (const std::int64_t E : {1, 5, 8, 32, 33, 60, 64, 128, 160, 256, 384, 512, 1000, 1024}) {
     for (const std::int64_t K : {1, 2, 6, 8, 10, 16, 64}) {
       if (K > E) continue;
-      for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+      for (const RouterMode mode : kModes) {
         for (const bool norm : {false, true}) {
-          TopKDesc desc;
-          desc.tokens = 67;
-          desc.experts = E;
-          desc.top_k = K;
-          desc.dtype = DType::bf16;
-          desc.mode = mode;
-          desc.norm_topk_probs = norm;
-          const Random random(++number, 3);
+          const TopKDesc desc = top_k_of_67_tokens(E, K, DType::bf16, mode, norm);
+          expect_same_top_k(desc, random_logits(desc, ++number));
+        }
+      }
+    }
+  }
+}
+
+// Rows of every type that just fill the lanes of a token, and that do not.
+TEST(Bits, TopKOfEveryType) {
+  std::uint64_t number = 5000;
+  for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
+    for (const std::int64_t E : {8, 60, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025}) {
+      for (const std::int64_t K : {1, 8}) {
+        for (const RouterMode mode : kModes) {
+          const TopKDesc desc = top_k_of_67_tokens(E, K, type, mode);
+          expect_same_top_k(desc, random_logits(desc, ++number));
+        }
+      }
+    }
+  }
+}
+
+// Every token is one of: zeros of both signs; those among numbers below; few values in all; -inf
+// but for at most K experts.
+TEST(Bits, TopKOfTiesZerosAndInfinities) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  constexpr double kValues[] = {0.0, -0.0, 0.0, -0.0, -1, -0.5, -1, -kInf, 0.5, 1, 0.5, 1};
+  constexpr std::int64_t kBelow[] = {4, 8, 12};  // the first of kValues, by kind of token
+  std::uint64_t number = 0;
+  for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
+    for (const std::int64_t E : {8, 60, 127, 128, 129, 256, 257, 511, 512}) {
+      for (const std::int64_t K : {1, 2, 8}) {
+        for (const RouterMode mode : kModes) {
+          const TopKDesc desc = top_k_of_67_tokens(E, K, type, mode);
+          const Random random(++number, 11);
           Tensor logits(desc.tokens * E);
-          // Every third case ties a lot.
-          const double coarse = number % 3 == 0 ? 2 : 256;
-          for (std::size_t i = 0; i < logits.size(); ++i) {
-            logits[i] = std::nearbyint(2 * random.normal(i) * coarse) / coarse;
+          for (std::int64_t t = 0; t < desc.tokens; ++t) {
+            double* row = logits.data() + t * E;
+            const std::int64_t kind = t % 4;
+            const std::int64_t below = kind < 3 ? kBelow[kind] : 7;
+            for (std::int64_t e = 0; e < E; ++e) row[e] = kValues[random.below(t * E + e, below)];
+            // At least one finite number, and for the last kind 1 to K.
+            const std::int64_t some = static_cast<std::int64_t>(logits.size()) + t * K;
+            if (kind == 3) std::fill_n(row, E, -kInf);
+            for (std::int64_t k = 0; k < (kind == 3 ? 1 + t / 4 % K : 1); ++k) {
+              row[random.below(some + k, E)] = kValues[k % 7];
+            }
           }
-          const auto fill = [&](Arena* arena, TopKArgs* args) -> std::vector<std::string> {
-            args->logits = arena->input("logits", logits, desc.dtype);
-            args->scores = arena->output_float("scores", desc.tokens * K);
-            args->ids = arena->output_int32("ids", desc.tokens * K);
-            return {"scores", "ids"};
-          };
-          EXPECT_EQ(run(desc, kCpu, fill), run(desc, kCuda, fill))
-              << "E " << E << ", K " << K << ", " << name(mode) << (norm ? ", norm" : "");
+          expect_same_top_k(desc, logits);
         }
       }
     }

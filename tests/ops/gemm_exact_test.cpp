@@ -1,7 +1,9 @@
 // Bit for bit: every kernel of the six GEMM operations on integer-coded inputs.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <span>
 
 #include "sonicmoe/info.h"
@@ -176,6 +178,67 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
         ++runs;
       }
     }
+  }
+  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
+// CUDA multiplies 64 rows at a time, of the last ones as many times 16 as there are, and the rows
+// that follow are another expert's.
+TEST_P(ExactWeightGradient, AnyNumberOfRows) {
+  constexpr int kCounts[] = {0,  1,  15, 16, 17, 31,  32,  33,  47, 48,
+                             49, 63, 64, 65, 80, 112, 128, 129, 0};
+  const KernelInfo& kernel = GetParam();
+  const GemmOp op = op_of(kernel);
+  LayerDesc desc;
+  desc.tokens = 50;
+  desc.hidden = 72;
+  desc.intermediate = 136;
+  desc.experts = static_cast<std::int64_t>(std::size(kCounts));
+  desc.router = RouterMode::given;
+  const Random random(1, 2);
+  Routing lists;
+  std::vector<std::int64_t> first;  // row of each expert
+  for (std::size_t e = 0; e < std::size(kCounts); ++e) {
+    first.push_back(static_cast<std::int64_t>(lists.tokens.size()));
+    for (int i = 0; i < kCounts[e]; ++i) {
+      lists.tokens.push_back(
+          static_cast<std::int32_t>(random.below(lists.tokens.size(), desc.tokens)));
+      lists.experts.push_back(static_cast<std::int32_t>(e));
+    }
+  }
+  desc.list_length = static_cast<std::int64_t>(lists.tokens.size());
+  first.push_back(desc.list_length);
+  int runs = 0;
+  for (const DType dtype : kTypes) {
+    if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
+    desc.dtype = dtype;
+    const GemmInputs clean = integer_inputs(desc, lists, 3);
+    const LayerTensors expected = oracle_gemm(op, desc, clean, Precision::rounded);
+    for (std::size_t bad = 0; bad < 2; ++bad) {  // every other expert has nothing but NaN
+      GemmInputs inputs = clean;
+      for (std::size_t e = bad; e + 1 < first.size(); e += 2) {
+        for (Tensor* rows : {&inputs.dpreact, &inputs.scaled_act}) {
+          const auto width = static_cast<std::int64_t>(rows->size()) / desc.list_length;
+          std::fill(rows->begin() + first[e] * width, rows->begin() + first[e + 1] * width,
+                    std::numeric_limits<double>::quiet_NaN());
+        }
+      }
+      Options options;
+      options.kernel = kernel.name;
+      options.threads = 2;
+      const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
+      ASSERT_EQ(run.failure, "");
+      const bool dw1 = op == GemmOp::up_proj_wgrad;
+      const Tensor& ours = dw1 ? run.tensors.dw1 : run.tensors.dw2;
+      const Tensor& right = dw1 ? expected.dw1 : expected.dw2;
+      const std::size_t size = right.size() / std::size(kCounts);
+      for (std::size_t e = 1 - bad; e < std::size(kCounts); e += 2) {
+        const Check check = same_values("dw", std::span(ours).subspan(e * size, size),
+                                        std::span(right).subspan(e * size, size));
+        ASSERT_TRUE(check.pass) << kCounts[e] << " rows, " << name(dtype) << ": " << check.note;
+      }
+    }
+    ++runs;
   }
   if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
 }

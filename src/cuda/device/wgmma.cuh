@@ -32,12 +32,6 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-template <int kCount>
-__device__ __forceinline__ void clear(float (&d)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) d[i] = 0.0f;
-}
-
 /// Bytes of the K-contiguous or MN-contiguous tile that a descriptor steps by. Every tile is made
 /// of blocks of 8 lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
 ///  - Major::k: a line holds 64 k of one row; 8 rows a block, blocks follow each other.

@@ -1,13 +1,13 @@
-// Scores and ids of each token's K experts, a token per warp with its logits in registers. Few
-// entries of 16-bit logits, the usual case, take a quarter of the instructions with several tokens
-// per warp; rows that do not fit take a block and K passes.
+// Scores and ids of each token's K experts, a token per warp with its logits in registers. Softmax
+// over few entries of 16-bit logits, the usual case, takes a quarter of the instructions, with up
+// to four tokens a warp; rows that do not fit take a block and K passes.
 #include "core/backends.h"
 #include "cuda/routing/select.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 4;  // tokens of a block
+constexpr int kWarps = 4;  // of a block
 
 template <class T, bool kOverTopK, int kPerLane, bool kFull>
 __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))

@@ -141,6 +141,8 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
                                            std::uint32_t own, std::uint32_t shared,
                                            std::uint32_t full, int rank) {
   constexpr int kShared = Traits::kShared;
+  // An expert without rows: its gradient comes from zeros, which zero_tail() writes.
+  if (!Traits::kRows && tile.rows == 0) return mbarrier_arrive(full);
   // Without a gather the producer has few registers, and time to ask for its rank again.
   if constexpr (!Traits::kGathers) rank = static_cast<int>(cluster_rank());
   const Share share{rank, Traits::kRows && tile.apart != 0};
@@ -188,7 +190,8 @@ __device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Trait
   ++tiles.count;
 }
 
-/// The next tile; false at the end.
+/// The next tile; false at the end. Every lane says that it has read it: for racecheck, to which
+/// the arrival of one says nothing about the others of its warp.
 template <class Traits>
 __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles,
                                      Tile* tile) {
@@ -201,8 +204,7 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
         "=r"(tile->rows)
       : "r"(at)
       : "memory");
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.taken(tiles.slot()));
+  mbarrier_arrive(memory.taken(tiles.slot()));
   ++tiles.count;
   return tile->expert >= 0;
 }
@@ -520,7 +522,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     for (int i = 0; i < Traits::kTiles; ++i) {
       mbarrier_init(memory.announced(i), 1);
-      mbarrier_init(memory.taken(i), 8);
+      mbarrier_init(memory.taken(i), 256);  // every consumer thread
     }
     mbarrier_init(memory.turn(0), 4);
     mbarrier_init(memory.turn(1), 4);

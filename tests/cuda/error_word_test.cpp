@@ -1,0 +1,170 @@
+// What unchecked calls say of bad data, and that it spoils nothing but its own token.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <span>
+
+#include "sonicmoe/ops.h"
+#include "tests/device.h"
+#include "verify/buffer.h"
+#include "verify/device_memory.h"
+#include "verify/inputs.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+struct TopKOutputs {
+  std::int32_t error_word = 0;
+  std::vector<std::int32_t> ids;  // (T, K)
+  std::vector<std::byte> scores;  // (T, K), fp32
+};
+
+/// One call, run any number of times in the same guarded memory.
+class UncheckedTopK {
+ public:
+  UncheckedTopK(const TopKDesc& desc, const Tensor& logits) : plan_(make_plan(desc, kDevice)) {
+    EXPECT_TRUE(plan_.ok()) << plan_.status().message();
+    args_.logits = arena_.input("logits", logits, desc.dtype);
+    args_.scores = arena_.output_float("scores", desc.tokens * desc.top_k);
+    args_.ids = arena_.output_int32("ids", desc.tokens * desc.top_k);
+    args_.error_word = arena_.output_int32("error_word", 1);
+    const std::size_t bytes = plan_.ok() ? plan_.value().workspace_bytes() : 0;
+    workspace_ = {arena_.output("workspace", bytes, 256), bytes};
+  }
+
+  /// `logits` as the library stores them; the error word holds `word` before.
+  TopKOutputs run(std::span<const std::byte> logits, std::int32_t word) {
+    arena_.replace("logits", logits);
+    arena_["scores"].poison();
+    arena_["ids"].poison();
+    arena_["error_word"].put(std::as_bytes(std::span(&word, 1)));
+    Status status = plan_.value().run(args_, workspace_);
+    if (status.ok()) status = synchronize(kDevice);
+    EXPECT_TRUE(status.ok()) << status.message();
+    const auto scores = arena_["scores"].bytes();
+    return {arena_.int32("error_word")[0], arena_.int32("ids"), {scores.begin(), scores.end()}};
+  }
+
+  std::string damage() const { return arena_.damage(); }
+  bool planned() const { return plan_.ok(); }
+
+ private:
+  Result<OpPlan<TopKDesc>> plan_;
+  Arena arena_{kDevice};
+  TopKArgs args_;
+  Workspace workspace_;
+};
+
+/// K different experts for every token.
+bool valid(const TopKDesc& desc, const std::vector<std::int32_t>& ids) {
+  for (std::int64_t t = 0; t < desc.tokens; ++t) {
+    const auto own = std::span(ids).subspan(t * desc.top_k, desc.top_k);
+    const std::set<std::int32_t> different(own.begin(), own.end());
+    if (std::ssize(different) != desc.top_k) return false;
+    if (*different.begin() < 0 || *different.rbegin() >= desc.experts) return false;
+  }
+  return true;
+}
+
+/// The same bits for all tokens but one.
+template <class T>
+bool same_but_for(std::int64_t token, std::int64_t tokens, const std::vector<T>& a,
+                  const std::vector<T>& b) {
+  if (a.size() != b.size()) return false;
+  const auto each = static_cast<std::int64_t>(a.size()) / tokens;
+  return std::equal(a.begin(), a.begin() + token * each, b.begin()) &&
+         std::equal(a.begin() + (token + 1) * each, a.end(), b.begin() + (token + 1) * each);
+}
+
+/// Rows that a checked call refuses.
+struct BadRow {
+  const char* what;
+  void (*spoil)(std::span<double> row);
+};
+constexpr BadRow kBadRows[] = {
+    {"NaN first", [](std::span<double> row) { row.front() = kNan; }},
+    {"NaN last", [](std::span<double> row) { row.back() = kNan; }},
+    {"NaN with a sign", [](std::span<double> row) { row[row.size() / 2] = -kNan; }},
+    {"only NaN", [](std::span<double> row) { std::ranges::fill(row, kNan); }},
+    {"+inf first", [](std::span<double> row) { row.front() = kInf; }},
+    {"+inf last", [](std::span<double> row) { row.back() = kInf; }},
+    {"only -inf", [](std::span<double> row) { std::ranges::fill(row, -kInf); }}};
+
+/// Every fifth row has but one finite number, others a few -inf and a large one.
+Tensor good_logits(const TopKDesc& desc) {
+  const Random random(desc.tokens * 10000 + desc.experts, 17);
+  Tensor logits(desc.tokens * desc.experts);
+  for (std::int64_t t = 0; t < desc.tokens; ++t) {
+    const std::int64_t one = random.below(logits.size() + t, desc.experts);
+    for (std::int64_t e = 0; e < desc.experts; ++e) {
+      const std::int64_t i = t * desc.experts + e;
+      const bool infinite = t % 5 == 2 || random.bits(2 * logits.size() + i) % 8 == 0;
+      logits[i] = infinite ? -kInf : 2 * random.normal(i);
+    }
+    logits[t * desc.experts + one] = t % 5 == 3 ? 60000 : 1;
+  }
+  return logits;
+}
+
+void expect_reports(const TopKDesc& desc) {
+  SCOPED_TRACE(testing::Message() << "T " << desc.tokens << ", E " << desc.experts << ", K "
+                                  << desc.top_k << ", " << name(desc.dtype) << ", "
+                                  << name(desc.mode));
+  const Tensor logits = good_logits(desc);
+  const std::vector<std::byte> good = encode(logits, desc.dtype);
+  UncheckedTopK top_k(desc, logits);
+  ASSERT_TRUE(top_k.planned());
+  const TopKOutputs expected = top_k.run(good, 0);
+  ASSERT_EQ(expected.error_word, 0);
+  ASSERT_TRUE(valid(desc, expected.ids));
+  for (const BadRow& bad : kBadRows) {
+    for (const std::int64_t token : std::set<std::int64_t>{0, desc.tokens / 2, desc.tokens - 1}) {
+      SCOPED_TRACE(testing::Message() << bad.what << ", token " << token);
+      const auto begin = logits.begin() + token * desc.experts;
+      Tensor row(begin, begin + desc.experts);
+      bad.spoil(row);
+      const std::vector<std::byte> spoilt = encode(row, desc.dtype);
+      std::vector<std::byte> stored = good;
+      std::ranges::copy(spoilt, stored.begin() + token * std::ssize(spoilt));
+      // What another call reported stays.
+      const TopKOutputs got = top_k.run(stored, kBadTokenId);
+      ASSERT_EQ(got.error_word, kBadTokenId | kBadLogits);
+      ASSERT_TRUE(valid(desc, got.ids));
+      ASSERT_TRUE(same_but_for(token, desc.tokens, got.ids, expected.ids));
+      ASSERT_TRUE(same_but_for(token, desc.tokens, got.scores, expected.scores));
+    }
+  }
+  EXPECT_EQ(top_k.damage(), "");
+}
+
+// All kernels: few entries of 16 bits, a token per warp (K = 16, fp32, top-K over softmax), and a
+// token per thread block (1025 experts). One, part of, and more than one warp and thread block.
+TEST(ErrorWord, TopKReportsBadLogits) {
+  for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
+    for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+      for (const std::int64_t E : {8, 60, 128, 129, 256, 512, 1025}) {
+        for (const std::int64_t K : {1, 8, 16}) {
+          if (K > E) continue;
+          for (const std::int64_t T : {1, 15, 17, 67}) {
+            TopKDesc desc;
+            desc.tokens = T;
+            desc.experts = E;
+            desc.top_k = K;
+            desc.dtype = type;
+            desc.mode = mode;
+            expect_reports(desc);
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify
