@@ -1,6 +1,6 @@
 // out[t] = sum over t's slots, in slot order, of score * rows[row of slot], + addend[t]; fp32, one
-// rounding. It runs at the speed of memory: a thread owns 8 columns of a token, or of two with at
-// most two slots each, and has the 16-byte loads of several rows in flight.
+// rounding. It runs at the speed of memory: a thread owns 8 columns of a token and has the 16-byte
+// loads of several rows in flight.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -43,84 +43,52 @@ __device__ __forceinline__ Group<kCount> look_up(const Slots& slots, const float
   return group;
 }
 
-/// kInFlight rows are loaded before the first is added: those of kTokens tokens, each of which then
-/// has no more than its part of that many slots. A single one may have any number.
-template <class T, bool kWeighted, bool kLists, int kInFlight, int kTokens>
+/// kInFlight rows are loaded before the first is added.
+template <class T, bool kWeighted, bool kLists, int kInFlight>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     aggregate(const T* rows, Slots slots, const float* slot_scores, const T* addend, T* out,
               std::uint32_t tokens, std::uint32_t hidden) {
-  constexpr int kEach = kInFlight / kTokens;
-  static_assert(kTokens == 1 || !kLists);
-  // Token i of a thread is `stride` after the one before.
-  const std::uint32_t stride = gridDim.x * blockDim.y;
   const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
   wait_for_previous();
   if (t >= tokens) return;
   // Slots, rows and t * K are int32 by validation.
-  std::int32_t begin[kTokens] = {}, count[kTokens] = {};
-  Group<kEach> group[kTokens];
-  const auto look = [&](int i, std::int32_t first) {
-    group[i] =
-        look_up<kWeighted, kLists, kEach>(slots, slot_scores, begin[i] + first, count[i] - first);
+  const std::int32_t begin =
+      kLists ? slots.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
+  const std::int32_t count = kLists ? slots.token_offsets[t + 1] - begin : slots.top_k;
+  const auto look = [&](std::int32_t first) {
+    return look_up<kWeighted, kLists, kInFlight>(slots, slot_scores, begin + first, count - first);
   };
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const std::uint32_t token = t + i * stride;
-    if (kLists) {
-      begin[i] = slots.token_offsets[t];
-      count[i] = slots.token_offsets[t + 1] - begin[i];
-    } else {
-      const bool there = i == 0 || token < tokens;
-      begin[i] = there ? static_cast<std::int32_t>(token) * slots.top_k : 0;
-      count[i] = there ? slots.top_k : 0;
-    }
-    look(i, 0);
-  }
+  Group<kInFlight> group = look(0);
   for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
-    const auto offset = [&](int i) { return std::uint64_t{t + i * stride} * hidden + j; };
-    Eight<T> extra[kTokens];
-    float sum[kTokens][8] = {};
+    const Eight<T> extra = load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr);
+    float sum[8] = {};
+    for (std::int32_t first = 0; first < count; first += kInFlight) {
+      if (count > kInFlight) group = look(first);
+      Eight<T> part[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      extra[i] = load_once(addend + offset(i), addend != nullptr && (i == 0 || count[i] > 0));
-    }
-    for (std::int32_t first = 0; first < count[0]; first += kEach) {
-      if (kTokens == 1 && count[0] > kEach) look(0, first);
-      Eight<T> part[kTokens][kEach];
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-          const std::int32_t row = group[i].row[k];
-          part[i][k] =
-              load_once(rows + std::int64_t{row} * static_cast<std::int32_t>(hidden) + j, row >= 0);
-        }
+      for (int i = 0; i < kInFlight; ++i) {
+        part[i] =
+            load_once(rows + std::int64_t{group.row[i]} * static_cast<std::int32_t>(hidden) + j,
+                      group.row[i] >= 0);
       }
 #pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
+      for (int i = 0; i < kInFlight; ++i) {
+        if (group.row[i] < 0) continue;
 #pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-          if (group[i].row[k] < 0) continue;
-#pragma unroll
-          for (int c = 0; c < 8; ++c) {
-            const float x = to_float(part[i][k].value[c]);
-            sum[i][c] =
-                kWeighted ? math::fma(group[i].score[k], x, sum[i][c]) : math::add(sum[i][c], x);
-          }
+        for (int c = 0; c < 8; ++c) {
+          const float x = to_float(part[i].value[c]);
+          sum[c] = kWeighted ? math::fma(group.score[i], x, sum[c]) : math::add(sum[c], x);
         }
       }
     }
+    if (addend != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-      if (addend != nullptr) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) sum[i][c] = math::add(sum[i][c], to_float(extra[i].value[c]));
-      }
-      Eight<T> result;
-#pragma unroll
-      for (int c = 0; c < 8; ++c) result.value[c] = from_float<T>(sum[i][c]);
-      if (i == 0 || count[i] > 0) *reinterpret_cast<Eight<T>*>(out + offset(i)) = result;
+      for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], to_float(extra.value[c]));
     }
+    Eight<T> result;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) result.value[c] = from_float<T>(sum[c]);
+    *reinterpret_cast<Eight<T>*>(out + std::uint64_t{t} * hidden + j) = result;
   }
 }
 
@@ -142,23 +110,17 @@ template <class T>
 Status run_typed(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   const dim3 block = block_of(d.hidden);
   const bool weighted = a.slot_scores != nullptr;
-  const auto start = [&](auto kernel, int tokens) {
-    launch_early(
-        kernel, blocks_for(d.tokens, block.y * tokens), block, 0, stream_of(exec),
-        static_cast<const T*>(a.rows),
-        Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
-        a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-        static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
-  };
-  if (d.top_k == 0) {
-    start(weighted ? aggregate<T, true, true, 8, 1> : aggregate<T, false, true, 8, 1>, 1);
-  } else if (d.top_k <= 2) {
-    start(weighted ? aggregate<T, true, false, 4, 2> : aggregate<T, false, false, 4, 2>, 2);
-  } else if (d.top_k <= 4) {
-    start(weighted ? aggregate<T, true, false, 4, 1> : aggregate<T, false, false, 4, 1>, 1);
-  } else {
-    start(weighted ? aggregate<T, true, false, 8, 1> : aggregate<T, false, false, 8, 1>, 1);
-  }
+  const auto lists = weighted ? aggregate<T, true, true, 8> : aggregate<T, false, true, 8>;
+  const auto few = weighted ? aggregate<T, true, false, 4> : aggregate<T, false, false, 4>;
+  const auto many = weighted ? aggregate<T, true, false, 8> : aggregate<T, false, false, 8>;
+  launch_early(
+      d.top_k == 0   ? lists
+      : d.top_k <= 4 ? few
+                     : many,
+      blocks_for(d.tokens, block.y), block, 0, stream_of(exec), static_cast<const T*>(a.rows),
+      Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
+      a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out),
+      static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
   return launched("aggregate: launch");
 }
 
