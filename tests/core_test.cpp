@@ -199,6 +199,8 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
   constexpr GemmOp kOps[6] = {GemmOp::up_proj,         GemmOp::down_proj,
                               GemmOp::down_proj_dgrad, GemmOp::up_proj_dgrad,
                               GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
+  // Known to miss: ping-pong for dX~ with two k blocks, docs/findings/tile-choice.md.
+  const std::string kMissed = "8192,512,64,128,1";
   double worst = 0;
   for (const TileTimes& row : kTileTimes) {
     double chosen = 0, best = 0;
@@ -216,15 +218,18 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
       const std::string prefix = std::string("cuda.") + kTiles[op][0] + ".";
       const bool large = name == prefix + kTiles[op][1];
       ASSERT_TRUE(large || name == prefix + kTiles[op][2]) << name;
-      chosen += row.us[op][large ? 0 : 1];
-      best += std::min(row.us[op][0], row.us[op][1]);
+      chosen += row.ns[op][large ? 0 : 1];
+      best += std::min(row.ns[op][0], row.ns[op][1]);
       names += name + "\n";
     }
     worst = std::max(worst, chosen / best);
-    // 1.02, but for one shape whose products take 20 us each: docs/findings/tile-choice.md.
-    EXPECT_LE(chosen, 1.06 * best) << row.tokens << "," << row.hidden << "," << row.intermediate
-                                   << "," << row.experts << "," << row.top_k << "\n"
-                                   << names;
+    std::string shape;
+    for (const std::int64_t size :
+         {row.tokens, row.hidden, row.intermediate, row.experts, row.top_k}) {
+      shape += (shape.empty() ? "" : ",") + std::to_string(size);
+    }
+    EXPECT_EQ(chosen > 1.05 * best, shape == kMissed) << shape << ": " << chosen / best << "\n"
+                                                      << names;
   }
   RecordProperty("worst", std::to_string(worst));
   std::printf("worst of %zu shapes: %.3f\n", std::size(kTileTimes), worst);
