@@ -79,7 +79,10 @@ void Operations::add(std::string name, const Desc& desc, const typename Desc::Ar
 void Operations::add_gemm(const char* name, GemmOp op, double flops,
                           std::initializer_list<const Buffer*> moved) {
   const GroupedGemmDesc desc = gemm_desc(op);
-  add(name, desc, gemm_args(), flops, moved);
+  GroupedGemmArgs args = gemm_args();
+  // As in a layer, where these follow score_grad and each other.
+  args.beside_previous = op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad;
+  add(name, desc, args, flops, moved);
   if (!every_kernel_) return;
   for (const KernelInfo& kernel : kernels()) {
     if (kernel.op != name || kernel.device != settings_.device.type) continue;
@@ -87,7 +90,7 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
     options.kernel = kernel.name;
     const auto plan = make_plan(desc, settings_.device, options);
     if (!plan.ok()) continue;  // it cannot run this shape
-    groups_.push_back({.tasks = {task(kernel.name, plan.value(), gemm_args(), flops, moved)}});
+    groups_.push_back({.tasks = {task(kernel.name, plan.value(), args, flops, moved)}});
   }
 }
 
@@ -119,7 +122,7 @@ Task Operations::forward() const {
 
 Task Operations::backward() const {
   return sequence("backward", {"down_proj_dgrad", "bias_grad", "score_grad", "down_proj_wgrad",
-                               "up_proj_dgrad", "up_proj_wgrad", "aggregate_alone"});
+                               "up_proj_wgrad", "up_proj_dgrad", "aggregate_alone"});
 }
 
 Task Operations::routing() const {

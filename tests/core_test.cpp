@@ -172,6 +172,10 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::up_proj_dgrad, 4096, 2048, "128x256"},
       {GemmOp::up_proj_dgrad, 1024, 512, "128x256"},
       {GemmOp::up_proj_dgrad, 512, 256, "128x256"},
+      // One stripe an expert, of which a pair shares the tiles: three narrow ones take as long as
+      // four.
+      {GemmOp::down_proj, 512, 64, "128x256", kSwiglu, 8192, 128},
+      {GemmOp::up_proj_dgrad, 512, 64, "128x256", kSwiglu, 8192, 128},
       {GemmOp::down_proj_wgrad, 1536, 256, "128x256"},
       {GemmOp::down_proj_wgrad, 2048, 64, "128x128"},
       {GemmOp::up_proj_wgrad, 1536, 256, "256x128"},
@@ -199,8 +203,6 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
   constexpr GemmOp kOps[6] = {GemmOp::up_proj,         GemmOp::down_proj,
                               GemmOp::down_proj_dgrad, GemmOp::up_proj_dgrad,
                               GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
-  // Known to miss: ping-pong for dX~ with two k blocks, docs/findings/tile-choice.md.
-  const std::string kMissed = "8192,512,64,128,1";
   double worst = 0;
   for (const TileTimes& row : kTileTimes) {
     double chosen = 0, best = 0;
@@ -228,8 +230,7 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
          {row.tokens, row.hidden, row.intermediate, row.experts, row.top_k}) {
       shape += (shape.empty() ? "" : ",") + std::to_string(size);
     }
-    EXPECT_EQ(chosen > 1.05 * best, shape == kMissed) << shape << ": " << chosen / best << "\n"
-                                                      << names;
+    EXPECT_LE(chosen, 1.05 * best) << shape << ": " << chosen / best << "\n" << names;
   }
   RecordProperty("worst", std::to_string(worst));
   std::printf("worst of %zu shapes: %.3f\n", std::size(kTileTimes), worst);

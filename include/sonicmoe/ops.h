@@ -123,6 +123,11 @@ struct GroupedGemmArgs {
   void* dw1 = nullptr;           ///< like w1; zero for experts without rows
   void* dw1_up = nullptr;
   void* dw2 = nullptr;
+  /// CUDA: a promise that the kernel before this one in the stream writes nothing that this
+  /// operation reads or writes, and reads nothing that it writes; likewise the one before that, if
+  /// that was promised the same, and so on. It may then begin where they leave multiprocessors
+  /// free. Its own end still implies the end of all before it.
+  bool beside_previous = false;
 };
 struct SONICMOE_API GroupedGemmDesc {
   using Args = GroupedGemmArgs;

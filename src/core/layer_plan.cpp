@@ -455,26 +455,30 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                                     .dlogits_in = args.dlogits,
                                     .dlogits = dlogits});
   }
+  // The weight gradients need dH and A', not what the operation before each of them makes. dX~
+  // takes the place of A'.
   seq.run(p.down_proj_wgrad, {.offsets = routing.offsets,
                               .row_tokens = routing.row_tokens,
                               .dout = args.dout,
                               .scaled_act = seq.region(p.bwd.scaled_act),
-                              .dw2 = args.dw2});
-  if (!p.given()) {
-    seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = router_dx});
-    seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
-  }
-  seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
-                            .w1 = args.w1,
-                            .w1_up = args.w1_up,
-                            .dpreact = seq.region(p.bwd.dpreact),
-                            .dx_rows = seq.region(p.bwd.dx_rows)});
+                              .dw2 = args.dw2,
+                              .beside_previous = true});
   seq.run(p.up_proj_wgrad, {.offsets = routing.offsets,
                             .row_tokens = routing.row_tokens,
                             .x = args.x,
                             .dpreact = seq.region(p.bwd.dpreact),
                             .dw1 = args.dw1,
-                            .dw1_up = args.dw1_up});
+                            .dw1_up = args.dw1_up,
+                            .beside_previous = true});
+  seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
+                            .w1 = args.w1,
+                            .w1_up = args.w1_up,
+                            .dpreact = seq.region(p.bwd.dpreact),
+                            .dx_rows = seq.region(p.bwd.dx_rows)});
+  if (!p.given()) {
+    seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = router_dx});
+    seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
+  }
   seq.run(p.aggregate_dx, {.rows = seq.region(p.bwd.dx_rows),
                            .slot_rows = routing.slot_rows,
                            .token_offsets = routing.token_offsets,

@@ -32,8 +32,7 @@ struct AtRows {
   static constexpr bool kGradient = false;  // always overwritten, in the operands' type
   static constexpr bool kClips = false;     // other rows follow in the same matrix
   template <class Traits>
-  static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams&,
-                                                const Tile& tile, int*) {
+  static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
     const int column = tile.shared * Traits::kN;
     const int row = tile.own * kOwn;
     return {(static_cast<std::int64_t>(tile.first_row) + row) * e.row_stride + column,
@@ -63,24 +62,9 @@ struct AtOwnByShared {
   static constexpr bool kGradient = true;
   static constexpr bool kClips = true;  // at the map's extents
   template <class Traits>
-  static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams&,
-                                                const Tile& tile, int*) {
+  static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
     const int row = tile.own * kOwn;
     const int column = tile.shared * Traits::kN;
-    return in_expert(e, tile, row, column);
-  }
-};
-
-/// Each expert has a matrix (shared axis, own axis), or two.
-struct AtSharedByOwn {
-  static constexpr bool kGradient = true;
-  static constexpr bool kClips = true;  // at the map's extents
-  template <class Traits>
-  static __device__ __forceinline__ Place place(const StoreParams& e, const GemmParams& p,
-                                                const Tile& tile, int* half) {
-    *half = tile.shared >= p.shared_half;
-    const int row = (tile.shared - *half * p.shared_half) * Traits::kM;
-    const int column = tile.own * kOwn;
     return in_expert(e, tile, row, column);
   }
 };
@@ -100,9 +84,9 @@ struct StoreTile {
     using T = typename Traits::T;
     static constexpr int kCount = Traits::kN / 2;
 
-    __device__ __forceinline__ Run(const Params& e, const GemmParams& p, const Tile& tile,
+    __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
                                    int m_first, std::uint32_t staging)
-        : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(staging) {}
+        : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
     /// The bias goes where the sums begin, which costs no registers beside them.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
@@ -128,8 +112,7 @@ struct StoreTile {
 
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
                                            const EpilogueBlocks<Traits>&) {
-      int half = 0;
-      const Place at = At::template place<Traits>(e_, p_, tile_, &half);
+      const Place at = At::template place<Traits>(e_, tile_);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       Staging<kTiles> staging(staging_, t % 32);
       static_for<Traits::kMBlocks>([&](auto index) {
@@ -138,10 +121,9 @@ struct StoreTile {
         if (row < at.rows) {
           const std::int64_t start = at.start + row * at.row_stride;
           if (At::kGradient && e_.f32) {
-            store_f32(static_cast<float*>(e_.out[half]) + start, at, at.rows - row, t % 32, acc[m]);
+            store_f32(static_cast<float*>(e_.out[0]) + start, at, at.rows - row, t % 32, acc[m]);
           } else {
-            store_16(static_cast<T*>(e_.out[half]) + start, &e_.boxes[half], at, row, acc[m],
-                     staging);
+            store_16(static_cast<T*>(e_.out[0]) + start, &e_.boxes[0], at, row, acc[m], staging);
           }
         }
       });
@@ -211,7 +193,6 @@ struct StoreTile {
     }
 
     const Params& e_;
-    const GemmParams& p_;
     const Tile& tile_;
     int m_first_;
     std::uint32_t staging_;

@@ -8,8 +8,7 @@ namespace {
 
 template <class T, bool kBias, int kN, Schedule kSchedule, int kStages>
 struct DownProj
-    : Traits<T, Own::load_rows, Major::k, false, kN, kSchedule, kStages, StoreTile<AtRows, kBias>> {
-};
+    : Traits<T, Own::load_rows, Major::k, kN, kSchedule, kStages, StoreTile<AtRows, kBias>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -24,6 +23,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.offsets = a.offsets;
+  p.beside_previous = a.beside_previous;
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(d.hidden, kN);
   p.k_blocks = p.k_half = tiles(n, kK);
@@ -60,7 +60,7 @@ using Wide = Entry<256, Schedule::cooperative, 4>;
 using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_pingpong("hidden", d.hidden, tiles(d.intermediate, kK));
+  return yield_to_pingpong(d.rows, d.experts, d.hidden, tiles(d.intermediate, kK));
 }
 
 }  // namespace

@@ -8,8 +8,8 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T, ActivationKind kKind, int kN, Schedule kSchedule, int kStages>
-struct DownProjDgrad : Traits<T, Own::gather_rows, Major::mn, false, kN, kSchedule, kStages,
-                              StoreActivationGrad<kKind>> {};
+struct DownProjDgrad
+    : Traits<T, Own::gather_rows, Major::mn, kN, kSchedule, kStages, StoreActivationGrad<kKind>> {};
 
 /// dscores[r] = sum over the tiles along n, in order. One thread a row.
 __global__ void sum_partials(const float* partials, int tiles_n, std::int64_t capacity,
@@ -35,6 +35,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
   p.offsets = a.offsets;
+  p.beside_previous = a.beside_previous;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);

@@ -7,8 +7,8 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T, int kN, int kStages>
-struct DownProjWgrad : Traits<T, Own::gather_contraction, Major::mn, false, kN,
-                              Schedule::cooperative, kStages, StoreTile<AtOwnByShared, false>> {};
+struct DownProjWgrad : Traits<T, Own::gather_contraction, Major::mn, kN, Schedule::cooperative,
+                              kStages, StoreTile<AtOwnByShared, false>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -27,6 +27,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
   p.offsets = a.offsets;
+  p.beside_previous = a.beside_previous;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);

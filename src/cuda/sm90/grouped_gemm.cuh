@@ -18,19 +18,18 @@ enum class Schedule {
 enum class Own {
   gather_rows,         ///< M: rows of a (T, width) tensor by token id
   load_rows,           ///< M: the expert's rows, contiguous
-  gather_contraction,  ///< M or N: columns of a (T, width) tensor; K: the expert's rows by token id
+  gather_contraction,  ///< M: columns of a (T, width) tensor; K: the expert's rows by token id
 };
 
-/// All numbers of one compiled kernel. `kShared`: width of the tile along the axis that the CTAs of
-/// a cluster share. The own axis is M, unless `kOwnIsB`.
-template <class T_, Own kOwnLoad_, Major kSharedMajor_, bool kOwnIsB_, int kShared_,
-          Schedule kSchedule_, int kStages_, class Epilogue_>
+/// All numbers of one compiled kernel. The own axis is M; `kShared`: width of the tile along N, the
+/// axis that the CTAs of a cluster share.
+template <class T_, Own kOwnLoad_, Major kSharedMajor_, int kShared_, Schedule kSchedule_,
+          int kStages_, class Epilogue_>
 struct Traits {
   using T = T_;
   using Epilogue = Epilogue_;
   static constexpr Own kOwnLoad = kOwnLoad_;
   static constexpr Major kSharedMajor = kSharedMajor_;
-  static constexpr bool kOwnIsB = kOwnIsB_;
   static constexpr int kShared = kShared_;
   static constexpr Schedule kSchedule = kSchedule_;
   static constexpr int kStages = kStages_;
@@ -42,8 +41,8 @@ struct Traits {
                                     std::conditional_t<kGathers, ContractionGather, NoGather>>;
   static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
   static constexpr Major kOwnMajor = kRows ? Major::k : Major::mn;
-  static constexpr int kM = kOwnIsB ? kShared : kOwn;
-  static constexpr int kN = kOwnIsB ? kOwn : kShared;
+  static constexpr int kM = kOwn;
+  static constexpr int kN = kShared;
   static constexpr int kMBlocks = kM / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kShared * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
@@ -76,13 +75,14 @@ struct GemmParams {
   const std::int32_t* row_tokens;  ///< (R), or null: row r is token r
   int gathered_width;
   int experts;
-  int rows;          ///< without offsets: of all experts together ...
-  int part;          ///< ... and of each
-  int shared_tiles;  ///< along the shared axis
-  int k_blocks;      ///< rows ops: along K ...
-  int k_half;        ///< ... of which in the first half
-  bool paired;       ///< K contiguous: both boxes start at the same row (gate and up)
-  int shared_half;   ///< contraction ops: shared tiles in the first half
+  int rows;              ///< without offsets: of all experts together ...
+  int part;              ///< ... and of each
+  int shared_tiles;      ///< along the shared axis
+  int k_blocks;          ///< rows ops: along K ...
+  int k_half;            ///< ... of which in the first half
+  bool paired;           ///< K contiguous: both boxes start at the same row (gate and up)
+  int shared_half;       ///< contraction ops: shared tiles in the first half
+  bool beside_previous;  ///< needs nothing of the kernel before it in the stream
 };
 
 /// A position in a ring of `kSlots`: one register.
@@ -366,13 +366,11 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
                                          int blocks, int rows, int m_first,
                                          float (&acc)[Traits::kMBlocks][Traits::kN / 2],
                                          During&& during) {
-  constexpr Major kMajorA = Traits::kOwnIsB ? Traits::kSharedMajor : Traits::kOwnMajor;
-  constexpr Major kMajorB = Traits::kOwnIsB ? Traits::kOwnMajor : Traits::kSharedMajor;
-  const std::uint32_t own = memory.own(0);
-  const std::uint32_t shared = memory.shared(0);
+  constexpr Major kMajorA = Traits::kOwnMajor;
+  constexpr Major kMajorB = Traits::kSharedMajor;
   const std::uint32_t first_a =
-      descriptor<kMajorA>((Traits::kOwnIsB ? shared : own) + m_first * kChunkBytes, kChunkBytes);
-  const std::uint32_t first_b = descriptor<kMajorB>(Traits::kOwnIsB ? own : shared, kChunkBytes);
+      descriptor<kMajorA>(memory.own(0) + m_first * kChunkBytes, kChunkBytes);
+  const std::uint32_t first_b = descriptor<kMajorB>(memory.shared(0), kChunkBytes);
   const auto pin_all = [&] {
 #pragma unroll
     for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
@@ -532,9 +530,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   cluster_sync();
   // So far this may have run beside the end of the kernel before it, and so may the next one beside
-  // ours. Every CTA waits, and before it lets that one start: so our end implies the end of all
-  // before us, for whoever waits for us.
-  wait_for_previous();
+  // ours. That one runs only once every CTA of ours was here, and ours only once every CTA of the
+  // one before was past this point: so all that any of them did not promise to run beside has
+  // ended.
+  if (!p.beside_previous) wait_for_previous();
   let_next_start();
 
   const int first = static_cast<int>(blockIdx.x) / Traits::kCluster;
@@ -546,8 +545,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     raise_registers<Traits::kConsumerRegisters>();
     consume<Traits>(p, epilogue, memory, warpgroup - 1);
   }
-  // Nobody leaves while the peer may still write into its memory or arrive on its barriers.
+  // Our end implies the end of all before us, for whoever waits for us.
   __syncwarp();
+  if (p.beside_previous) wait_for_previous();
+  // Nobody leaves while the peer may still write into its memory or arrive on its barriers.
   cluster_sync();
 }
 

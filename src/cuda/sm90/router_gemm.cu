@@ -5,20 +5,21 @@
 #include "core/backends.h"
 #include "core/ledger.h"
 #include "cuda/epilogue/store_tile.cuh"
+#include "cuda/epilogue/store_transposed.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
 template <class T>
-struct Logits : Traits<T, Own::load_rows, Major::k, false, 128, Schedule::pingpong, 5,
-                       StoreTile<AtRows, false>> {};
+struct Logits
+    : Traits<T, Own::load_rows, Major::k, 128, Schedule::pingpong, 5, StoreTile<AtRows, false>> {};
 template <class T>
-struct RouterDgrad : Traits<T, Own::load_rows, Major::mn, false, 128, Schedule::pingpong, 5,
-                            StoreTile<AtRows, false>> {};
+struct RouterDgrad
+    : Traits<T, Own::load_rows, Major::mn, 128, Schedule::pingpong, 5, StoreTile<AtRows, false>> {};
 template <class T>
-struct RouterWgrad : Traits<T, Own::gather_contraction, Major::mn, true, 128, Schedule::cooperative,
-                            5, StoreTile<AtSharedByOwn, false>> {};
+struct RouterWgrad : Traits<T, Own::gather_contraction, Major::mn, 128, Schedule::cooperative, 5,
+                            StoreTransposed> {};
 
 /// The copy engine wants rows that start at multiples of 16 bytes.
 bool needs_padding(const RouterGemmDesc& d) {
@@ -141,7 +142,7 @@ Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
   p.experts = split.parts;
   p.rows = static_cast<int>(d.tokens);
   p.part = split.tokens;
-  p.shared_tiles = p.shared_half = tiles(d.experts, Config::kM);
+  p.shared_tiles = p.shared_half = tiles(d.experts, Config::kN);
   StoreParams e{};
   e.out[0] = partials;
   e.expert_stride = d.experts * d.hidden;

@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <string>
 
-#include "sonicmoe/ops.h"
-
 /// Which of two compiled tiles an operation takes: pure functions of the shape, each the reason why
 /// the larger tile yields to the other, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
@@ -27,25 +25,14 @@ inline std::string yield_to(const char* axis, std::int64_t extent, int width, in
          " waste less than tiles of " + std::to_string(width);
 }
 
-/// Ping-pong over tiles of 192 columns, or 256 cooperatively. A k block of 64 takes 4 cycles a
-/// column, 2 % more in the narrower tile, which moves more bytes; a cooperative tile's epilogue
-/// costs another 1500 cycles, of which ping-pong hides three quarters.
-inline std::string yield_to_pingpong(const char* axis, std::int64_t extent, std::int64_t k_blocks) {
-  const std::int64_t cooperative = tiles(extent, 256) * (1024 * k_blocks + 1500);
-  const std::int64_t pingpong = tiles(extent, 192) * (783 * k_blocks + 350);
-  if (cooperative <= pingpong) return {};
-  return std::string(axis) + " " + std::to_string(extent) + ", " + std::to_string(k_blocks) +
-         " k blocks: ping-pong over tiles of 192 hides the epilogue";
-}
-
 /// Pairs of CTAs at work at a time: 132 multiprocessors, as on an H100 or H200. With another number
 /// the choice is less good, not wrong.
 inline constexpr int kPairs = 66;
 
-/// Rounds of all pairs that an operation over `rows` rows takes, `across` tiles to a stripe of 128
-/// rows. Experts have the mean number of rows, or a standard deviation of random routing more or
-/// less, with equal weight. The last of an odd number of stripes is shared by a pair along
-/// `across`.
+/// Rounds of all pairs, whole or not, that an operation over `rows` rows takes, `across` tiles to a
+/// stripe of 128 rows. Experts have the mean number of rows, or a standard deviation of random
+/// routing more or less, with equal weight. The last of an odd number of stripes is shared by a
+/// pair along `across`.
 inline double rounds(std::int64_t rows, std::int64_t experts, int across) {
   // Experts without rows have no tiles.
   experts = std::clamp<std::int64_t>(experts, 1, std::max<std::int64_t>(rows, 1));
@@ -57,7 +44,21 @@ inline double rounds(std::int64_t rows, std::int64_t experts, int across) {
         std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / 128)));
     pair_tiles += stripes / 2 * across + stripes % 2 * ((across + 1) / 2);
   }
-  return std::max(1.0, std::ceil(static_cast<double>(pair_tiles * experts) / (3 * kPairs)));
+  return static_cast<double>(pair_tiles * experts) / (3 * kPairs);
+}
+
+/// Ping-pong over tiles of 192 columns, or 256 cooperatively. A k block of 64 takes 4 cycles a
+/// column, 2 % more in the narrower tile, which moves more bytes; a cooperative tile's epilogue
+/// costs another 1500 cycles, of which ping-pong hides three quarters, but not at the end.
+inline std::string yield_to_pingpong(std::int64_t rows, std::int64_t experts, std::int64_t columns,
+                                     std::int64_t k_blocks) {
+  const auto cycles = [&](int width, std::int64_t of_tile) {
+    return rounds(rows, experts, tiles(columns, width)) * static_cast<double>(of_tile);
+  };
+  if (cycles(256, 1024 * k_blocks + 1500) <= cycles(192, 783 * k_blocks + 350) + 600) return {};
+  return "rows " + std::to_string(rows) + " of " + std::to_string(experts) + " experts, columns " +
+         std::to_string(columns) + ", " + std::to_string(k_blocks) +
+         " k blocks: ping-pong over tiles of 192 hides the epilogue";
 }
 
 /// Time of a round of narrow tiles, in % of one of tiles twice as wide: half where so few rows
@@ -79,8 +80,11 @@ inline double narrow_percent_with_epilogue(std::int64_t k_blocks) {
 /// more than the model's error.
 inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
                                    double percent) {
-  const double with_wide = rounds(rows, experts, wide) * 100;
-  const double with_narrow = rounds(rows, experts, narrow) * percent;
+  const auto whole = [&](int across) {
+    return std::max(1.0, std::ceil(rounds(rows, experts, across)));
+  };
+  const double with_wide = whole(wide) * 100;
+  const double with_narrow = whole(narrow) * percent;
   if (with_wide * 0.95 <= with_narrow) return {};
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
          " experts: " + std::to_string(narrow) + " narrow tiles across take less time than " +

@@ -7,8 +7,9 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T, ActivationKind kKind, bool kBias, int kN, Schedule kSchedule, int kStages>
-struct UpProj : Traits<T, Own::gather_rows, Major::k, false, kN, kSchedule, kStages,
-                       StoreActivation<kKind, kBias>> {};
+struct UpProj
+    : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages, StoreActivation<kKind, kBias>> {
+};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -29,6 +30,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
   p.offsets = a.offsets;
+  p.beside_previous = a.beside_previous;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);

@@ -7,8 +7,8 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T, int kN, Schedule kSchedule, int kStages>
-struct UpProjDgrad : Traits<T, Own::load_rows, Major::mn, false, kN, kSchedule, kStages,
-                            StoreTile<AtRows, false>> {};
+struct UpProjDgrad
+    : Traits<T, Own::load_rows, Major::mn, kN, kSchedule, kStages, StoreTile<AtRows, false>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -34,6 +34,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.offsets = a.offsets;
+  p.beside_previous = a.beside_previous;
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(d.hidden, Config::kN);
   p.k_half = tiles(n, kK);
@@ -67,7 +68,7 @@ using Wide = Entry<256, Schedule::cooperative, 4>;
 using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_pingpong("hidden", d.hidden,
+  return yield_to_pingpong(d.rows, d.experts, d.hidden,
                            (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, kK));
 }
 

@@ -1,15 +1,15 @@
-// dW1 = dH^T x[tokens]: M = n (gate rows, then up rows), N = d (x gathered along K), K = rows. So
-// that d, contiguous in dW1, is contiguous in the accumulators too.
+// dW1 = dH^T x[tokens], computed as its transpose: M = d (x gathered along K), N = n (gate rows,
+// then up rows), K = rows.
 #include "core/backends.h"
-#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/epilogue/store_transposed.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, int kM, int kStages>
-struct UpProjWgrad : Traits<T, Own::gather_contraction, Major::mn, true, kM, Schedule::cooperative,
-                            kStages, StoreTile<AtSharedByOwn, false>> {};
+template <class T, int kN, int kStages>
+struct UpProjWgrad : Traits<T, Own::gather_contraction, Major::mn, kN, Schedule::cooperative,
+                            kStages, StoreTransposed> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -30,16 +30,17 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : nullptr;
   e.boxed = !d.f32_weight_grads;
   for (int half = 0; half < (gated ? 2 : 1) && e.boxed; ++half) {
-    e.boxes[half] = maps.encode(
-        {e.out[half], d.hidden, n, d.experts, dw1.row_stride, dw1.expert_stride, WarpTile::kRows});
+    e.boxes[half] = maps.encode({e.out[half], d.hidden, n, d.experts, dw1.row_stride,
+                                 dw1.expert_stride, WarpgroupTile::kRows});
   }
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
   p.offsets = a.offsets;
+  p.beside_previous = a.beside_previous;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
-  p.shared_half = tiles(n, Config::kM);
+  p.shared_half = tiles(n, Config::kN);
   p.shared_tiles = (gated ? 2 : 1) * p.shared_half;
 
   e.expert_stride = dw1.expert_stride;
@@ -51,12 +52,12 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   return launch<Config>(p, e, exec, "up_proj_wgrad: launch");
 }
 
-template <int kM, int kStages>
+template <int kN, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_type(d.dtype,
-                      [&](auto type) { return f(UpProjWgrad<decltype(type), kM, kStages>{}); });
+                      [&](auto type) { return f(UpProjWgrad<decltype(type), kN, kStages>{}); });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
