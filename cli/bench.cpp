@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -28,14 +29,17 @@ constexpr const char* kHelp =
     "but not router and top-K, which layer_forward, layer_backward and layer add; 'host' is\n"
     "how long the calls of layer keep the host, 'routing' all from logits to metadata. Times\n"
     "on CUDA are between two events.\n"
+    "With --sustained everything is timed by itself on a chip that it alone has kept busy, as\n"
+    "triton.testing.do_bench does: a GEMM then runs at the clock that the power cap leaves it.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
     "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
     "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
     "counts every input and output once; 'of bound' is bound time / time. 'of roof' (CUDA) is\n"
     "the least time that the operation's flops at the rate of the fastest GEMM of the bound, or\n"
     "its bytes at the rate of a large copy in this run, allow, over its time.\n"
-    "JSON: version, command, device, threads, seed, repeats, interrupted, layer {thiek,\n"
-    "dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile} or null,\n"
+    "JSON: version, command, device, threads, seed, repeats, sustained_ms, interrupted, layer\n"
+    "{thiek, dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile} or "
+    "null,\n"
     "bias, inference}, rows, results [{what, runs, ms, mad_ms, tflops, gbps, bound_ms,\n"
     "of_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}], "
     "saved_bytes {x, preact,\n"
@@ -46,6 +50,7 @@ struct BenchSettings : Settings {
   bool operations = false;
   bool every_kernel = false;
   int repeats = 20;
+  int sustained = 0;  ///< milliseconds
   std::string configs;
   bool on_cuda() const { return device.type == DeviceType::cuda; }
 };
@@ -168,13 +173,13 @@ std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Wo
   return groups;
 }
 
-/// Forward plus backward of the same repeat.
+/// Forward plus backward of the same repeat, or of the n-th runs of both.
 Task sum(const char* name, const Task& forward, const Task& backward) {
   Task total{.name = name,
              .run = {},
              .flops = forward.flops + backward.flops,
              .bytes = forward.bytes + backward.bytes};
-  for (std::size_t i = 0; i < backward.seconds.size(); ++i) {
+  for (std::size_t i = 0; i < std::min(forward.seconds.size(), backward.seconds.size()); ++i) {
     total.seconds.push_back(forward.seconds[i] + backward.seconds[i]);
   }
   return total;
@@ -222,7 +227,11 @@ class Bench {
     if (bound_) add(bound_->groups());
     if (operations_ && settings_.operations) add(operations_->groups());
     add(others_);
-    time_interleaved(groups, settings_.repeats, settings_.threads, settings_.device);
+    if (settings_.sustained > 0) {
+      time_sustained(groups, settings_.sustained * 1e-3, settings_.device);
+    } else {
+      time_interleaved(groups, settings_.repeats, settings_.threads, settings_.device);
+    }
   }
 
   Json report() const {
@@ -241,7 +250,8 @@ class Bench {
                    {"device", device_name(settings_.device)},
                    {"threads", settings_.threads},
                    {"seed", settings_.seed},
-                   {"repeats", settings_.repeats},
+                   {"repeats", settings_.sustained > 0 ? Json() : Json(settings_.repeats)},
+                   {"sustained_ms", settings_.sustained},
                    {"interrupted", interrupted()},
                    {"layer", settings_.layer_json()},
                    {"rows", tensors_.rows()}};
@@ -355,6 +365,9 @@ Json run_one(const BenchSettings& settings) {
 
 int run_bench(BenchSettings& settings) {
   settings.resolve();
+  if (settings.sustained > 0 && !settings.on_cuda()) {
+    throw UsageError("--sustained: got --device cpu, allowed: --device cuda");
+  }
   Json report;
   if (settings.configs.empty()) {
     report = run_one(settings);
@@ -408,6 +421,10 @@ Subcommand add_bench(CLI::App& app) {
       ->needs(parser->get_option("--ops"));
   add_integer(*parser, "--repeats", settings->repeats, 1, 1000000,
               "Timed repeats of everything (default: 20)");
+  add_integer(*parser, "--sustained", settings->sustained, 1, 60000,
+              "CUDA: instead, repeat each operation by itself for so many milliseconds, after a "
+              "quarter of that")
+      ->excludes(parser->get_option("--repeats"));
   return {parser, [settings] { return run_bench(*settings); }};
 }
 

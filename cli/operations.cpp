@@ -80,8 +80,9 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
                           std::initializer_list<const Buffer*> moved) {
   const GroupedGemmDesc desc = gemm_desc(op);
   GroupedGemmArgs args = gemm_args();
-  // As in a layer, where these follow score_grad and each other.
-  args.beside_previous = op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad;
+  // As in a layer and in backward(), where these follow score_grad and each other.
+  args.beside_previous =
+      rows_ > 0 && (op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad);
   add(name, desc, args, flops, moved);
   if (!every_kernel_) return;
   for (const KernelInfo& kernel : kernels()) {
@@ -90,7 +91,7 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
     options.kernel = kernel.name;
     const auto plan = make_plan(desc, settings_.device, options);
     if (!plan.ok()) continue;  // it cannot run this shape
-    groups_.push_back({.tasks = {task(kernel.name, plan.value(), args, flops, moved)}});
+    groups_.push_back({.tasks = {task(kernel.name, plan.value(), gemm_args(), flops, moved)}});
   }
 }
 

@@ -36,13 +36,17 @@ class CacheFlush {
   Buffer memory_;
 };
 
+void run(const Task& task) {
+  const Status status = task.run();
+  if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
+}
+
 double time_once(const Task& task, DeviceClock* clock) {
   if (clock != nullptr && task.on_host) clock->wait();
   if (clock != nullptr) clock->start();
   const auto start = std::chrono::steady_clock::now();
-  const Status status = task.run();
+  run(task);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
   const double on_device = clock != nullptr ? clock->stop() : 0;
   return clock != nullptr && !task.on_host ? on_device : elapsed.count();
 }
@@ -86,6 +90,41 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
         if (repeat > 0) task.seconds.push_back(seconds);
       }
       if (group->after) group->after();
+    }
+  }
+}
+
+void time_sustained(const std::vector<Group*>& groups, double seconds, Device device) {
+  DeviceClock clock(device);
+  const Progress progress;
+  for (Group* group : groups) {
+    for (Task& task : group->tasks) {
+      progress.show(task.name);
+      const auto repeat = [&](int count) {
+        if (interrupted()) return std::vector<double>();
+        return clock.repeat(count, [&task] {
+          if (!interrupted()) run(task);
+        });
+      };
+      if (task.on_host) {
+        constexpr int kRuns = 10;
+        for (int i = 0; i < kRuns && !interrupted(); ++i) {
+          task.seconds.push_back(time_once(task, &clock));
+        }
+        continue;
+      }
+      // How many runs fill the time, flushes included.
+      constexpr int kTries = 5;
+      repeat(1);  // what is initialised by the first run
+      const auto start = std::chrono::steady_clock::now();
+      repeat(kTries);
+      const std::chrono::duration<double> tried = std::chrono::steady_clock::now() - start;
+      if (interrupted()) return;
+      const double runs = seconds * kTries / tried.count();
+      repeat(std::max(1, static_cast<int>(runs / 4)));
+      const std::vector<double> timed = repeat(std::max(3, static_cast<int>(runs)));
+      if (interrupted()) return;
+      task.seconds = timed;
     }
   }
 }

@@ -35,7 +35,7 @@ BAD = [
     ("bench --add_bias=maybe", "--add_bias: got 'maybe', allowed: no value"),
     ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
     ("--json x info", "option: got '--json', allowed: --help, --version"),
-    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats"),
+    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats, --sustained"),
     ("bench --thiek", "--thiek: got nothing, allowed: T,H,I,E,K"),
     ("bench --threads", "--threads: got nothing, allowed: 1 to 4096"),
     ("bench --dtype", "--dtype: got nothing, allowed: f32, bf16, f16"),
@@ -68,6 +68,7 @@ BAD = [
     ("bench --device tpu", "--device: got 'tpu', allowed: cpu, cuda"),
     ("bench --threads 0", "--threads: got '0', allowed: integers from 1 to 4096"),
     ("bench --threads two", "--threads: got 'two', allowed: integers from 1 to 4096"),
+    ("bench --sustained 100", "--sustained: got --device cpu, allowed: --device cuda"),
     ("bench --repeats 0", "--repeats: got '0', allowed: integers from 1 to 1000000"),
     ("bench --seed -1", "--seed: got '-1', allowed: integers from 0 to 9007199254740992"),
     (

@@ -123,10 +123,12 @@ struct GroupedGemmArgs {
   void* dw1 = nullptr;           ///< like w1; zero for experts without rows
   void* dw1_up = nullptr;
   void* dw2 = nullptr;
-  /// CUDA: a promise that the kernel before this one in the stream writes nothing that this
-  /// operation reads or writes, and reads nothing that it writes; likewise the one before that, if
-  /// that was promised the same, and so on. It may then begin where they leave multiprocessors
-  /// free. Its own end still implies the end of all before it.
+  /// CUDA: a promise that the operation before this one in the stream (all its kernels) writes
+  /// nothing that this one reads or writes, and reads nothing that it writes; likewise the one
+  /// before that, if that was promised the same, and so on. This one may then begin where they
+  /// leave multiprocessors free; its own end still implies the end of all before it. What comes
+  /// before must launch something (ours do unless there are no rows or tokens) and, if it lets its
+  /// successor start early, must have waited for its own predecessor by then, as ours do.
   bool beside_previous = false;
 };
 struct SONICMOE_API GroupedGemmDesc {

@@ -205,11 +205,11 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   build->add(&impl->score_grad, score, &scratch);
   if (impl->rounded()) build->add(&impl->token_rounding_grad, rounding, &scratch);
   build->add(&impl->down_proj_wgrad, grouped(d, GemmOp::down_proj_wgrad), &scratch);
+  build->add(&impl->up_proj_wgrad, grouped(d, GemmOp::up_proj_wgrad), &scratch);
+  build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
   if (!impl->given()) {
     build->add(&impl->router_dgrad, dgrad, &scratch).add(&impl->router_wgrad, wgrad, &scratch);
   }
-  build->add(&impl->up_proj_dgrad, grouped(d, GemmOp::up_proj_dgrad), &scratch);
-  build->add(&impl->up_proj_wgrad, grouped(d, GemmOp::up_proj_wgrad), &scratch);
   build->add(&impl->aggregate_dx, aggregate(*impl), &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
@@ -455,21 +455,23 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                                     .dlogits_in = args.dlogits,
                                     .dlogits = dlogits});
   }
-  // The weight gradients need dH and A', not what the operation before each of them makes. dX~
-  // takes the place of A'.
+  // The weight gradients need dH and A', not what the operation before each of them makes; with
+  // rows there is always a kernel of score_grad, which has waited for dgrad. dX~ takes the place of
+  // A'.
+  const bool beside = d.rows() > 0;
   seq.run(p.down_proj_wgrad, {.offsets = routing.offsets,
                               .row_tokens = routing.row_tokens,
                               .dout = args.dout,
                               .scaled_act = seq.region(p.bwd.scaled_act),
                               .dw2 = args.dw2,
-                              .beside_previous = true});
+                              .beside_previous = beside});
   seq.run(p.up_proj_wgrad, {.offsets = routing.offsets,
                             .row_tokens = routing.row_tokens,
                             .x = args.x,
                             .dpreact = seq.region(p.bwd.dpreact),
                             .dw1 = args.dw1,
                             .dw1_up = args.dw1_up,
-                            .beside_previous = true});
+                            .beside_previous = beside});
   seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
                             .w1 = args.w1,
                             .w1_up = args.w1_up,

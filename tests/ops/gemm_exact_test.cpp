@@ -141,8 +141,9 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
     if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
     for (const W1Layout layout :
          {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
-      for (int mode = 0; mode < 4; ++mode) {
-        const Shape shape = shapes().front();
+      // The second has several pieces of every tile.
+      for (int mode = 0; mode < 8; ++mode) {
+        const Shape shape = mode < 4 ? shapes().front() : shapes().back();
         LayerDesc desc;
         desc.tokens = shape.tokens;
         desc.hidden = shape.hidden;
@@ -153,7 +154,7 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
         desc.router = RouterMode::given;
         desc.list_length = shape.list_length;
         desc.f32_weight_grads = mode % 2 == 1;
-        desc.accumulate_weight_grads = mode / 2 == 1;
+        desc.accumulate_weight_grads = mode / 2 % 2 == 1;
         SCOPED_TRACE(std::string(name(dtype)) + " " + name(layout) +
                      (desc.f32_weight_grads ? " f32" : "") +
                      (desc.accumulate_weight_grads ? " accumulate" : ""));

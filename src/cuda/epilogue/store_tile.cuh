@@ -15,7 +15,7 @@ struct Place {
 };
 
 struct StoreParams {
-  CUtensorMap boxes[2];        ///< of `out`, boxes of 64 x 16, if `boxed`
+  CUtensorMap boxes[2];        ///< of `out`, boxes of the epilogue's tile, if `boxed`
   bool boxed;                  ///< 16-bit rows that start at multiples of 16 bytes
   void* out[2];                ///< the matrix; its second half, where the shared axis has two
   std::int64_t expert_stride;  ///< elements; 0 where the experts share one matrix by rows
@@ -68,6 +68,37 @@ struct AtOwnByShared {
     return in_expert(e, tile, row, column);
   }
 };
+
+/// Columns 64 kChunk to 64 kChunk + 63 of the accumulators into a staging tile; unless `old` is
+/// null, on top of what is there, in fp32 before the one rounding. `rows` and `columns` are what is
+/// left of the matrix from `old` on.
+template <int kChunk, class T, class Staged, int kCount>
+__device__ __forceinline__ void fill(const Staged& tile, float (&acc)[kCount], const T* old,
+                                     std::int64_t row_stride, int rows, int columns) {
+  if (old != nullptr) {
+    tile.fetch(old, row_stride, rows, columns);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncwarp();
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float* a = &acc[(kChunk * 4 + i) * 8];
+    if (old != nullptr) {
+      const Block before = tile.get(i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = Pair<T>::unpack(before.w[j]);
+        a[2 * j] += pair.x;
+        a[2 * j + 1] += pair.y;
+      }
+    }
+    Block b;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) b.w[j] = Pair<T>::pack(a[2 * j], a[2 * j + 1]);
+    tile.put(i, b);
+  }
+}
 
 template <class At, bool kBias>
 struct StoreTile {
@@ -141,30 +172,8 @@ struct StoreTile {
         const int columns = at.columns - chunk * 64;
         if (columns <= 0) return staging.skip();
         const WarpTile tile = staging.next();
-        if (At::kGradient && e_.accumulate) {
-          // In fp32, before the one rounding.
-          tile.fetch(out + chunk * 64, at.row_stride, rows, columns);
-          copy_async_commit();
-          copy_async_wait<0>();
-          __syncwarp();
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float* a = &acc[(chunk * 4 + i) * 8];
-          if (At::kGradient && e_.accumulate) {
-            const Block old = tile.get(i);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const float2 before = Pair<T>::unpack(old.w[j]);
-              a[2 * j] += before.x;
-              a[2 * j + 1] += before.y;
-            }
-          }
-          Block b;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) b.w[j] = Pair<T>::pack(a[2 * j], a[2 * j + 1]);
-          tile.put(i, b);
-        }
+        fill<chunk>(tile, acc, At::kGradient && e_.accumulate ? out + chunk * 64 : nullptr,
+                    at.row_stride, rows, columns);
         const Box box{map, at.column0 + chunk * 64, at.row0 + row, at.expert0};
         staging.send(tile, box, whole, [&] {
           // Sixteen bytes at a time need rows that start at multiples of that.

@@ -25,7 +25,7 @@ struct StoreTransposed {
     using T = typename Traits::T;
     static constexpr int kCount = Traits::kN / 2;
 
-    static_assert(Traits::kMBlocks == 1);
+    static_assert(!Traits::kRows && Traits::kMBlocks == 1);
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams& p, const Tile& tile,
                                    int m_first, std::uint32_t staging)
@@ -65,30 +65,8 @@ struct StoreTransposed {
         if (rows <= 0) return;
         const WarpgroupTile tile(
             staging_ - warp * kWarpBytes + chunk % kTiles * WarpgroupTile::kBytes, warp, t % 32);
-        if (e_.accumulate) {
-          // In fp32, before the one rounding.
-          tile.fetch(out + chunk * 64 * at.row_stride, at.row_stride, rows, at.columns);
-          copy_async_commit();
-          copy_async_wait<0>();
-          __syncwarp();
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float* a = &acc[(chunk * 4 + i) * 8];
-          if (e_.accumulate) {
-            const Block old = tile.get(i);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const float2 before = Pair<T>::unpack(old.w[j]);
-              a[2 * j] += before.x;
-              a[2 * j + 1] += before.y;
-            }
-          }
-          Block b;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) b.w[j] = Pair<T>::pack(a[2 * j], a[2 * j + 1]);
-          tile.put(i, b);
-        }
+        fill<chunk>(tile, acc, e_.accumulate ? out + chunk * 64 * at.row_stride : nullptr,
+                    at.row_stride, rows, at.columns);
         fence_async_proxy();
         // Past the barrier this tile is full, and the other one, which the chunk before left
         // through, is free.

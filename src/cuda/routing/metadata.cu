@@ -2,8 +2,8 @@
 // digit at a time. A sort is three launches: blocks count the keys of their slots; one pass makes
 // each count the number of equal keys in the blocks before; blocks place their slots. Positions
 // follow from counts alone, so the order in which anything runs does not matter. All three start
-// early. The third reads the slots before it waits: the second waited for the first, and that for
-// what is before the sort, before they let the next start.
+// early. The third sorts the slots of its block before it waits: the second waited for the first,
+// and that for what is before the sort, before they let the next start.
 #include <algorithm>
 #include <bit>
 #include <cinttypes>
@@ -251,9 +251,8 @@ __global__ void __launch_bounds__(1024)
 }
 
 /// Where a warp's slots go, 32 in order at a time; next[key] is where the next slot with that key
-/// goes. -1 for slots without a key.
-__device__ std::int32_t take_places(int key, std::int32_t* next) {
-  const unsigned same = __match_any_sync(kAllLanes, key);
+/// goes. `same`: lanes with this lane's key. -1 for slots without a key.
+__device__ std::int32_t take_places(int key, unsigned same, std::int32_t* next) {
   const int before = __popc(same & ((1u << lane_id()) - 1u));
   const std::int32_t at = key >= 0 ? next[key] + before : -1;
   __syncwarp();
@@ -263,17 +262,17 @@ __device__ std::int32_t take_places(int key, std::int32_t* next) {
 }
 
 /// Places a block's slots, a batch at a time: sorted in shared memory first, so that what goes to
-/// neighbouring rows is written together.
+/// neighbouring rows is written together. All of that comes before the wait for the sums.
 template <class By, class To>
 __global__ void __launch_bounds__(kThreads)
     place_slots(Shape shape, Source source, By by, To to, const std::int32_t* counters,
                 const std::int32_t* totals) {
   extern __shared__ std::int32_t memory[];
-  std::int32_t* const next = memory;                      // (kWarps, bins): place in the batch
-  std::int32_t* const base = next + kWarps * shape.bins;  // (bins): place in all, of the batch
-  std::int32_t* const shift = base + shape.bins;          // (bins): from batch to all
+  std::int32_t* const next = memory;                       // (kWarps, bins): place in the batch
+  std::int32_t* const begin = next + kWarps * shape.bins;  // (bins): of the batch, there
+  std::int32_t* const base = begin + shape.bins;           // (bins): of the batch, in all
   __shared__ std::int32_t sorted_slot[kBatch];
-  __shared__ std::int32_t sorted_shift[kBatch];
+  __shared__ std::int32_t sorted_key[kBatch];
   __shared__ typename To::Payload sorted_payload[kBatch];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t size = source.size(shape.slots);
@@ -298,24 +297,11 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int r = 0; r < kTurns; ++r) key[r] = slot[r] >= 0 ? by.key(slot[r]) : -1;
+    unsigned same[kTurns];
 #pragma unroll
     for (int r = 0; r < kTurns; ++r) {
       if (key[r] >= 0) atomicAdd(&next[warp * shape.bins + key[r]], 1);
-    }
-    if (batch == 0) {
-      wait_for_previous();
-#pragma unroll 8
-      for (int b = threadIdx.x; b < shape.bins; b += kThreads) {  // all loads before the scan
-        shift[b] = totals[b];
-        base[b] = counters[std::int64_t{blockIdx.x} * shape.bins + b];
-      }
-      total = exclusive_sums<kThreads>(
-          shape.bins, [&](int b) { return shift[b]; },
-          [&](int b, std::int32_t start) {
-            base[b] += start;
-            if (blockIdx.x == 0) to.start(b, start);
-          });
-      if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
+      same[r] = __match_any_sync(kAllLanes, key[r]);
     }
     __syncthreads();
     const int placed = exclusive_sums<kThreads>(
@@ -327,7 +313,7 @@ __global__ void __launch_bounds__(kThreads)
           return sum;
         },
         [&](int b, std::int32_t start) {
-          shift[b] = base[b] - start;
+          begin[b] = start;
           std::int32_t at = start;
 #pragma unroll
           for (int w = 0; w < kWarps; ++w) {
@@ -335,24 +321,50 @@ __global__ void __launch_bounds__(kThreads)
             next[w * shape.bins + b] = at;
             at += count;
           }
-          base[b] += at - start;
         });
+    std::int32_t at[kTurns];
 #pragma unroll
     for (int r = 0; r < kTurns; ++r) {
-      const std::int32_t at = take_places(key[r], next + warp * shape.bins);
-      if (at >= 0) {
-        sorted_slot[at] = slot[r];
-        sorted_shift[at] = shift[key[r]];
-        sorted_payload[at] = payload[r];
-        to.placed(slot[r], at + shift[key[r]]);
+      at[r] = take_places(key[r], same[r], next + warp * shape.bins);
+      if (at[r] < 0) continue;
+      sorted_slot[at[r]] = slot[r];
+      sorted_key[at[r]] = key[r];
+      sorted_payload[at[r]] = payload[r];
+    }
+    if (batch == 0) {
+      wait_for_previous();
+#pragma unroll 8
+      for (int b = threadIdx.x; b < shape.bins; b += kThreads) {
+        base[b] = counters[std::int64_t{blockIdx.x} * shape.bins + b];
+      }
+      total = exclusive_sums<kThreads>(
+          shape.bins, [&](int b) { return totals[b]; },
+          [&](int b, std::int32_t start) {
+            base[b] += start;
+            if (blockIdx.x == 0) to.start(b, start);
+          });
+      if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < kTurns; ++r) {
+      if (at[r] >= 0) {
+        to.placed(slot[r], base[key[r]] + at[r] - begin[key[r]]);
       } else if (slot[r] >= 0) {
         to.drop(slot[r]);
       }
     }
-    __syncthreads();
     for (int i = threadIdx.x; i < placed; i += kThreads) {
-      to.place(sorted_slot[i], i + sorted_shift[i], sorted_payload[i]);
+      const int k = sorted_key[i];
+      to.place(sorted_slot[i], base[k] + i - begin[k], sorted_payload[i]);
     }
+    if (batch + 1 == shape.batches) break;
+    __syncthreads();
+    // Where the last warp's slots ended is where the batch did.
+    for (int b = threadIdx.x; b < shape.bins; b += kThreads) {
+      base[b] += next[(kWarps - 1) * shape.bins + b] - begin[b];
+    }
+    __syncthreads();
   }
   const std::int64_t tail = min(shape.end(), shape.slots);
   for (std::int64_t i = shape.begin() + threadIdx.x; i < tail; i += kThreads) {
@@ -377,7 +389,8 @@ __global__ void __launch_bounds__(kWarp)
   for (std::int64_t first = shape.begin(); first < end; first += kWarp) {
     const std::int64_t i = first + lane_id();
     const std::int32_t slot = i < end ? source.slot(i) : -1;
-    const std::int32_t at = take_places(slot >= 0 ? by.key(slot) : -1, next);
+    const int key = slot >= 0 ? by.key(slot) : -1;
+    const std::int32_t at = take_places(key, __match_any_sync(kAllLanes, key), next);
     if (at >= 0) {
       to.place(slot, at, to.load(slot));
       to.placed(slot, at);

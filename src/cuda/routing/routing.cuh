@@ -76,8 +76,8 @@ inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
 
 /// Launches a kernel that may start while the one before it in the stream still runs. Every thread
 /// block must call wait_for_previous(), before it touches what that one reads or writes, and before
-/// let_next_start(): so a kernel knows, even before it waits, that all but the one before have
-/// ended.
+/// let_next_start(): so a kernel knows, even before it waits, that all but the one before, and what
+/// that one was promised to run beside, have ended.
 template <class... Parameters, class... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
                   cudaStream_t stream, const Arguments&... arguments) {

@@ -21,16 +21,16 @@ enum class Own {
   gather_contraction,  ///< M: columns of a (T, width) tensor; K: the expert's rows by token id
 };
 
-/// All numbers of one compiled kernel. The own axis is M; `kShared`: width of the tile along N, the
-/// axis that the CTAs of a cluster share.
-template <class T_, Own kOwnLoad_, Major kSharedMajor_, int kShared_, Schedule kSchedule_,
-          int kStages_, class Epilogue_>
+/// All numbers of one compiled kernel. The own axis is M, kOwn wide in a tile; N is the axis of the
+/// operand that the CTAs of a cluster share.
+template <class T_, Own kOwnLoad_, Major kSharedMajor_, int kN_, Schedule kSchedule_, int kStages_,
+          class Epilogue_>
 struct Traits {
   using T = T_;
   using Epilogue = Epilogue_;
   static constexpr Own kOwnLoad = kOwnLoad_;
   static constexpr Major kSharedMajor = kSharedMajor_;
-  static constexpr int kShared = kShared_;
+  static constexpr int kN = kN_;
   static constexpr Schedule kSchedule = kSchedule_;
   static constexpr int kStages = kStages_;
 
@@ -41,10 +41,8 @@ struct Traits {
                                     std::conditional_t<kGathers, ContractionGather, NoGather>>;
   static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
   static constexpr Major kOwnMajor = kRows ? Major::k : Major::mn;
-  static constexpr int kM = kOwn;
-  static constexpr int kN = kShared;
-  static constexpr int kMBlocks = kM / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
-  static constexpr int kStageBytes = kOwnBytes + kShared * kLineBytes;
+  static constexpr int kMBlocks = kOwn / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
+  static constexpr int kStageBytes = kOwnBytes + kN * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
   static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
@@ -140,34 +138,32 @@ template <class Traits>
 __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile, int block,
                                            std::uint32_t own, std::uint32_t shared,
                                            std::uint32_t full, int rank) {
-  constexpr int kShared = Traits::kShared;
+  constexpr int kN = Traits::kN;
   // An expert without rows: its gradient comes from zeros, which zero_tail() writes.
   if (!Traits::kRows && tile.rows == 0) return mbarrier_arrive(full);
   // Without a gather the producer has few registers, and time to ask for its rank again.
   if constexpr (!Traits::kGathers) rank = static_cast<int>(cluster_rank());
   const Share share{rank, Traits::kRows && tile.apart != 0};
   constexpr int kOwnBox = Traits::kGathers ? 0 : kOwnBytes;
-  mbarrier_expect(full, kShared * kLineBytes + kOwnBox);
+  mbarrier_expect(full, kN * kLineBytes + kOwnBox);
   if constexpr (Traits::kRows) {
     const int half = block >= p.k_half;
     const int k = (block - half * p.k_half) * kK;
     if constexpr (Traits::kSharedMajor == Major::k) {
       const CUtensorMap* const maps[2] = {&p.shared[0], &p.shared[1]};
-      const int first = tile.shared * (p.paired ? kShared / 2 : kShared);
-      load_shared_k<kShared>(shared, full, share, maps,
-                             {first, first + (p.paired ? 0 : kShared / 2)}, k, tile.expert);
+      const int first = tile.shared * (p.paired ? kN / 2 : kN);
+      load_shared_k<kN>(shared, full, share, maps, {first, first + (p.paired ? 0 : kN / 2)}, k,
+                        tile.expert);
     } else {
-      load_shared_mn<kShared>(shared, full, share, &p.shared[half], tile.shared * kShared, k,
-                              tile.expert);
+      load_shared_mn<kN>(shared, full, share, &p.shared[half], tile.shared * kN, k, tile.expert);
     }
     if constexpr (!Traits::kGathers) {
       load_box(own, &p.own[half], full, k, tile.first_row + tile.own * kOwn, 0);
     }
   } else {
     const int half = tile.shared >= p.shared_half;
-    load_shared_mn<kShared>(shared, full, share, &p.shared[half],
-                            (tile.shared - half * p.shared_half) * kShared,
-                            tile.first_row + block * kK, 0);
+    load_shared_mn<kN>(shared, full, share, &p.shared[half],
+                       (tile.shared - half * p.shared_half) * kN, tile.first_row + block * kK, 0);
   }
 }
 
@@ -335,7 +331,7 @@ __device__ __forceinline__ void zero_tail(SharedMemory<Traits> memory, int stage
   const int t = static_cast<int>(threadIdx.x) - 128;
   const int lines = max(1, (valid + kStepRows - 1) / kStepRows) * kStepRows - valid;
   if (lines == 0) return;
-  constexpr int kPieces = Traits::kShared / 64 * 8;  // 16-byte pieces of one k
+  constexpr int kPieces = Traits::kN / 64 * 8;  // 16-byte pieces of one k
   for (int i = t; i < lines * kPieces; i += 256) {
     const int line = valid + i / kPieces;
     const std::uint32_t at =
@@ -530,9 +526,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   cluster_sync();
   // So far this may have run beside the end of the kernel before it, and so may the next one beside
-  // ours. That one runs only once every CTA of ours was here, and ours only once every CTA of the
-  // one before was past this point: so all that any of them did not promise to run beside has
-  // ended.
+  // ours: it runs only once every CTA of ours has been here. Who does not wait here relies on the
+  // one before to have waited, before it let us start, for what made our operands. Those come past
+  // L1, by the copy engine and cp.async, and what that kernel waited for is in L2.
   if (!p.beside_previous) wait_for_previous();
   let_next_start();
 

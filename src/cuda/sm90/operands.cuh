@@ -8,7 +8,7 @@
 /// one 128-byte swizzled line.
 ///
 /// Every CTA has an operand of its own, 128 wide (16 KiB a stage), and one that it shares with its
-/// cluster, `kShared` wide: each CTA loads its part and multicasts it.
+/// cluster, `kN` wide: each CTA loads its part and multicasts it.
 namespace sonicmoe::cuda {
 
 inline constexpr int kK = 64;
@@ -27,9 +27,9 @@ struct Share {
   __device__ __forceinline__ std::uint16_t mask() const { return apart ? 1 << rank : 3; }
 };
 
-/// The shared operand where K is contiguous: two boxes of {64 k, kShared/2 rows}. Box i starts at
+/// The shared operand where K is contiguous: two boxes of {64 k, kN/2 rows}. Box i starts at
 /// row rows[i] of map i.
-template <int kShared>
+template <int kN>
 __device__ __forceinline__ void load_shared_k(std::uint32_t stage, std::uint32_t barrier,
                                               const Share& share,
                                               const CUtensorMap* const (&maps)[2],
@@ -37,14 +37,14 @@ __device__ __forceinline__ void load_shared_k(std::uint32_t stage, std::uint32_t
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!share.loads(i)) continue;
-    load_box_multicast(stage + i * (kShared / 2 * kLineBytes), maps[i], barrier, share.mask(), k,
+    load_box_multicast(stage + i * (kN / 2 * kLineBytes), maps[i], barrier, share.mask(), k,
                        rows[i], expert);
   }
 }
 
 /// The shared operand where its own axis is contiguous: chunks of 64 columns, each of two boxes of
 /// {64 columns, 32 k}.
-template <int kShared>
+template <int kN>
 __device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_t barrier,
                                                const Share& share, const CUtensorMap* map,
                                                int column, int k, int expert) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_
   for (int i = 0; i < 2; ++i) {
     if (!share.loads(i)) continue;
 #pragma unroll
-    for (int chunk = 0; chunk < kShared / 64; ++chunk) {
+    for (int chunk = 0; chunk < kN / 64; ++chunk) {
       load_box_multicast(stage + chunk * kChunkBytes + i * (kChunkBytes / 2), map, barrier,
                          share.mask(), column + chunk * 64, k + i * 32, expert);
     }

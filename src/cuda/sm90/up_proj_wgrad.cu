@@ -68,10 +68,11 @@ struct Entry {
   }
 };
 
-using Tall = Entry<256, 4>;
+using Wide = Entry<256, 4>;
 using Small = Entry<128, 6>;
 
-/// The small tile moves half as many bytes again for each product.
+/// Tiles are named by rows and columns of dW1. The small one moves half as many bytes again for
+/// each product.
 std::string yield_large(const GroupedGemmDesc& d) {
   return yield_to("intermediate", d.intermediate, 256, 128, 45);
 }
@@ -80,8 +81,8 @@ std::string yield_large(const GroupedGemmDesc& d) {
 
 const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.256x128",
                                                  DeviceType::cuda, reject_gemm,
-                                                 no_workspace,     Tall::run,
-                                                 Tall::prepare,    yield_large};
+                                                 no_workspace,     Wide::run,
+                                                 Wide::prepare,    yield_large};
 const Kernel<GroupedGemmDesc> kUpProjWgrad128 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.128x128",
                                                  DeviceType::cuda, reject_gemm,
                                                  no_workspace,     Small::run,
