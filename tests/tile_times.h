@@ -5,7 +5,8 @@
 /// How long both compiled tiles of each product take for shapes drawn at random: what the choice
 /// between them is judged by. Measured on an H200, bf16, SwiGLU, random routing, with
 /// `sonicmoe bench --device cuda --thiek T,H,I,E,K --ops --every-kernel`; how, and with which
-/// kernels: docs/findings/tile-choice.md.
+/// kernels: docs/findings/tile-choice.md. tools/tile_times.py makes it from
+/// receipts/tile-times.log.
 namespace sonicmoe {
 
 struct TileTimes {
@@ -57,7 +58,7 @@ inline constexpr TileTimes kTileTimes[] = {
     {512, 2880, 1536, 60, 8, {{287840, 292096}, {160064, 158656}, {176096, 187520}, {320128, 308064}, {199808, 245088}, {443168, 489088}}},
     {16384, 3072, 1408, 60, 8, {{3574016, 5651873}, {1855136, 1764896}, {2269184, 3223648}, {3460096, 3363008}, {2143552, 3193152}, {4361248, 6443520}}},
     {32768, 512, 2048, 128, 6, {{1864512, 2803360}, {655456, 709856}, {1877984, 1905248}, {1244576, 1369568}, {735584, 1168160}, {1470336, 2288448}}},
-    // Fresh at the time, before up_proj_wgrad was turned; dX~ and down_proj were fitted to these too.
+    // Fresh at the time, before up_proj_wgrad was turned; down_proj and dX~ were fitted to these, too.
     {4096, 7168, 384, 8, 1, {{82208, 117920}, {50624, 47232}, {84960, 70272}, {79744, 78944}, {60288, 65088}, {108224, 115360}}},
     {24576, 512, 128, 128, 6, {{97216, 121056}, {66688, 65408}, {145376, 95392}, {87296, 90336}, {94688, 61984}, {174848, 102016}}},
     {32768, 1536, 768, 96, 4, {{998912, 1591488}, {533984, 481312}, {688896, 970496}, {957344, 899648}, {535072, 812832}, {1045824, 1584448}}},

@@ -11,6 +11,7 @@ import check_device_build  # noqa: E402
 import check_docs  # noqa: E402
 import check_layers  # noqa: E402
 import run_snippets  # noqa: E402
+import tile_times  # noqa: E402
 
 
 def plant(root, files):
@@ -126,3 +127,48 @@ def test_device_build(tmp_path, capsys, log, expected):
     text = capsys.readouterr().out
     assert expected in text
     assert failed == ("nothing to object to" not in text)
+
+
+TILE_TIMES_LOG = """# First
+$ command
+## 8,16,32,2,1
+cuda.up_proj.128x256      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.up_proj.128x128      0.001     0.000  2.0  2.0          -         -     0.50
+cuda.down_proj.128x256      0.001     0.000  1.0  -          -         -     0.50
+cuda.down_proj.128x192      0.001     0.000  4.0  2.0          -         -     0.50
+cuda.down_proj_dgrad.128x256      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.down_proj_dgrad.128x128      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.up_proj_dgrad.128x256      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.up_proj_dgrad.128x192      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.down_proj_wgrad.128x256      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.down_proj_wgrad.128x128      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.up_proj_wgrad.256x128      0.001     0.000  1.0  2.0          -         -     0.50
+cuda.up_proj_wgrad.128x128      0.001     0.000  1.0  2.0          -         -     0.50
+## 8,16,32,2,2
+cuda.up_proj.128x256      0.001     0.000  1.0  2.0          -         -     0.50
+"""
+
+
+def test_tile_times_come_from_flops_and_leave_broken_shapes_out():
+    assert tile_times.table(TILE_TIMES_LOG) == (
+        "    // First.\n"
+        "    {8, 16, 32, 2, 1, {{16, 8}, {8, 2}, {8, 8}, {16, 16}, {8, 8}, {16, 16}}},\n"
+    )
+
+
+def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
+    header, log = tmp_path / "tests/tile_times.h", tmp_path / "receipts/tile-times.log"
+    text = f"// before\n{tile_times.BEGIN}{tile_times.table(TILE_TIMES_LOG)}{tile_times.END}after\n"
+    plant(tmp_path, {"tests/tile_times.h": text, "receipts/tile-times.log": TILE_TIMES_LOG})
+    for name, path in [("ROOT", tmp_path), ("HEADER", header), ("LOG", log)]:
+        monkeypatch.setattr(tile_times, name, path)
+    monkeypatch.setattr(sys, "argv", ["tile_times.py", "--check"])
+    assert tile_times.main() == 0
+    changed = text.replace("{16, 8}", "{16, 9}")
+    header.write_text(changed)
+    assert tile_times.main() == 1
+    assert header.read_text() == changed
+    assert "tests/tile_times.h is not what receipts/tile-times.log says" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["tile_times.py"])
+    assert tile_times.main() == 0
+    assert header.read_text() == text
