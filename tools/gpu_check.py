@@ -337,6 +337,9 @@ def problems(build: Path) -> list[str]:
               if state != "clean"]  # fmt: skip
     if weak := weak_bound(receipt["bench"], receipt["python"]):
         found.append(weak)
+    timed, hot = ({(row["config"], row["what"]) for row in receipt.get(key, [])}
+                  for key in ("bench", "sustained"))  # fmt: skip
+    found += [f"sustained benchmark: {' '.join(row)}: not measured" for row in sorted(timed - hot)]
     return found
 
 

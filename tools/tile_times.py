@@ -16,42 +16,32 @@ LOG = ROOT / "receipts" / "tile-times.log"
 HEADER = ROOT / "tests" / "tile_times.h"
 BEGIN = "inline constexpr TileTimes kTileTimes[] = {\n"
 END = "};\n// clang-format on\n"
-# Operation, its two tiles, and how many times 2 R n d its flops are.
-TILES = (
-    ("up_proj", "128x256", "128x128", 2),
-    ("down_proj", "128x256", "128x192", 1),
-    ("down_proj_dgrad", "128x256", "128x128", 1),
-    ("up_proj_dgrad", "128x256", "128x192", 2),
-    ("down_proj_wgrad", "128x256", "128x128", 1),
-    ("up_proj_wgrad", "256x128", "128x128", 2),
-)
 
 
-def row(shape: str, tflops: dict[str, float]) -> str:
+def row(shape: str, tiles: list[tuple[str, str, str]], tflops: dict[str, str]) -> str:
     """A shape's line of the table; empty if a kernel did not run or the log breaks off."""
     tokens, hidden, intermediate, _, top_k = map(int, shape.split(","))
     cells = []
-    for operation, *tiles, times in TILES:
-        flops = 2 * times * tokens * top_k * hidden * intermediate
-        names = [f"{operation}.{tile}" for tile in tiles]
+    for operation, *both in tiles:
+        names = [f"{operation}.{tile}" for tile in both]
         if any(name not in tflops for name in names):
             return ""
-        cells.append("{" + ", ".join(str(round(flops / tflops[n] * 1e-3)) for n in names) + "}")
+        # Gate and up make two matrices.
+        flops = (4 if operation.startswith("up") else 2) * tokens * top_k * hidden * intermediate
+        nanoseconds = [str(round(flops / float(tflops[name]) * 1e-3)) for name in names]
+        cells.append("{" + ", ".join(nanoseconds) + "}")
     return f"    {{{shape.replace(',', ', ')}, {{{', '.join(cells)}}}}},\n"
 
 
-def table(log: str) -> str:
-    lines, shape, tflops = [], "", {}
-    for line in [*log.splitlines(), "# end"]:
-        if line.startswith("#") and shape:
-            lines.append(row(shape, tflops))
-            shape = ""
-        if line.startswith("## "):
-            shape, tflops = line[3:].strip(), {}
-        elif line.startswith("# ") and line != "# end":
-            lines.append(f"    // {line[2:]}.\n")
-        elif found := re.match(r"cuda\.(\S+)\s+\S+\s+\S+\s+(\S+)", line):
-            tflops[found[1]] = float(found[2])
+def table(log: str, tiles: list[tuple[str, str, str]]) -> str:
+    lines = []
+    for section in re.split(r"^(?=#)", log, flags=re.M):
+        head, _, body = section.partition("\n")
+        if head.startswith("## "):
+            tflops = re.findall(r"^cuda\.(\S+)\s+\S+\s+\S+\s+(\S+)", body, re.M)
+            lines.append(row(head[3:], tiles, dict(tflops)))
+        elif head:
+            lines.append(f"    //{head[1:]}.\n")
     return "".join(lines)
 
 
@@ -60,8 +50,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail if the header would change")
     options = parser.parse_args()
     old = HEADER.read_text()
+    # kTiles: an operation, its large tile, its small one.
+    tiles = re.findall(r'\{"(\w+)", "(\w+)", "(\w+)"\}', old)
     begin = old.index(BEGIN) + len(BEGIN)
-    new = old[:begin] + table(LOG.read_text()) + old[old.index(END) :]
+    new = old[:begin] + table(LOG.read_text(), tiles) + old[old.index(END) :]
     if options.check and new != old:
         print(f"tile_times: {HEADER.relative_to(ROOT)} is not what {LOG.relative_to(ROOT)} says")
         return 1

@@ -1,6 +1,7 @@
 """The checks of tools/ find what they are for. Each case is a small tree with one thing wrong."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import check_device_build  # noqa: E402
 import check_docs  # noqa: E402
 import check_layers  # noqa: E402
+import figures  # noqa: E402
 import run_snippets  # noqa: E402
 import tile_times  # noqa: E402
 
@@ -136,29 +138,21 @@ cuda.up_proj.128x256      0.001     0.000  1.0  2.0          -         -     0.5
 cuda.up_proj.128x128      0.001     0.000  2.0  2.0          -         -     0.50
 cuda.down_proj.128x256      0.001     0.000  1.0  -          -         -     0.50
 cuda.down_proj.128x192      0.001     0.000  4.0  2.0          -         -     0.50
-cuda.down_proj_dgrad.128x256      0.001     0.000  1.0  2.0          -         -     0.50
-cuda.down_proj_dgrad.128x128      0.001     0.000  1.0  2.0          -         -     0.50
-cuda.up_proj_dgrad.128x256      0.001     0.000  1.0  2.0          -         -     0.50
-cuda.up_proj_dgrad.128x192      0.001     0.000  1.0  2.0          -         -     0.50
-cuda.down_proj_wgrad.128x256      0.001     0.000  1.0  2.0          -         -     0.50
-cuda.down_proj_wgrad.128x128      0.001     0.000  1.0  2.0          -         -     0.50
-cuda.up_proj_wgrad.256x128      0.001     0.000  1.0  2.0          -         -     0.50
-cuda.up_proj_wgrad.128x128      0.001     0.000  1.0  2.0          -         -     0.50
 ## 8,16,32,2,2
 cuda.up_proj.128x256      0.001     0.000  1.0  2.0          -         -     0.50
 """
+TILES = [("up_proj", "128x256", "128x128"), ("down_proj", "128x256", "128x192")]
+TILE_TIMES = "    // First.\n    {8, 16, 32, 2, 1, {{16, 8}, {8, 2}}},\n"
 
 
 def test_tile_times_come_from_flops_and_leave_broken_shapes_out():
-    assert tile_times.table(TILE_TIMES_LOG) == (
-        "    // First.\n"
-        "    {8, 16, 32, 2, 1, {{16, 8}, {8, 2}, {8, 8}, {16, 16}, {8, 8}, {16, 16}}},\n"
-    )
+    assert tile_times.table(TILE_TIMES_LOG, TILES) == TILE_TIMES
 
 
 def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
     header, log = tmp_path / "tests/tile_times.h", tmp_path / "receipts/tile-times.log"
-    text = f"// before\n{tile_times.BEGIN}{tile_times.table(TILE_TIMES_LOG)}{tile_times.END}after\n"
+    names = ", ".join(f'{{"{a}", "{b}", "{c}"}}' for a, b, c in TILES)
+    text = f"{names}\n{tile_times.BEGIN}{TILE_TIMES}{tile_times.END}after\n"
     plant(tmp_path, {"tests/tile_times.h": text, "receipts/tile-times.log": TILE_TIMES_LOG})
     for name, path in [("ROOT", tmp_path), ("HEADER", header), ("LOG", log)]:
         monkeypatch.setattr(tile_times, name, path)
@@ -172,3 +166,47 @@ def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tile_times.py"])
     assert tile_times.main() == 0
     assert header.read_text() == text
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """The documents with figures, and the receipt, where a test may change them."""
+    names = ["README.md", "receipts/h200.json", "docs/findings/sustained.md"]
+    names += [f"docs/kernels/{operation}.md" for operation in figures.OPERATIONS]
+    plant(tmp_path, {name: (figures.ROOT / name).read_text() for name in names})
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, what, pattern",
+    [
+        ("README.md", "figure", r"(?<=ratios: )0.(?=\d\d forward)"),
+        ("README.md", "figure", r"(?<=\), )0.(?=\d\d and)"),
+        ("README.md", "figure", r"(?<=32768, 4096, 2048, 64, 4 \| )1"),
+        ("README.md", "figure", r"(?<=sustained: )2"),
+        ("docs/kernels/up_proj.md", "figure", r"(?<=7B-n256 \| )\d"),
+        ("docs/findings/sustained.md", "figure", r"(?<=\n\| in turn \| )0"),
+        ("README.md", "place", r"ratios: "),
+        ("docs/findings/sustained.md", "place", r"in turn \|"),
+    ],
+)
+def test_figures_finds_documents_that_the_receipt_does_not_back(
+    documents, monkeypatch, capsys, name, what, pattern
+):
+    monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
+    assert figures.main() == 0
+    text = (documents / name).read_text()
+    changed, count = re.subn(pattern, "9" if what == "figure" else "", text)
+    assert count == 1
+    (documents / name).write_text(changed)
+    if what == "place":
+        with pytest.raises(SystemExit, match=f"figures: {name}: 0 places"):
+            figures.main()
+        return
+    assert figures.main() == 1
+    assert f"{name} is not what the receipt says" in capsys.readouterr().out
+    assert (documents / name).read_text() == changed
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    assert figures.main() == 0
+    assert (documents / name).read_text() == text

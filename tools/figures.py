@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Writes the figures of receipts/h200.json into the README and the documents; --check only compares.
+
+Each figure has a place, a pattern that must be there once: a document that no longer has it is an
+error, not a figure left out.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OPERATIONS = ("up_proj", "down_proj", "down_proj_dgrad", "up_proj_dgrad", "down_proj_wgrad",
+              "up_proj_wgrad")  # fmt: skip
+NUMBER = r"[\d.]+"
+
+
+class Rows:
+    """One benchmark of a receipt, by configuration and operation."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.at = {(row["config"], row["what"]): row for row in rows}
+        # The published shapes; "small" is not one of them.
+        self.configs = {row["config"]: row["thiek"] for row in rows if row["config"] != "small"}
+
+    def ms(self, config: str, what: str) -> float:
+        return self.at[config, what]["ms"]
+
+    def of_bound(self, config: str, what: str) -> float:
+        return self.at[config, what]["bound_ms"] / self.ms(config, what)
+
+    def mean(self, what: str) -> float:
+        """Geometric, over the published shapes."""
+        logs = [math.log(self.of_bound(config, what)) for config in self.configs]
+        return math.exp(sum(logs) / len(logs))
+
+
+def layer(rows: Rows) -> list[str]:
+    """Of two shapes: milliseconds, then times the bound."""
+    shapes = ("7B-n256", "small")
+    return [f"{rows.ms(config, 'layer'):.2f}" for config in shapes] + [
+        f"{1 / rows.of_bound(config, 'layer'):.2f}" for config in shapes
+    ]
+
+
+def readme(bench: Rows, hot: Rows) -> list[tuple[str, str | list[str]]]:
+    edits = [
+        (
+            rf"ratios: {NUMBER} forward,\n{NUMBER} backward",
+            f"ratios: {bench.mean('forward'):.2f} forward,\n{bench.mean('backward'):.2f} backward",
+        ),
+        (
+            rf"\(`--sustained 100`\), {NUMBER} and {NUMBER}\.\n",
+            f"(`--sustained 100`), {hot.mean('forward'):.2f} and {hot.mean('backward'):.2f}.\n",
+        ),
+    ]
+    for config, thiek in bench.configs.items():
+        shape = ", ".join(map(str, thiek))
+        cells = [f"{bench.ms(config, what):.2f} | {bench.of_bound(config, what):.2f}"
+                 for what in ("forward", "backward")]  # fmt: skip
+        edits.append((rf"\| {shape} \|.*\n", f"| {shape} | {' | '.join(cells)} |\n"))
+    place = rf"{NUMBER} ms at [\d, ]+ and {NUMBER} ms at\n[\d, ]+: {NUMBER} and {NUMBER} times"
+    edits.append((place, layer(bench)))
+    edits.append((rf"sustained: {NUMBER} and {NUMBER} ms, {NUMBER} and {NUMBER} times", layer(hot)))
+    return edits
+
+
+def kernel_page(operation: str, bench: Rows, text: str) -> list[tuple[str, str]]:
+    """The rows that the page has chosen to show."""
+    edits = []
+    for config in re.findall(r"^\| (\S+-n\d+) \| \d+ \| \d+ \| \d+ \|$", text, re.M):
+        row = bench.at[config, operation]
+        edits.append((
+            rf"\| {re.escape(config)} \| \d+ \| \d+ \| \d+ \|",
+            f"| {config} | {row['ms'] * 1e3:.0f} | {row['bound_ms'] * 1e3:.0f} | "
+            f"{row['tflops']:.0f} |",
+        ))  # fmt: skip
+    return edits
+
+
+def means(bench: Rows, hot: Rows) -> list[tuple[str, str]]:
+    edits = []
+    for name, rows in (("in turn", bench), ("sustained", hot)):
+        cells = [f"{rows.mean(w):.2f}" for w in ("forward", "backward", "layer", *OPERATIONS)]
+        edits.append((rf"\| {name} \|(?: {NUMBER} \|){{9}}", f"| {name} | {' | '.join(cells)} |"))
+    return edits
+
+
+def edited(text: str, edits: list[tuple[str, str | list[str]]], where: str) -> str:
+    """A list replaces, in order, the decimal numbers that the pattern matched."""
+    for pattern, new in edits:
+        found = re.findall(pattern, text)
+        if len(found) != 1:
+            sys.exit(f"figures: {where}: {len(found)} places for {pattern!r}, allowed: one")
+        if isinstance(new, list):
+            values = iter(new)
+            new = re.sub(r"\d+\.\d+", lambda _: next(values), re.search(pattern, text)[0])
+        text = re.sub(pattern, lambda _: new, text)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if a document would change")
+    options = parser.parse_args()
+    receipt = json.loads((ROOT / "receipts" / "h200.json").read_text())
+    bench, hot = Rows(receipt["bench"]), Rows(receipt["sustained"])
+    documents = {"README.md": readme(bench, hot), "docs/findings/sustained.md": means(bench, hot)}
+    for operation in OPERATIONS:
+        page = f"docs/kernels/{operation}.md"
+        documents[page] = kernel_page(operation, bench, (ROOT / page).read_text())
+    stale = 0
+    for name, edits in documents.items():
+        old = (ROOT / name).read_text()
+        new = edited(old, edits, name)
+        if new != old:
+            stale += 1
+            print(f"figures: {name} {'is not what the receipt says' if options.check else 'written'}")
+            if not options.check:
+                (ROOT / name).write_text(new)
+    print(f"figures: {len(documents)} documents, {sum(map(len, documents.values()))} places")
+    return 1 if stale and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
