@@ -355,8 +355,20 @@ void Operations::add_backward() {
   aggregate_alone_ =
       task("aggregate_alone", settings_.plan(aggregate_desc(), settings_.layer_line()), args, 0,
            {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx});
+  AggregateDesc with_router = aggregate_desc();
+  if (!rounded() && s_.k <= kMaxRoutedTopK &&
+      (desc.router == RouterMode::softmax_over_topk || desc.norm_topk_probs)) {
+    // As the layer does, without a loss on the logits: router_dgrad is for layers that have one.
+    with_router.experts = s_.e;
+    args.slot_experts = ids_.as<std::int32_t>();
+    args.dlogits = dlogits_.data();
+    args.router_w = l.router_w.data();
+    add("aggregate_dx", with_router, args, 0,
+        {&dx_rows_, &slot_rows_, &ids_, &dlogits_, &l.router_w, &l.dx});
+    return;
+  }
   args.addend = l.dx.data();
-  add("aggregate_dx", aggregate_desc(), args, 0,
+  add("aggregate_dx", with_router, args, 0,
       {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});
 }
 

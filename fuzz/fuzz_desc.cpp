@@ -123,7 +123,8 @@ void operation(FuzzedDataProvider* in) {
       return plan_operation(
           in, BiasGradDesc{tokens, rows, hidden, intermediate, experts, dtype, activation, layout});
     case 5:
-      return plan_operation(in, AggregateDesc{tokens, rows, hidden, top_k, dtype});
+      return plan_operation(in,
+                            AggregateDesc{tokens, rows, hidden, top_k, dtype, flag ? experts : 0});
     case 6:
       return plan_operation(in, ScoreGradDesc{tokens, experts, top_k, rows, dtype, mode, flag});
     case 7:

@@ -49,6 +49,9 @@ std::vector<Case> cases() {
   add("topk_over_softmax", RouterMode::topk_over_softmax, Activation::swiglu);
   add("topk_over_softmax_norm", RouterMode::topk_over_softmax, Activation::swiglu);
   out.back().desc.norm_topk_probs = true;
+  // Without a loss on the logits, dX's sum adds the router's part.
+  add("softmax_over_topk_alone", RouterMode::softmax_over_topk, Activation::swiglu);
+  out.back().outside_dlogits = false;
   return out;
 }
 

@@ -360,6 +360,27 @@ Tensor Oracle::aggregate(const Grouping& g, const Tensor& rows, const Tensor& sl
   return out;
 }
 
+Tensor Oracle::routed_dx(const std::vector<std::int32_t>& slot_experts, const Tensor& dlogits,
+                         const Tensor& router_w) const {
+  const std::int64_t T = desc_.tokens, d = desc_.hidden, E = desc_.experts, K = desc_.top_k;
+  Tensor out(T * d);
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t t = 0; t < T; ++t) {
+      std::vector<Real> sums(d, Real{0});
+      for (std::int64_t slot = t * K; slot < (t + 1) * K; ++slot) {
+        const std::int64_t e = slot_experts[slot];
+        const Real gradient = static_cast<Real>(dlogits[t * E + e]);
+        for (std::int64_t i = 0; i < d; ++i) {
+          sums[i] += gradient * static_cast<Real>(router_w[e * d + i]);
+        }
+      }
+      for (std::int64_t i = 0; i < d; ++i) out[t * d + i] = static_cast<double>(sums[i]);
+    }
+  });
+  return out;
+}
+
 Tensor Oracle::slot_dscores(const Grouping& g, const Tensor& row_dscores) const {
   Tensor out(g.slot_rows.size());
   for (std::size_t slot = 0; slot < out.size(); ++slot) {

@@ -88,6 +88,9 @@ class Oracle {
   /// `slot_scores` and `addend` may be empty.
   Tensor aggregate(const Grouping& g, const Tensor& rows, const Tensor& slot_scores,
                    const Tensor& addend) const;
+  /// The router's part of dX from each token's own experts, (T, d), not rounded to storage.
+  Tensor routed_dx(const std::vector<std::int32_t>& slot_experts, const Tensor& dlogits,
+                   const Tensor& router_w) const;
   /// Row order to slot order.
   Tensor slot_dscores(const Grouping& g, const Tensor& row_dscores) const;
   /// `dlogits_in` may be empty.

@@ -30,8 +30,11 @@ class OpChecker {
     check_metadata();
     check_gemms();
     if (desc_.bias) check_bias_grad();
-    check_aggregate("aggregate_o", layer_.expert_out, layer_.scores, {});
-    check_aggregate("aggregate_dx", layer_.dx_rows, {}, router() ? problem_.x : Tensor{});
+    check_aggregate("aggregate_o", layer_.expert_out, layer_.scores, {}, false);
+    check_aggregate("aggregate_dx", layer_.dx_rows, {}, router() ? problem_.x : Tensor{}, false);
+    if (router() && desc_.top_k <= kMaxRoutedTopK) {
+      check_aggregate("aggregate_routed", layer_.dx_rows, {}, {}, true);
+    }
     check_score_grad();
     if (router()) check_aux_loss();
     return std::move(reports_);
@@ -268,14 +271,16 @@ class OpChecker {
     judge("row_dscores", dscores, [&](const Oracle& o) { return expected(o).row_dscores; });
   }
 
+  /// `routed`: and the router's part of dX, from the slots' experts.
   void check_aggregate(const std::string& label, const Tensor& rows, const Tensor& slot_scores,
-                       const Tensor& addend) {
+                       const Tensor& addend, bool routed) {
     AggregateDesc op;
     op.tokens = desc_.tokens;
     op.rows = desc_.rows();
     op.hidden = desc_.hidden;
     op.top_k = desc_.top_k;
     op.dtype = type();
+    if (routed) op.experts = desc_.experts;
     Arena arena(device_);
     AggregateArgs args;
     Tensor all_rows = rows;
@@ -291,10 +296,27 @@ class OpChecker {
     args.slot_scores =
         static_cast<const float*>(arena.input("slot_scores", slot_scores, DType::f32));
     args.addend = arena.input("addend", addend, type());
+    // What the token's other experts have must not be read.
+    const Tensor& dlogits = layer_.dlogits;
+    if (routed) {
+      const std::int64_t E = desc_.experts;
+      Tensor own(dlogits.size(), std::numeric_limits<double>::quiet_NaN());
+      for (std::size_t slot = 0; slot < routing_.experts.size(); ++slot) {
+        const std::int64_t at =
+            static_cast<std::int64_t>(slot) / desc_.top_k * E + routing_.experts[slot];
+        own[at] = dlogits[at];
+      }
+      args.slot_experts = arena.input("slot_experts", routing_.experts);
+      args.dlogits = arena.input("dlogits", own, type());
+      args.router_w = arena.input("router_w", problem_.router_w, type());
+    }
     args.out = arena.output("out", desc_.tokens * desc_.hidden, type());
     if (!run(label, op, args, &arena)) return;
-    judge("out", arena.tensor("out", type()),
-          [&](const Oracle& o) { return o.aggregate(g_, rows, slot_scores, addend); });
+    judge("out", arena.tensor("out", type()), [&](const Oracle& o) {
+      const Tensor extra =
+          routed ? o.routed_dx(routing_.experts, dlogits, problem_.router_w) : addend;
+      return o.aggregate(g_, rows, slot_scores, extra);
+    });
   }
 
   void check_score_grad() {

@@ -113,8 +113,9 @@ struct BackwardArgs {
   const void* routing = nullptr;
 
   // Gradients coming in.
-  const void* dout = nullptr;     ///< dO (T, d) dtype
-  const void* dlogits = nullptr;  ///< (T, E) dtype, optional: of losses outside, added to ours
+  const void* dout = nullptr;  ///< dO (T, d) dtype
+  const void* dlogits =
+      nullptr;  ///< (T, E) dtype, of losses outside, added to ours; null: none, and less to do
 
   // Gradients going out, each shaped like its tensor; all overwritten, but for dw1, dw1_up and dw2
   // with accumulate_weight_grads.

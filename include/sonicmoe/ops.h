@@ -177,15 +177,24 @@ struct SONICMOE_API BiasGradDesc {
 
 /// out[t] = sum over the token's slots, in slot order, of score * rows[slot_rows[slot]] +
 /// addend[t]. Weighted for O (scores given), unweighted for dX (scores null); addend may be null.
+///
+/// The router's part of dX, where a token's logits have gradients at its own experts alone (softmax
+/// over the top-K or renormalised, no other loss on the logits): with `router_w` given, out[t] also
+/// has the sum over t's slots, in slot order, of dlogits[t, e] * router_w[e], e the slot's expert.
+/// Experts out of range add nothing.
 struct AggregateArgs {
   const void* rows = nullptr;                   ///< (R, d)
   const std::int32_t* slot_rows = nullptr;      ///< (R)
   const std::int32_t* token_offsets = nullptr;  ///< (T+1): lists only (top_k == 0)
   const std::int32_t* token_slots = nullptr;    ///< (R): lists only
   const float* slot_scores = nullptr;           ///< (R) or null
-  const void* addend = nullptr;                 ///< (T, d) or null
+  const void* addend = nullptr;                 ///< (T, d) or null; may be `out` itself
+  const std::int32_t* slot_experts = nullptr;   ///< (R): with router_w
+  const void* dlogits = nullptr;                ///< (T, E): with router_w
+  const void* router_w = nullptr;               ///< (E, d), or null; unweighted top-K slots only
   void* out = nullptr;                          ///< (T, d)
 };
+inline constexpr std::int64_t kMaxRoutedTopK = 64;  ///< K of a call with router_w
 struct SONICMOE_API AggregateDesc {
   using Args = AggregateArgs;
   std::int64_t tokens = 0;
@@ -193,6 +202,7 @@ struct SONICMOE_API AggregateDesc {
   std::int64_t hidden = 0;
   std::int64_t top_k = 0;  ///< K, or 0 for lists
   DType dtype = DType::bf16;
+  std::int64_t experts = 0;  ///< E; 0: calls have no router_w. Else K is at most kMaxRoutedTopK
   bool operator==(const AggregateDesc&) const = default;
 };
 

@@ -43,7 +43,7 @@ def layer(x, router_w, w1, w2, dout, ids, scores, rounded):
     dlogits.scatter_(1, ids, scores * (ds - (ds * scores).sum(1, keepdim=True)))
     dlogits = r(dlogits)
     drouter_w = r(dlogits.T @ x)
-    dx_all = r(dx + r(dlogits @ router_w))
+    dx_all = r(dx + dlogits @ router_w)
     return {
         "o": r(out), "dx": dx_all, "dw1": dw1, "dw2": dw2, "ds": ds, "dlogits": dlogits,
         "drouter_w": drouter_w,

@@ -30,7 +30,6 @@ struct BackwardRegions {
   std::size_t row_dscores;
   std::size_t dscores;  // token rounding: of the lists it made
   std::size_t dlogits;
-  std::size_t router_dx;
   std::size_t scaled_act;
   std::size_t dx_rows;  // over scaled_act: dW2 has used that by then
   std::size_t scratch;
@@ -71,6 +70,11 @@ struct LayerPlan::Impl {
   bool given() const { return kind() == SlotKind::given; }
   bool rounded() const { return kind() == SlotKind::rounded; }
   bool lists() const { return kind() != SlotKind::top_k; }
+  /// Do a token's logits have gradients at its own experts alone, unless the caller adds some?
+  /// Then the sum over dX's rows adds the router's part, and no product is needed.
+  bool routed() const {
+    return kind() == SlotKind::top_k && !needs_logits(desc) && desc.top_k <= kMaxRoutedTopK;
+  }
 };
 
 namespace {
@@ -210,7 +214,9 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   if (!impl->given()) {
     build->add(&impl->router_dgrad, dgrad, &scratch).add(&impl->router_wgrad, wgrad, &scratch);
   }
-  build->add(&impl->aggregate_dx, aggregate(*impl), &scratch);
+  AggregateDesc sum = aggregate(*impl);
+  if (impl->routed()) sum.experts = d.experts;
+  build->add(&impl->aggregate_dx, sum, &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
   const std::size_t tokens = impl->given() ? 0 : static_cast<std::size_t>(d.tokens);
@@ -222,7 +228,6 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   impl->bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
   impl->bwd.dscores = ledger.book("dscores", impl->rounded() ? 4 * rows : 0);
   impl->bwd.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(d.experts) * size);
-  impl->bwd.router_dx = ledger.book("router_dx", tokens * hidden * size);
   impl->bwd.scratch = ledger.book("scratch", scratch);
   const std::size_t shared = ledger.end();
   impl->bwd.scaled_act =
@@ -416,7 +421,6 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
   const RoutingBlock routing = RoutingBlock::at(d, const_cast<void*>(args.routing));
   void* const preact = const_cast<void*>(args.preact);
   void* const dlogits = seq.region(p.bwd.dlogits);
-  void* const router_dx = seq.region(p.bwd.router_dx);
 
   seq.run(p.down_proj_dgrad, {.offsets = routing.offsets,
                               .row_tokens = routing.row_tokens,
@@ -477,15 +481,20 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                             .w1_up = args.w1_up,
                             .dpreact = seq.region(p.bwd.dpreact),
                             .dx_rows = seq.region(p.bwd.dx_rows)});
+  const bool routed = p.routed() && args.dlogits == nullptr;
+  const bool dense = !p.given() && !routed;  // then dx holds the router's part until it is added to
   if (!p.given()) {
-    seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = router_dx});
+    if (dense) seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = args.dx});
     seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
   }
   seq.run(p.aggregate_dx, {.rows = seq.region(p.bwd.dx_rows),
                            .slot_rows = routing.slot_rows,
                            .token_offsets = routing.token_offsets,
                            .token_slots = routing.token_slots,
-                           .addend = p.given() ? nullptr : router_dx,
+                           .addend = dense ? args.dx : nullptr,
+                           .slot_experts = routing.slot_experts,
+                           .dlogits = dlogits,
+                           .router_w = routed ? args.router_w : nullptr,
                            .out = args.dx});
   return seq.status();
 }

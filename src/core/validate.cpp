@@ -1,5 +1,6 @@
 #include "core/validate.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdint>
 
@@ -246,6 +247,8 @@ Status validate(const AggregateDesc& d) {
   check.tokens(d.tokens).range("rows", d.rows, 0, kMaxIndex).width("hidden", d.hidden);
   check.range("top_k", d.top_k, 0, kMaxExperts).rows(d.tokens, d.top_k);
   if (d.top_k > 0) check.all_rows(d.rows, d.tokens, d.top_k);
+  check.range("experts", d.experts, 0, kMaxExperts);
+  if (d.experts > 0) check.range("top_k", d.top_k, 1, std::min(d.experts, kMaxRoutedTopK));
   return check.dtype(d.dtype).status();
 }
 
@@ -442,6 +445,13 @@ Status validate(const AggregateDesc& d, const AggregateArgs& a) {
   }
   check.optional("slot_scores", a.slot_scores, d.rows, 4);
   check.optional("addend", a.addend, d.tokens);
+  if (a.router_w != nullptr) {
+    check.require(d.experts > 0, "router_w", "a pointer", "null without experts");
+    check.require(a.slot_scores == nullptr, "slot_scores", "a pointer", "null with router_w");
+    check.tensor("router_w", a.router_w, d.experts, "(E, d)");
+    check.ints("slot_experts", a.slot_experts, d.rows, "(R) int32");
+    check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
+  }
   return check.tensor("out", a.out, d.tokens, "(T, d)").status();
 }
 

@@ -320,6 +320,14 @@ TEST(BadOp, Aggregate) {
        {"hidden: got 9, allowed: multiples of 8 from 8 to 1048576", [](D* d) { d->hidden = 9; }},
        {"top_k: got -1, allowed: 0 to 65536", [](D* d) { d->top_k = -1; }},
        {"rows: got 10, allowed: 15", [](D* d) { d->top_k = 3; }},
+       {"experts: got -1, allowed: 0 to 65536", [](D* d) { d->experts = -1; }},
+       {"top_k: got 0, allowed: 1 to 4", [](D* d) { d->experts = 4; }},
+       {"top_k: got 65, allowed: 1 to 64",
+        [](D* d) {
+          d->experts = 100;
+          d->top_k = 65;
+          d->rows = 65 * kTokens;
+        }},
        {"dtype: got f16, allowed: f32, bf16 (on the CPU)", [](D* d) { d->dtype = DType::f16; }}});
   using A = AggregateArgs;
   const GuardedBuffer memory(64);
@@ -336,6 +344,23 @@ TEST(BadOp, Aggregate) {
                               pointer_row("slot_scores", &A::slot_scores, "", 4, true),
                               pointer_row("addend", &A::addend, "", 16, true),
                               pointer_row("out", &A::out, "(T, d)")});
+
+  A routed = good;
+  routed.slot_experts = routed.slot_rows;
+  routed.dlogits = routed.router_w = p;
+  const auto refusal = [&] {
+    return std::string(make_plan(desc).value().run(routed, {}).message());
+  };
+  EXPECT_EQ(refusal(), "router_w: got a pointer, allowed: null without experts");
+  desc.top_k = 2;
+  desc.experts = kExperts;
+  EXPECT_EQ(refusal(), "slot_scores: got a pointer, allowed: null with router_w");
+  routed.slot_scores = nullptr;
+  expect_pointers(desc, routed,
+                  std::vector{pointer_row("slot_experts", &A::slot_experts, "(R) int32", 4),
+                              pointer_row("dlogits", &A::dlogits, "(T, E)"),
+                              pointer_row("router_w", &A::router_w, "", 16, true)});
+  EXPECT_TRUE(memory.untouched());
 }
 
 TEST(BadOp, ScoreGrad) {

@@ -164,22 +164,41 @@ __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
   return {row_max, warp_sum(sum)};
 }
 
-/// 16 bytes that are read once, past L1, if `wanted`; else zeros. One instruction under a
-/// predicate: a branch would wait for one load before the next. Volatile, and not through the
-/// read-only path: what an earlier kernel writes must not be read before wait_for_previous().
-template <class T>
-__device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted) {
+/// 16 bytes if `wanted`; else zeros. One instruction under a predicate: a branch would wait for one
+/// load before the next. Volatile, and not through the read-only path: what an earlier kernel
+/// writes must not be read before wait_for_previous().
+template <bool kKept, class T>
+__device__ __forceinline__ Eight<T> load_if(const T* from, bool wanted) {
   uint4 bits = {};
-  asm volatile(
-      "{ .reg .pred wanted;\n"
-      "  setp.ne.s32 wanted, %5, 0;\n"
-      "  @wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
-      : "l"(from), "r"(static_cast<int>(wanted)));
+  if constexpr (kKept) {
+    asm volatile(
+        "{ .reg .pred wanted;\n"
+        "  setp.ne.s32 wanted, %5, 0;\n"
+        "  @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+        : "l"(from), "r"(static_cast<int>(wanted)));
+  } else {
+    asm volatile(
+        "{ .reg .pred wanted;\n"
+        "  setp.ne.s32 wanted, %5, 0;\n"
+        "  @wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+        : "l"(from), "r"(static_cast<int>(wanted)));
+  }
   Eight<T> result;
   static_assert(sizeof result == sizeof bits);
   memcpy(&result, &bits, sizeof bits);
   return result;
+}
+/// What is read once goes past L1.
+template <class T>
+__device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted) {
+  return load_if<false>(from, wanted);
+}
+/// What other threads read, too.
+template <class T>
+__device__ __forceinline__ Eight<T> load_kept(const T* from, bool wanted) {
+  return load_if<true>(from, wanted);
 }
 
 /// Or-ed into the error word, if there is one.
