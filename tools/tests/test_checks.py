@@ -183,8 +183,8 @@ def documents(tmp_path, monkeypatch):
     [
         ("README.md", "figure", r"(?<=ratios: )0.(?=\d\d forward)"),
         ("README.md", "figure", r"(?<=\), )0.(?=\d\d and)"),
-        ("README.md", "figure", r"(?<=32768, 4096, 2048, 64, 4 \| )1"),
-        ("README.md", "figure", r"(?<=sustained: )2"),
+        ("README.md", "figure", r"(?<=32768, 4096, 2048, 64, 4 \| )\d"),
+        ("README.md", "figure", r"(?<=sustained: )\d"),
         ("docs/kernels/up_proj.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/findings/sustained.md", "figure", r"(?<=\n\| in turn \| )0"),
         ("README.md", "place", r"ratios: "),
