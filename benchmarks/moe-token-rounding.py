@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from arguments import sizes
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
@@ -23,16 +24,6 @@ from sonicmoe import ActivationType, KernelBackendMoE, MoE  # noqa: E402
 from sonicmoe._check import ROUNDING_RULES  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def sizes(text: str) -> list[int]:
-    try:
-        values = [int(value) for value in text.split(",")]
-    except ValueError:
-        values = []
-    if len(values) != 6 or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: six positive ints T,H,I,E,K,Q")
-    return values
 
 
 def build(options: argparse.Namespace, routing: str) -> MoE:
@@ -112,7 +103,7 @@ def timed(moe: MoE, x: torch.Tensor, dout: torch.Tensor) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--thiekq", type=sizes, default="1024,256,128,16,4,128",
+    parser.add_argument("--thiekq", type=sizes("T,H,I,E,K,Q"), default="1024,256,128,16,4,128",
                         metavar="T,H,I,E,K,Q")  # fmt: skip
     parser.add_argument("--routing", choices=["top_k", *ROUNDING_RULES], default="nr")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from arguments import positive, sizes
 from sonicmoe import moe_TC_softmax_topk_layer
 from torch_loops import index_loop, sort_loop
 
@@ -178,24 +179,6 @@ def memory_of_step(name, thiek, dtype, threads):
         process.join()
 
 
-def parse_thiek(text):
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if len(sizes) != 5 or min(sizes) < 1 or sizes[4] > sizes[3]:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not T,H,I,E,K: five whole numbers of at least 1, K <= E"
-        )
-    return sizes
-
-
-def positive(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return int(text)
-
-
 def measure(thiek, dtype, repeats, threads):
     """One record of the result: errors, times with ratios, memory."""
     errors = compare(thiek, dtype)
@@ -242,7 +225,7 @@ def show(record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--thiek", type=parse_thiek, default="4096,512,256,32,4")
+    parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), default="4096,512,256,32,4")
     parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")

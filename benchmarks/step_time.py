@@ -20,19 +20,10 @@ import time
 from pathlib import Path
 
 import torch
+from arguments import positive, sizes
 
 ROOT = Path(__file__).parents[1]
 SLEEP = 40_000_000  # cycles, some 20 ms: longer than a host takes to queue a step
-
-
-def sizes(text: str) -> list[int]:
-    try:
-        values = [int(value) for value in text.split(",")]
-    except ValueError:
-        values = []
-    if len(values) != 5 or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: five positive ints T,H,I,E,K")
-    return values
 
 
 def normal(scale: float, *shape: int) -> torch.Tensor:
@@ -139,14 +130,13 @@ def measure(layer, thiek: list[int], repeats: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--thiek", type=sizes, action="append", metavar="T,H,I,E,K", required=True)
+    parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), action="append", metavar="T,H,I,E,K",
+                        required=True)  # fmt: skip
     parser.add_argument("--package", type=Path, default=ROOT / "python", metavar="DIRECTORY",
                         help="where the package sonicmoe is; default: the one of this repository")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="one line is added for each shape")
     options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error(f"--repeats: got {options.repeats}, allowed: 1 or more")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device; benchmarks/moe_cpu.py times the CPU")
     sys.path.insert(0, str(options.package))

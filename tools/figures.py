@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OPERATIONS = ("up_proj", "down_proj", "down_proj_dgrad", "up_proj_dgrad", "down_proj_wgrad",
               "up_proj_wgrad")  # fmt: skip
+SMALL_KERNELS = ("aggregate", "metadata", "router_gemm", "score_grad")
 NUMBER = r"[\d.]+"
 
 
@@ -81,6 +82,30 @@ def kernel_page(operation: str, bench: Rows, text: str) -> list[tuple[str, str]]
     return edits
 
 
+def small_kernels(bench: Rows) -> dict[str, list[tuple[str, str]]]:
+    """Sentences, by page: microseconds at 24576,1536,256,128,8 or as they say."""
+
+    def us(what: str, digits: int, config: str = "7B-n256") -> str:
+        return f"{bench.ms(config, what) * 1e3:.{digits}f}"
+
+    return {
+        "aggregate": [
+            (r"\d+ us for the first line", f"{us('aggregate_o', 0)} us for the first line"),
+            (r"\d+ with the router's part", f"{us('aggregate_dx', 0)} with the router's part"),
+        ],
+        "metadata": [(rf"{NUMBER} us in the receipt", f"{us('routing', 1)} us in the receipt")],
+        "router_gemm": [(
+            r"logits \d+ us, dx \d+ us, dWr \d+ us",
+            f"logits {us('router_gemm', 0)} us, dx {us('router_dgrad', 0)} us, "
+            f"dWr {us('router_wgrad', 0)} us",
+        )],
+        "score_grad": [(
+            rf"{NUMBER} and {NUMBER} in the receipt",
+            f"{us('score_grad', 1)} and {us('score_grad', 1, '1.4B-n256')} in the receipt",
+        )],
+    }  # fmt: skip
+
+
 def means(bench: Rows, hot: Rows) -> list[tuple[str, str]]:
     edits = []
     for name, rows in (("in turn", bench), ("sustained", hot)):
@@ -112,6 +137,8 @@ def main() -> int:
     for operation in OPERATIONS:
         page = f"docs/kernels/{operation}.md"
         documents[page] = kernel_page(operation, bench, (ROOT / page).read_text())
+    sentences = small_kernels(bench)
+    documents |= {f"docs/kernels/{name}.md": sentences[name] for name in SMALL_KERNELS}
     stale = 0
     for name, edits in documents.items():
         old = (ROOT / name).read_text()

@@ -1,0 +1,31 @@
+"""What benchmarks take on their command lines. Each function is the `type` of an argument."""
+
+import argparse
+from collections.abc import Callable
+
+
+def sizes(names: str) -> Callable[[str], list[int]]:
+    """Positive ints, one for each of `names`, E and K among them: "T,H,I,E,K"."""
+    wanted = names.split(",")
+
+    def parse(text: str) -> list[int]:
+        try:
+            values = [int(value) for value in text.split(",")]
+        except ValueError:
+            values = []
+        if len(values) != len(wanted) or min(values) < 1:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, allowed: {len(wanted)} positive ints {names}"
+            )
+        shape = dict(zip(wanted, values, strict=True))
+        if shape["K"] > shape["E"]:
+            raise argparse.ArgumentTypeError(f"got K = {shape['K']}, allowed: 1 to E = {shape['E']}")
+        return values
+
+    return parse
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: an int of at least 1")
+    return int(text)
