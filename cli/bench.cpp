@@ -37,10 +37,12 @@ constexpr const char* kHelp =
     "counts every input and output once; 'of bound' is bound time / time. 'of roof' (CUDA) is\n"
     "the least time that the operation's flops at the rate of the fastest GEMM of the bound, or\n"
     "its bytes at the rate of a large copy in this run, allow, over its time.\n"
-    "JSON: version, command, device, threads, seed, repeats, sustained_ms, interrupted, layer\n"
+    "JSON: version, command, device, threads, seed, skew, repeats, sustained_ms, interrupted, "
+    "layer\n"
     "{thiek, dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile} or "
     "null,\n"
-    "bias, inference}, rows, results [{what, runs, ms, mad_ms, tflops, gbps, bound_ms,\n"
+    "bias, inference}, rows, fewest_rows, most_rows (of an expert), results [{what, runs, ms,\n"
+    "mad_ms, tflops, gbps, bound_ms,\n"
     "of_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}], "
     "saved_bytes {x, preact,\n"
     "routing, logits, total}, workspace_bytes {forward, backward}. A figure that does not\n"
@@ -51,6 +53,7 @@ struct BenchSettings : Settings {
   bool every_kernel = false;
   int repeats = 20;
   int sustained = 0;  ///< milliseconds
+  double skew = 0;    ///< see LayerTensors
   std::string configs;
   bool on_cuda() const { return device.type == DeviceType::cuda; }
 };
@@ -200,7 +203,7 @@ class Bench {
   explicit Bench(const BenchSettings& settings)
       : settings_(settings),
         plan_(settings.plan(settings.desc, settings.layer_line())),
-        tensors_(settings.desc, plan_.saved_bytes(), settings.seed, settings.device),
+        tensors_(settings.desc, plan_.saved_bytes(), settings.seed, settings.skew, settings.device),
         workspace_(plan_.workspace_bytes(), settings.device) {
     // Backward reads what forward wrote, and so do the operations; and forward counts the rows.
     const Status status = plan_.forward(tensors_.forward_args(), workspace_.workspace());
@@ -236,9 +239,14 @@ class Bench {
 
   Json report() const {
     const LayerDesc& desc = settings_.desc;
-    std::printf("sonicmoe %s bench %s --threads %d --seed %llu\n", version(),
+    std::printf("sonicmoe %s bench %s --threads %d --seed %llu%s\n", version(),
                 settings_.layer_line().c_str(), settings_.threads,
-                static_cast<unsigned long long>(settings_.seed));
+                static_cast<unsigned long long>(settings_.seed), skew_line().c_str());
+    const auto [fewest, most] = tensors_.fewest_and_most_rows();
+    if (settings_.skew > 0) {
+      std::printf("rows of an expert: %d to %d, mean %.1f\n", fewest, most,
+                  static_cast<double>(tensors_.rows()) / static_cast<double>(desc.experts));
+    }
     if (desc.rounding_tile > 0) {
       std::printf("%lld rows after token rounding, %lld before, room for %lld\n",
                   static_cast<long long>(tensors_.rows()),
@@ -250,11 +258,14 @@ class Bench {
                    {"device", device_name(settings_.device)},
                    {"threads", settings_.threads},
                    {"seed", settings_.seed},
+                   {"skew", settings_.skew},
                    {"repeats", settings_.sustained > 0 ? Json() : Json(settings_.repeats)},
                    {"sustained_ms", settings_.sustained},
                    {"interrupted", interrupted()},
                    {"layer", settings_.layer_json()},
-                   {"rows", tensors_.rows()}};
+                   {"rows", tensors_.rows()},
+                   {"fewest_rows", fewest},
+                   {"most_rows", most}};
     const Roof measured = roof();
     report["results"] = print_rows(rows(), measured);
     report["copy_TBps"] = finite(measured.bytes * 1e-12);
@@ -269,6 +280,10 @@ class Bench {
   }
 
  private:
+  std::string skew_line() const {
+    return settings_.skew > 0 ? " --skew " + Json(settings_.skew).dump() : "";
+  }
+
   void add_cuda() {
     for (Task task : {operations_->forward(), operations_->backward()}) {
       if (task.flops > 0) experts_.push_back({.tasks = {std::move(task)}});
@@ -425,6 +440,9 @@ Subcommand add_bench(CLI::App& app) {
               "CUDA: instead, repeat each operation by itself for so many milliseconds, after a "
               "quarter of that")
       ->excludes(parser->get_option("--repeats"));
+  add_skew(*parser, settings->skew,
+           "The i-th most popular expert's logits are this times ln i standard deviations lower "
+           "(default: 0)");
   return {parser, [settings] { return run_bench(*settings); }};
 }
 

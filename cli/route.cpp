@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -266,15 +265,6 @@ int run_route(RouteSettings& settings) {
   return kInterruptedExit;
 }
 
-/// A check for CLI11.
-std::string check_skew(std::string& text) {
-  double value = -1;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, value);
-  const bool fits = error == std::errc{} && stop == end && value >= 0 && value <= 1000;
-  return fits ? "" : "got '" + text + "', allowed: numbers from 0 to 1000";
-}
-
 }  // namespace
 
 Subcommand add_route(CLI::App& app) {
@@ -297,11 +287,7 @@ Subcommand add_route(CLI::App& app) {
                   std::numeric_limits<std::int32_t>::max(), "Of --logits: experts a token");
   top_k->needs(logits);
   logits->needs(top_k);
-  parser
-      ->add_option("--skew", settings->skew,
-                   "Expert e's logits are this times ln(e + 1) lower (default: 0)")
-      ->check(CLI::Validator(check_skew, ""))
-      ->type_name("S")
+  add_skew(*parser, settings->skew, "Expert e's logits are this times ln(e + 1) lower (default: 0)")
       ->excludes(logits);
   settings->add_dtype(*parser);
   settings->add_router(*parser);

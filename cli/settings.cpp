@@ -33,6 +33,14 @@ std::string check_thiek(std::string& text) {
   return parse_integers(text, 5) ? "" : "got '" + text + "', allowed: five integers T,H,I,E,K";
 }
 
+std::string check_skew(std::string& text) {
+  double value = -1;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  const bool fits = error == std::errc{} && stop == end && value >= 0 && value <= 1000;
+  return fits ? "" : "got '" + text + "', allowed: numbers from 0 to 1000";
+}
+
 /// Whether write_json() can succeed, without touching an old report and without leaving an empty
 /// file behind if there is never anything to write.
 bool can_write(const std::filesystem::path& path) {
@@ -54,6 +62,12 @@ int usable_threads() {
 }
 
 }  // namespace
+
+CLI::Option* add_skew(CLI::App& app, double& skew, const std::string& help) {
+  return app.add_option("--skew", skew, help)
+      ->check(CLI::Validator(check_skew, ""))
+      ->type_name("S");
+}
 
 std::optional<std::vector<std::int64_t>> parse_integers(const std::string& text,
                                                         std::size_t count) {

@@ -77,6 +77,8 @@ CLI::Option* add_integer(CLI::App& app, const std::string& option, T& value, std
       ->check(integer_in(low, high))
       ->type_name(std::to_string(low) + " to " + std::to_string(high));
 }
+/// --skew, how popular some experts are.
+CLI::Option* add_skew(CLI::App& app, double& skew, const std::string& help);
 /// "1,2,3" as `count` integers.
 std::optional<std::vector<std::int64_t>> parse_integers(const std::string& text, std::size_t count);
 /// A check for CLI11: one of these words.

@@ -1,8 +1,19 @@
 #include "tensors.h"
 
+#include <algorithm>
+#include <cmath>
 #include <numeric>
+#include <random>
+
+#include "verify/numbers.h"
 
 namespace sonicmoe::cli {
+namespace {
+
+constexpr double kActivationScale = 0.2;
+constexpr double kWeightScale = 0.02;
+
+}  // namespace
 
 Sizes::Sizes(const LayerDesc& desc)
     : t(desc.tokens),
@@ -14,10 +25,8 @@ Sizes::Sizes(const LayerDesc& desc)
       w(desc.preact_width()) {}
 
 LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed,
-                           Device device)
+                           double skew, Device device)
     : draws(seed) {
-  constexpr double kActivationScale = 0.2;
-  constexpr double kWeightScale = 0.02;
   const Sizes s(desc);
   const auto random = [&](std::int64_t elements, double scale) {
     return make_random(elements, desc.dtype, scale, seed++, device);
@@ -28,6 +37,7 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
 
   x = random(s.t * s.d, kActivationScale);
   router_w = random(s.e * s.d, kWeightScale);
+  if (skew > 0) skew_router(desc, skew);
   w1 = random(s.e * s.w * s.d, kWeightScale);
   w2 = random(s.e * s.d * s.n, kWeightScale);
   if (desc.bias) {
@@ -52,6 +62,24 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
   }
 }
 
+/// Column 0 of x becomes ones, that of the router's weights what is added to each expert's logits.
+void LayerTensors::skew_router(const LayerDesc& desc, double skew) const {
+  const Sizes s(desc);
+  const auto set = [&](const Buffer& matrix, std::int64_t row, double value) {
+    const auto bytes = verify::encode({value}, desc.dtype);
+    matrix.upload(bytes.data(), bytes.size(), static_cast<std::size_t>(row * s.d) * bytes.size());
+  };
+  std::vector<std::int64_t> by_popularity(static_cast<std::size_t>(s.e));
+  std::iota(by_popularity.begin(), by_popularity.end(), 0);
+  std::shuffle(by_popularity.begin(), by_popularity.end(), std::mt19937_64(draws));
+  const double deviation = kActivationScale * kWeightScale * std::sqrt(static_cast<double>(s.d));
+  for (std::int64_t i = 0; i < s.e; ++i) {
+    set(router_w, by_popularity[static_cast<std::size_t>(i)],
+        -skew * deviation * std::log(static_cast<double>(i + 1)));
+  }
+  for (std::int64_t t = 0; t < s.t; ++t) set(x, t, 1.0);
+}
+
 ForwardArgs LayerTensors::forward_args() const {
   ForwardArgs args;
   args.x = x.data();
@@ -72,6 +100,12 @@ ForwardArgs LayerTensors::forward_args() const {
 std::int64_t LayerTensors::rows() const {
   const auto all = counts.contents<std::int32_t>();
   return std::accumulate(all.begin(), all.end(), std::int64_t{0});
+}
+
+std::pair<std::int32_t, std::int32_t> LayerTensors::fewest_and_most_rows() const {
+  const auto all = counts.contents<std::int32_t>();
+  const auto [fewest, most] = std::minmax_element(all.begin(), all.end());
+  return {*fewest, *most};
 }
 
 BackwardArgs LayerTensors::backward_args() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <utility>
 
 #include "buffer.h"
 #include "settings.h"
@@ -14,19 +15,26 @@ struct Sizes {
 };
 
 /// Every tensor of a layer, with random inputs: x 0.2 randn, weights 0.02 randn, dO 0.2 randn.
+/// With `skew` s above 0 the i-th most popular expert's logits are lower by s ln i times their
+/// standard deviation; which experts those are is drawn by `seed`, too.
 struct LayerTensors {
-  LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed,
-               Device device = {});
+  LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed, double skew,
+               Device device);
 
   ForwardArgs forward_args() const;
   BackwardArgs backward_args() const;
   /// Rows of all experts, once forward has written `counts`.
   std::int64_t rows() const;
+  /// Of an expert, likewise.
+  std::pair<std::int32_t, std::int32_t> fewest_and_most_rows() const;
 
   Buffer x, router_w, w1, b1, w2, b2, dout;   // inputs
   Buffer o, logits, counts, preact, routing;  // written by forward
   Buffer dx, drouter_w, dw1, db1, dw2, db2;   // written by backward
   std::uint64_t draws;                        // seed of token rounding
+
+ private:
+  void skew_router(const LayerDesc& desc, double skew) const;
 };
 
 /// Sum of sizes, for GB/s.

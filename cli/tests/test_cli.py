@@ -35,7 +35,7 @@ BAD = [
     ("bench --add_bias=maybe", "--add_bias: got 'maybe', allowed: no value"),
     ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
     ("--json x info", "option: got '--json', allowed: --help, --version"),
-    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats, --sustained"),
+    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats, --sustained, --skew"),
     ("bench --thiek", "--thiek: got nothing, allowed: T,H,I,E,K"),
     ("bench --threads", "--threads: got nothing, allowed: 1 to 4096"),
     ("bench --dtype", "--dtype: got nothing, allowed: f32, bf16, f16"),
@@ -70,6 +70,7 @@ BAD = [
     ("bench --threads two", "--threads: got 'two', allowed: integers from 1 to 4096"),
     ("bench --sustained 100", "--sustained: got --device cpu, allowed: --device cuda"),
     ("bench --repeats 0", "--repeats: got '0', allowed: integers from 1 to 1000000"),
+    ("bench --skew -1", "--skew: got '-1', allowed: numbers from 0 to 1000"),
     ("bench --seed -1", "--seed: got '-1', allowed: integers from 0 to 9007199254740992"),
     (
         "bench --json /no/such/folder/report.json",
@@ -287,6 +288,23 @@ def test_bench_counts_the_rows_that_rounding_leaves(tmp_path, rule):
     # Reads the rows in use and weights, writes the rows in use.
     moved = 4 * (rows * width + 8 * hidden * width + rows * hidden)
     assert times["down_proj"]["gbps"] * times["down_proj"]["ms"] * 1e6 == pytest.approx(moved)
+
+
+def test_bench_skews_the_experts(tmp_path):
+    path = tmp_path / "bench.json"
+    shape = "--thiek 4096,64,16,16,2 --dtype f32 --repeats 1 --inference".split()
+    result = run("bench", *shape, "--json", path)
+    assert result.returncode == 0, result.stderr
+    even = json.loads(path.read_text())
+    assert even["skew"] == 0 and 0 < even["fewest_rows"] < 512 < even["most_rows"] < 700
+    result = run("bench", *shape, "--skew", "1", "--json", path)
+    assert result.returncode == 0, result.stderr
+    skewed = json.loads(path.read_text())
+    assert skewed["skew"] == 1 and skewed["rows"] == even["rows"] == 8192
+    # Two of softmax(logits) a token: e^0 against the mean e^(-ln i) = 0.21 times as many.
+    assert skewed["most_rows"] > 1500 and skewed["fewest_rows"] < 300
+    counts = f"rows of an expert: {skewed['fewest_rows']} to {skewed['most_rows']}, mean 512.0"
+    assert counts in result.stdout
 
 
 def test_bench_takes_shapes_by_name(tmp_path):
