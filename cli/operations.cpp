@@ -20,6 +20,7 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer, bool
   scores_ = words(s_.r);
   ids_ = words(s_.r);
   offsets_ = words(s_.e + 1);
+  expert_order_ = words(s_.e);
   row_tokens_ = words(s_.r);
   row_slots_ = words(s_.r);
   slot_rows_ = words(s_.r);
@@ -195,6 +196,7 @@ void Operations::add_metadata() {
   args.slot_scores = scores_.as<float>();
   args.counts = layer_.counts.as<std::int32_t>();
   args.offsets = offsets_.as<std::int32_t>();
+  args.expert_order = expert_order_.as<std::int32_t>();
   args.row_tokens = row_tokens_.as<std::int32_t>();
   args.row_slots = row_slots_.as<std::int32_t>();
   args.slot_rows = slot_rows_.as<std::int32_t>();
@@ -202,8 +204,8 @@ void Operations::add_metadata() {
   args.token_offsets = token_offsets_.as<std::int32_t>();
   args.token_slots = token_slots_.as<std::int32_t>();
   add("metadata", metadata, args, 0,
-      {&ids_, &slot_tokens_, &scores_, &layer_.counts, &offsets_, &row_tokens_, &row_slots_,
-       &slot_rows_, &row_scores_, &token_offsets_, &token_slots_});
+      {&ids_, &slot_tokens_, &scores_, &layer_.counts, &offsets_, &expert_order_, &row_tokens_,
+       &row_slots_, &slot_rows_, &row_scores_, &token_offsets_, &token_slots_});
 }
 
 GroupedGemmDesc Operations::gemm_desc(GemmOp op) const {
@@ -219,6 +221,7 @@ GroupedGemmDesc Operations::gemm_desc(GemmOp op) const {
 GroupedGemmArgs Operations::gemm_args() const {
   GroupedGemmArgs args;
   args.offsets = offsets_.as<std::int32_t>();
+  args.expert_order = expert_order_.as<std::int32_t>();
   args.row_tokens = row_tokens_.as<std::int32_t>();
   args.row_scores = row_scores_.as<float>();
   args.x = layer_.x.data();

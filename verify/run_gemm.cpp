@@ -89,6 +89,9 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   GroupedGemmArgs args;
   // Inputs, each only where the operation reads it.
   args.offsets = arena.input("offsets", g.offsets);
+  if (!in.expert_order.empty()) {
+    args.expert_order = arena.input("expert_order", in.expert_order);
+  }
   const auto gathers = [&] { args.row_tokens = arena.input("row_tokens", pad(g.row_tokens, R)); };
   const auto rows = [&](const char* label, const Tensor& values, std::int64_t width) {
     return const_cast<void*>(arena.input(label, pad(values, R, width), type));

@@ -77,7 +77,10 @@ struct MetadataArgs {
   float* row_scores = nullptr;                 ///< (S): optional; rows past offsets[E]: 0
   std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only
   std::int32_t* token_slots = nullptr;  ///< (S): lists only: slots by token, stable; no sentinels
-  std::int32_t* error_word = nullptr;   ///< (1), optional, CUDA: see kBadTokenId
+  /// (E), optional: a good order for the weight gradients. Experts by falling counts, in halves of
+  /// the mean S/E, rounded; those that are alike by id.
+  std::int32_t* expert_order = nullptr;
+  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId
 };
 struct SONICMOE_API MetadataDesc {
   using Args = MetadataArgs;
@@ -103,12 +106,16 @@ enum class GemmOp : std::int32_t {
 struct GroupedGemmArgs {
   const std::int32_t* offsets = nullptr;     ///< (E+1)
   const std::int32_t* row_tokens = nullptr;  ///< (R): the ops that gather
-  const float* row_scores = nullptr;         ///< (R): down_proj_dgrad
-  const void* x = nullptr;                   ///< (T, d)
-  const void* dout = nullptr;                ///< (T, d)
-  const void* w1 = nullptr;                  ///< (E, W, d); the gate (E, n, d) if separate
-  const void* w1_up = nullptr;               ///< (E, n, d) if separate
-  const void* b1 = nullptr;                  ///< laid out like w1
+  /// (E), optional: weight gradients on CUDA take the experts in this order, null: by id. It
+  /// changes their time, never a bit: experts with many rows should come first. A permutation: an
+  /// expert that is missing gets no gradient, and what is no expert is skipped.
+  const std::int32_t* expert_order = nullptr;
+  const float* row_scores = nullptr;  ///< (R): down_proj_dgrad
+  const void* x = nullptr;            ///< (T, d)
+  const void* dout = nullptr;         ///< (T, d)
+  const void* w1 = nullptr;           ///< (E, W, d); the gate (E, n, d) if separate
+  const void* w1_up = nullptr;        ///< (E, n, d) if separate
+  const void* b1 = nullptr;           ///< laid out like w1
   const void* b1_up = nullptr;
   const void* w2 = nullptr;  ///< (E, d, n)
   const void* b2 = nullptr;  ///< (E, d)

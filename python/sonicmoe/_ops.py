@@ -23,7 +23,7 @@ def require() -> None:
 
 
 # Shapes, dtypes and devices of what the operators return. The routing block is 20 bytes a row and
-# 4(E+1), or 16 bytes a row and 4(E+1) + 4(T+1) for lists; the operators check that it is so.
+# 4(2E+1), or 16 bytes a row and 4(2E+1) + 4(T+1) for lists; the operators check that it is so.
 
 
 def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -41,7 +41,7 @@ def _layer_forward_fake(
         _empty(x, tokens, experts),
         _empty(x, experts, dtype=torch.int32),
         _empty(x, rows, w1.shape[1]),
-        _empty(x, 0 if inference else 5 * rows + experts + 1, dtype=torch.int32),
+        _empty(x, 0 if inference else 5 * rows + 2 * experts + 1, dtype=torch.int32),
     )
 
 
@@ -55,7 +55,7 @@ def _routed_forward_fake(
         _empty(x, *x.shape),
         _empty(x, experts, dtype=torch.int32),
         _empty(x, rows, w1.shape[1]),
-        _empty(x, 0 if inference else 4 * rows + experts + tokens + 2, dtype=torch.int32),
+        _empty(x, 0 if inference else 4 * rows + 2 * experts + tokens + 2, dtype=torch.int32),
     )
 
 

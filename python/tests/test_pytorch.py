@@ -196,7 +196,7 @@ def test_kept_bytes_are_x_h_and_routing(activation, router, dtype):
     expected = [
         T * D * size,  # x
         T * K * (2 * N if is_glu(activation) else N) * size,  # H
-        20 * T * K + 4 * (E + 1),  # routing: within 24R + 8(E+1) + 4(T+1)
+        20 * T * K + 4 * (2 * E + 1),  # routing: within 24R + 8(E+1) + 4(T+1)
     ]
     if not over_topk and not norm:
         expected.append(T * E * size)  # logits
@@ -239,7 +239,7 @@ def test_kept_bytes_of_lists():
         )
 
     kept, _ = kept_bytes(call, [v for k, v in leaves.items() if k != "x"])
-    routing = 16 * 90 + 4 * (E + 1) + 4 * (T + 1)
+    routing = 16 * 90 + 4 * (2 * E + 1) + 4 * (T + 1)
     assert kept == sorted([T * D * 4, 90 * 2 * N * 4, routing])
 
 

@@ -21,7 +21,7 @@ inline SlotKind slot_kind(const LayerDesc& desc) {
 }
 
 /// The opaque block that carries a layer's routing from forward to backward: 20 bytes a row and
-/// 4(E+1) for top-K; 16 (given) or 24 (rounded) bytes a row and 4(E+1) + 4(T+1) for lists. Arrays
+/// 4(2E+1) for top-K; 16 (given) or 24 (rounded) bytes a row and 4(2E+1) + 4(T+1) for lists. Arrays
 /// follow each other without padding; R is the row capacity.
 struct RoutingBlock {
   float* slot_scores = nullptr;           ///< (R) top-K
@@ -33,6 +33,7 @@ struct RoutingBlock {
   std::int32_t* token_slots = nullptr;    ///< (R) lists
   std::int32_t* token_offsets = nullptr;  ///< (T+1) lists
   std::int32_t* offsets = nullptr;        ///< (E+1)
+  std::int32_t* expert_order = nullptr;   ///< (E)
 
   static std::size_t bytes(const LayerDesc& desc) { return lay_out(desc, nullptr, nullptr); }
 
@@ -63,6 +64,7 @@ struct RoutingBlock {
       take(&RoutingBlock::token_offsets, desc.tokens + 1);
     }
     take(&RoutingBlock::offsets, desc.experts + 1);
+    take(&RoutingBlock::expert_order, desc.experts);
     return end;
   }
 };

@@ -374,6 +374,7 @@ Status validate(const MetadataDesc& d, const MetadataArgs& a) {
     check.ints("token_offsets", a.token_offsets, 1, "(T+1) int32");
     check.ints("token_slots", a.token_slots, slots, "(S) int32");
   }
+  check.optional("expert_order", a.expert_order, 1, 4);
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
@@ -383,6 +384,7 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
   const bool up = op == GemmOp::up_proj || op == GemmOp::up_proj_wgrad;
   Checker check;
   check.ints("offsets", a.offsets, 1, "(E+1) int32");
+  check.optional("expert_order", a.expert_order, 1, 4);
   if (gathers) {
     check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
     check.tensor(up ? "x" : "dout", up ? a.x : a.dout, d.rows * d.tokens, "(T, d)");

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdint>
+#include <numeric>
 
 #include "core/backends.h"
 #include "cpu/dispatch.h"
+#include "math/load_class.h"
 
 namespace sonicmoe::cpu {
 namespace {
@@ -90,6 +92,14 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
     a.row_tokens[row] = 0;
     if (a.row_scores != nullptr) a.row_scores[row] = 0.0f;
     if (lists) a.token_slots[row] = -1;
+  }
+  if (a.expert_order != nullptr) {
+    const math::LoadClass load(d.experts, slots);
+    std::iota(a.expert_order, a.expert_order + d.experts, 0);
+    std::sort(a.expert_order, a.expert_order + d.experts, [&](std::int32_t e, std::int32_t f) {
+      const std::int32_t mine = load(a.counts[e]), other = load(a.counts[f]);
+      return mine > other || (mine == other && e < f);
+    });
   }
   return {};
 }

@@ -110,13 +110,14 @@ TEST(BadOp, GroupedGemmPointers) {
   const GuardedBuffer memory(64);
   void* const p = memory.data();
   A good;
-  good.offsets = good.row_tokens = static_cast<const std::int32_t*>(p);
+  good.offsets = good.row_tokens = good.expert_order = static_cast<const std::int32_t*>(p);
   good.row_scores = good.row_dscores = static_cast<float*>(p);
   good.x = good.dout = good.w1 = good.w1_up = good.b1 = good.b1_up = good.w2 = good.b2 = p;
   good.preact = good.act = good.expert_out = good.dpreact = good.scaled_act = p;
   good.dx_rows = good.dw1 = good.dw1_up = good.dw2 = p;
   const auto offsets = pointer_row("offsets", &A::offsets, "(E+1) int32", 4);
   const auto tokens = pointer_row("row_tokens", &A::row_tokens, "(R) int32", 4);
+  const auto order = pointer_row("expert_order", &A::expert_order, "", 4, true);
   const auto scores = pointer_row("row_scores", &A::row_scores, "(R) float", 4);
   const auto x = pointer_row("x", &A::x, "(T, d)");
   const auto dout = pointer_row("dout", &A::dout, "(T, d)");
@@ -135,8 +136,8 @@ TEST(BadOp, GroupedGemmPointers) {
       {offsets, tokens, scores, dout, w2, preact, dpreact, scaled,
        pointer_row("row_dscores", &A::row_dscores, "(R) float", 4)},
       {offsets, dpreact, w1, w1_up, pointer_row("dx_rows", &A::dx_rows, "(R, d)")},
-      {offsets, tokens, dout, scaled, pointer_row("dw2", &A::dw2, "(E, d, n)")},
-      {offsets, tokens, x, dpreact, pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
+      {offsets, tokens, order, dout, scaled, pointer_row("dw2", &A::dw2, "(E, d, n)")},
+      {offsets, tokens, order, x, dpreact, pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
        pointer_row("dw1_up", &A::dw1_up, "the up rows (E, n, d)")}};
   for (int op = 0; op < 6; ++op) {
     auto desc = sized<GroupedGemmDesc>();
@@ -257,7 +258,7 @@ TEST(BadOp, Metadata) {
   good.slot_experts = good.slot_tokens = ints;
   good.slot_scores = good.row_scores = static_cast<float*>(memory.data());
   good.counts = good.offsets = good.row_tokens = good.row_slots = good.slot_rows = ints;
-  good.token_offsets = good.token_slots = ints;
+  good.token_offsets = good.token_slots = good.expert_order = ints;
   expect_pointers(metadata_desc(), good,
                   std::vector{pointer_row("slot_experts", &A::slot_experts, "(S) int32", 4),
                               pointer_row("slot_tokens", &A::slot_tokens, "(S) int32", 4),
@@ -269,7 +270,8 @@ TEST(BadOp, Metadata) {
                               pointer_row("slot_rows", &A::slot_rows, "(S) int32", 4),
                               pointer_row("row_scores", &A::row_scores, "", 4, true),
                               pointer_row("token_offsets", &A::token_offsets, "(T+1) int32", 4),
-                              pointer_row("token_slots", &A::token_slots, "(S) int32", 4)});
+                              pointer_row("token_slots", &A::token_slots, "(S) int32", 4),
+                              pointer_row("expert_order", &A::expert_order, "", 4, true)});
 }
 
 TEST(BadOp, MetadataIds) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <span>
 
@@ -242,6 +243,63 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
     ++runs;
   }
   if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
+// The order of the experts decides nothing; what is no expert there is skipped, and experts that
+// are missing keep what they had.
+TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
+  const KernelInfo& kernel = GetParam();
+  const GemmOp op = op_of(kernel);
+  LayerDesc desc;
+  desc.tokens = 40;
+  desc.hidden = 264;
+  desc.intermediate = 136;
+  desc.experts = 70;  // three windows of the walk
+  desc.dtype = kTypes[0];
+  desc.router = RouterMode::given;
+  desc.list_length = 1500;
+  if (!runs_as(kernel, op, desc.dtype, Activation::swiglu)) {
+    GTEST_SKIP() << "nothing that this kernel runs on this processor";
+  }
+  GemmInputs inputs = integer_inputs(desc, routing({40, 264, 136, 70, 1500}), 4);
+  const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
+  const Tensor& right = op == GemmOp::up_proj_wgrad ? expected.dw1 : expected.dw2;
+  const std::size_t size = right.size() / 70;
+  Options options;
+  options.kernel = kernel.name;
+  options.threads = 2;
+  const auto run = [&](const std::vector<std::int32_t>& order) {
+    inputs.expert_order = order;
+    const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
+    EXPECT_EQ(run.failure, "");
+    return op == GemmOp::up_proj_wgrad ? run.tensors.dw1 : run.tensors.dw2;
+  };
+  const auto expect_right = [&](const Tensor& ours, std::size_t e) {
+    const Check check = same_values("dw", std::span(ours).subspan(e * size, size),
+                                    std::span(right).subspan(e * size, size));
+    EXPECT_TRUE(check.pass) << "expert " << e << ": " << check.note;
+  };
+  std::vector<std::int32_t> order(70);
+  for (int step : {0, 1, 69, 27}) {  // not given, ascending, descending, mixed
+    for (int e = 0; e < 70; ++e) order[e] = e * step % 70;
+    const Tensor ours = run(step == 0 ? std::vector<std::int32_t>() : order);
+    for (std::size_t e = 0; e < 70; ++e) expect_right(ours, e);
+  }
+  if (kOnCpu) return;  // it does not read the order
+  for (const int missing : {0, 31, 32, 69}) {
+    for (const std::int32_t none : {-1, 70, INT32_MIN, INT32_MAX}) {
+      std::vector<std::int32_t> some = order;
+      some[missing] = none;
+      const Tensor ours = run(some);
+      for (std::size_t e = 0; e < 70; ++e) {
+        if (static_cast<std::int32_t>(e) != order[missing]) {
+          expect_right(ours, e);
+        } else {
+          for (std::size_t i = 0; i < size; ++i) ASSERT_TRUE(std::isnan(ours[e * size + i]));
+        }
+      }
+    }
+  }
 }
 
 // One run, which a tool that watches every access can afford.

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "sonicmoe/ops.h"
@@ -16,11 +17,12 @@ namespace {
 using Ints = std::vector<std::int32_t>;
 
 struct Metadata {
-  Ints counts, offsets, row_tokens, row_slots, slot_rows, token_offsets, token_slots;
+  Ints counts, offsets, row_tokens, row_slots, slot_rows, token_offsets, token_slots, expert_order;
   Tensor row_scores;
 };
 
-Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& scores) {
+Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& scores,
+             bool wants_order = true) {
   const auto slots = static_cast<std::size_t>(desc.slots());
   Arena arena(kDevice);
   MetadataArgs args;
@@ -31,6 +33,7 @@ Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& sco
   args.row_tokens = arena.output_int32("row_tokens", slots);
   args.row_slots = arena.output_int32("row_slots", slots);
   args.slot_rows = arena.output_int32("slot_rows", slots);
+  if (wants_order) args.expert_order = arena.output_int32("expert_order", desc.experts);
   if (!scores.empty()) args.row_scores = arena.output_float("row_scores", slots);
   if (desc.top_k == 0) {
     args.slot_tokens = arena.input("slot_tokens", routing.tokens);
@@ -49,6 +52,7 @@ Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& sco
   out.row_tokens = arena.int32("row_tokens");
   out.row_slots = arena.int32("row_slots");
   out.slot_rows = arena.int32("slot_rows");
+  if (wants_order) out.expert_order = arena.int32("expert_order");
   if (!scores.empty()) out.row_scores = arena.tensor("row_scores", DType::f32);
   if (desc.top_k == 0) {
     out.token_offsets = arena.int32("token_offsets");
@@ -95,6 +99,17 @@ void expect_properties(const RandomCase& c, const Metadata& m) {
     ASSERT_EQ(m.offsets[e + 1] - m.offsets[e], m.counts[e]);
     ASSERT_EQ(m.counts[e], std::count(c.routing.experts.begin(), c.routing.experts.end(), e));
   }
+  // By halves of the mean, those that are alike by id: by float, since one half may go either way.
+  Ints order(d.experts);
+  std::iota(order.begin(), order.end(), 0);
+  const float halves =
+      slots > 0 ? 2.0f * static_cast<float>(d.experts) / static_cast<float>(slots) : 0.0f;
+  const auto load = [&](std::int32_t e) {
+    return std::floor(static_cast<float>(m.counts[e]) * halves + 0.5f);
+  };
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int32_t e, std::int32_t f) { return load(e) > load(f); });
+  ASSERT_EQ(m.expert_order, order);
   // row_slots is a permutation of the slots that are no sentinels, slot_rows its inverse.
   Ints seen(m.row_slots.begin(), m.row_slots.begin() + rows), expected;
   std::sort(seen.begin(), seen.end());
@@ -191,11 +206,48 @@ TEST(Metadata, OrderOfListsDoesNotMatter) {
   }
 }
 
-TEST(Metadata, ScoresAreOptional) {
+TEST(Metadata, ScoresAndOrderAreOptional) {
   const RandomCase c = random_case(3, true);
-  const Metadata with = run(c.desc, c.routing, c.scores), without = run(c.desc, c.routing, {});
+  const Metadata with = run(c.desc, c.routing, c.scores);
+  const Metadata without = run(c.desc, c.routing, {}, false);
   EXPECT_EQ(with.row_slots, without.row_slots);
   EXPECT_TRUE(without.row_scores.empty());
+}
+
+// Two popular experts come first, the larger before the other; the rest differ by less than half a
+// mean of 100 and stay as they are.
+TEST(Metadata, OrderOfExpertsIsByHalvesOfTheMean) {
+  MetadataDesc desc;
+  desc.experts = 6;
+  desc.top_k = 1;
+  const int counts[] = {60, 70, 160, 74, 180, 56};
+  RandomCase c;
+  for (int e = 0; e < 6; ++e) {
+    c.routing.experts.insert(c.routing.experts.end(), counts[e], e);
+    desc.tokens += counts[e];
+  }
+  ASSERT_EQ(desc.tokens, 600);
+  EXPECT_EQ(run(desc, c.routing, Tensor(600, 1.0)).expert_order, (Ints{4, 2, 0, 1, 3, 5}));
+  c.routing.experts.assign(600, 3);
+  EXPECT_EQ(run(desc, c.routing, Tensor(600, 1.0)).expert_order, (Ints{3, 0, 1, 2, 4, 5}));
+}
+
+// Many experts: ranked by several blocks, and in the form that counts in global memory.
+TEST(Metadata, OrderOfManyExperts) {
+  for (const std::int64_t experts : {129, 1024, 1025, 3000}) {
+    RandomCase c;
+    c.desc.experts = experts;
+    c.desc.top_k = 1;
+    c.desc.tokens = 4 * experts;
+    const Random random(static_cast<std::uint64_t>(experts), 1);
+    for (std::int64_t t = 0; t < c.desc.tokens; ++t) {
+      const std::int64_t among = 1 + random.below(2 * t, experts);  // the lower, the more popular
+      c.routing.tokens.push_back(static_cast<std::int32_t>(t));
+      c.routing.experts.push_back(static_cast<std::int32_t>(random.below(2 * t + 1, among)));
+      c.scores.push_back(1);
+    }
+    expect_properties(c, run(c.desc, c.routing, c.scores));
+  }
 }
 
 }  // namespace

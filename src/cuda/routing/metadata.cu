@@ -10,6 +10,7 @@
 
 #include "core/backends.h"
 #include "cuda/routing/routing.cuh"
+#include "math/load_class.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -95,6 +96,30 @@ struct ByToken {
   }
 };
 
+/// order[i] = the expert that has i others before it: of a higher class, or of the same and with a
+/// lower id. A thread an expert; `block` counts the blocks, of up to kThreads, that do this.
+__device__ __forceinline__ void rank_experts(const std::int32_t* counts, int experts,
+                                             const math::LoadClass& load_class, int block,
+                                             std::int32_t* order) {
+  __shared__ std::int32_t others[kThreads];
+  const int threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int mine = block * threads + thread;
+  const std::int32_t own = mine < experts ? load_class(counts[mine]) : 0;
+  int before = 0;
+  for (int first = 0; first < experts; first += threads) {
+    const int some = min(threads, experts - first);
+    __syncthreads();
+    if (thread < some) others[thread] = load_class(counts[first + thread]);
+    __syncthreads();
+#pragma unroll 8
+    for (int i = 0; i < some; ++i) {
+      before += others[i] > own || (others[i] == own && first + i < mine);
+    }
+  }
+  if (mine < experts) order[before] = mine;
+}
+
 /// What becomes of the sorts of lists.
 struct ToOrder {
   std::int32_t* order;      ///< (S): position -> slot
@@ -114,12 +139,15 @@ struct ToOrder {
   __device__ void total(int, std::int32_t n) const {
     if (length != nullptr) *length = n;
   }
+  bool ranks() const { return false; }
+  __device__ void rank(const std::int32_t*, int, int) const {}
 };
 
 /// What becomes of the last sort.
 struct ToRows {
   MetadataArgs a;
   std::uint32_t top_k;  ///< 0: lists
+  math::LoadClass load_class;
 
   struct Payload {
     std::int32_t token;
@@ -146,6 +174,10 @@ struct ToRows {
   }
   __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = row; }
   __device__ void total(int experts, std::int32_t n) const { a.offsets[experts] = n; }
+  bool ranks() const { return a.expert_order != nullptr; }
+  __device__ void rank(const std::int32_t* counts, int experts, int block) const {
+    rank_experts(counts, experts, load_class, block, a.expert_order);
+  }
 };
 
 /// counters[block][bin] = how many of the block's slots have the key.
@@ -275,6 +307,11 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ std::int32_t sorted_key[kBatch];
   __shared__ typename To::Payload sorted_payload[kBatch];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int block = static_cast<int>(blockIdx.x);
+  if (block >= shape.blocks) {
+    wait_for_previous();
+    return to.rank(totals, shape.bins, block - shape.blocks);
+  }
   const std::int64_t size = source.size(shape.slots);
   std::int32_t total = 0;
 
@@ -376,7 +413,9 @@ __global__ void __launch_bounds__(kThreads)
 template <class By, class To>
 __global__ void __launch_bounds__(kWarp)
     place_slots_slowly(Shape shape, Source source, By by, To to, std::int32_t* counters,
-                       const std::int32_t* starts) {
+                       const std::int32_t* totals, const std::int32_t* starts) {
+  const int block = static_cast<int>(blockIdx.x);
+  if (block >= shape.blocks) return to.rank(totals, shape.bins, block - shape.blocks);
   std::int32_t* const next = counters + std::int64_t{blockIdx.x} * shape.bins;
   for (int b = threadIdx.x; b < shape.bins; b += kWarp) {
     next[b] += starts[b];
@@ -526,13 +565,18 @@ void sort(const Shape& shape, const Source& source, const By& by, const To& to, 
   launch_early(count_keys<By>, blocks, kThreads, 0, stream, shape, source, by, m.counters);
   launch_early(sum_blocks, blocks_for(shape.bins, kSumBins), kSumBins * kSumParts, 0, stream, shape,
                m.counters, totals);
+  // Blocks past those that place slots rank the bins, a thread a bin.
+  const auto with_ranks = [&](int threads) {
+    return blocks + (to.ranks() ? blocks_for(shape.bins, threads) : 0);
+  };
   if (shape.shared()) {
     const std::size_t bytes = 4 * static_cast<std::size_t>((kWarps + 2) * shape.bins);
-    launch_early(place_slots<By, To>, blocks, kThreads, bytes, stream, shape, source, by, to,
-                 m.counters, totals);
+    launch_early(place_slots<By, To>, with_ranks(kThreads), kThreads, bytes, stream, shape, source,
+                 by, to, m.counters, totals);
   } else {
     make_starts<<<1, 1024, 0, stream>>>(shape, totals, m.starts);
-    place_slots_slowly<<<blocks, kWarp, 0, stream>>>(shape, source, by, to, m.counters, m.starts);
+    place_slots_slowly<<<with_ranks(kWarp), kWarp, 0, stream>>>(shape, source, by, to, m.counters,
+                                                                totals, m.starts);
   }
 }
 
@@ -576,8 +620,9 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
   if (lists) sort_by_token(d, a, m, stream);
   const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts), a.error_word};
   const Source source{lists ? a.token_slots : nullptr, lists ? m.length : nullptr};
-  sort(Shape::of(d.slots(), d.experts), source, by, ToRows{a, static_cast<std::uint32_t>(d.top_k)},
-       m, a.counts, stream);
+  sort(Shape::of(d.slots(), d.experts), source, by,
+       ToRows{a, static_cast<std::uint32_t>(d.top_k), math::LoadClass(d.experts, d.slots())}, m,
+       a.counts, stream);
   return launched("metadata: launch");
 }
 

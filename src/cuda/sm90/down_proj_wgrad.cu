@@ -29,6 +29,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.offsets = a.offsets;
   p.beside_previous = a.beside_previous;
   p.row_tokens = a.row_tokens;
+  p.expert_order = a.expert_order;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = p.shared_half = tiles(n, Config::kN);

@@ -70,7 +70,8 @@ struct GemmParams {
       shared[2];  ///< K contiguous: the tile's two boxes. Else by half (of K, or of the axis)
   const void* gathered;         ///< the (T, gathered_width) tensor of the operand that is gathered
   const std::int32_t* offsets;  ///< (E+1), or null: one expert that owns all rows
-  const std::int32_t* row_tokens;  ///< (R), or null: row r is token r
+  const std::int32_t* row_tokens;    ///< (R), or null: row r is token r
+  const std::int32_t* expert_order;  ///< contraction ops: (E), or null: by id
   int gathered_width;
   int experts;
   int rows;              ///< without offsets: of all experts together ...
@@ -212,8 +213,8 @@ __device__ __forceinline__ void produce(const GemmParams& p,
                                         int stride) {
   const bool leader_warp = threadIdx.x < 32;
   if (!Traits::kGathers && !leader_warp) return;
-  TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.experts, p.rows, p.part,
-                                                       p.gathered_width, p.shared_tiles);
+  TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.expert_order, p.experts, p.rows,
+                                                       p.part, p.gathered_width, p.shared_tiles);
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
   Tile tile;

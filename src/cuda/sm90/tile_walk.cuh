@@ -15,9 +15,9 @@ struct alignas(16) Tile {
 };
 
 /// How a cluster goes through the tiles of all experts: static stride over a numbering that each
-/// producer warp derives for itself from the offsets in device memory. Experts ascend; inside an
-/// expert, groups of `kGroup` cluster tiles along the own axis, in each the shared axis outside, so
-/// that neighbouring clusters reuse each other's operands from L2.
+/// producer warp derives for itself from the offsets in device memory. Experts ascend, or come in a
+/// given order; inside an expert, groups of `kGroup` cluster tiles along the own axis, in each the
+/// shared axis outside, so that neighbouring clusters reuse each other's operands from L2.
 ///
 /// An expert whose number of stripes along the own axis is odd leaves no second one for the last
 /// pair: there the CTAs go apart, both on that stripe, each with a stripe of its own along the
@@ -33,9 +33,11 @@ class TileWalk {
   static_assert(kCluster == 2, "pairs");
 
   /// `offsets` null: the rows are split into equal parts of `part` rows, one for each expert.
-  __device__ TileWalk(const std::int32_t* offsets, int experts, int rows, int part, int own_extent,
-                      int shared_tiles)
+  /// `order` (not kRows) null: experts ascend; what is no expert there has no tiles.
+  __device__ TileWalk(const std::int32_t* offsets, const std::int32_t* order, int experts, int rows,
+                      int part, int own_extent, int shared_tiles)
       : offsets_(offsets),
+        order_(order),
         experts_(experts),
         rows_(rows),
         part_(part),
@@ -57,7 +59,7 @@ class TileWalk {
     }
     const int inside = index - start_;
     const int lane = __popc(__ballot_sync(~0u, last_ <= inside));
-    tile->expert = window_ + lane;
+    tile->expert = kRows ? window_ + lane : __shfl_sync(~0u, expert_, lane);
     tile->first_row = __shfl_sync(~0u, first_row_, lane);
     tile->rows = __shfl_sync(~0u, count_, lane);
     const int before = __shfl_sync(~0u, last_, lane == 0 ? 0 : lane - 1);
@@ -94,10 +96,16 @@ class TileWalk {
     return stripes / kCluster * shared_tiles_ + (shared_tiles_ + 1) / kCluster;
   }
 
-  /// Lane i takes expert window + i; `last_` becomes the inclusive sum of tiles in the window.
+  /// Lane i takes the expert at place window + i; `last_` becomes the inclusive sum of tiles in the
+  /// window.
   __device__ __forceinline__ void load_window() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int expert = window_ + lane;
+    int expert = window_ + lane;
+    if constexpr (!kRows) {
+      if (order_ != nullptr && expert < experts_) expert = order_[expert];
+      if (expert < 0) expert = experts_;
+      expert_ = expert;
+    }
     first_row_ = 0;
     count_ = 0;
     last_ = 0;
@@ -119,9 +127,10 @@ class TileWalk {
   }
 
   const std::int32_t* offsets_;
+  const std::int32_t* order_;
   int experts_, rows_, part_, own_extent_, shared_tiles_;
   int window_ = 0, start_ = 0;
-  int first_row_, count_, last_;  // of this lane's expert
+  int expert_, first_row_, count_, last_;  // of this lane's expert
 };
 
 }  // namespace sonicmoe::cuda
