@@ -186,9 +186,9 @@ struct SONICMOE_API BiasGradDesc {
 /// addend[t]. Weighted for O (scores given), unweighted for dX (scores null); addend may be null.
 ///
 /// The router's part of dX, where a token's logits have gradients at its own experts alone (softmax
-/// over the top-K or renormalised, no other loss on the logits): with `router_w` given, out[t] also
-/// has the sum over t's slots, in slot order, of dlogits[t, e] * router_w[e], e the slot's expert.
-/// Experts out of range add nothing.
+/// over the top-K or renormalised, no other loss on the logits): with `router_w` given, a second
+/// sum over t's slots, in slot order, of dlogits[t, e] * router_w[e], e the slot's expert, is added
+/// to the first, before the addend. Experts out of range add nothing.
 struct AggregateArgs {
   const void* rows = nullptr;                   ///< (R, d)
   const std::int32_t* slot_rows = nullptr;      ///< (R)

@@ -1,6 +1,6 @@
-// out[t] = sum over t's slots, in slot order, of score * rows[row of slot], then of dlogits[t, e] *
-// router_w[e], + addend[t]; fp32, one rounding. A sum of gathered rows, so it runs at the speed of
-// memory.
+// out[t] = sum over t's slots, in slot order, of score * rows[row of slot], + another such sum of
+// dlogits[t, e] * router_w[e], + addend[t]; fp32, one rounding. Sums of gathered rows, so it runs
+// at the speed of memory.
 #include "core/backends.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -38,12 +38,15 @@ void aggregate_token(const AggregateDesc& d, const AggregateArgs& a, std::int64_
               weighted ? a.slot_scores[slot] : 1.0f, weighted, n, sum);
     }
     if (a.router_w != nullptr) {
+      float routers[kColumns];  // a sum of its own, as on the GPU
+      std::fill_n(routers, n, 0.0f);
       for (std::int64_t slot = begin; slot < end; ++slot) {
         const std::int64_t e = a.slot_experts[slot];
         if (e < 0 || e >= d.experts) continue;
         add_row(static_cast<const T*>(a.router_w) + e * d.hidden + j0,
-                to_float(static_cast<const T*>(a.dlogits)[t * d.experts + e]), true, n, sum);
+                to_float(static_cast<const T*>(a.dlogits)[t * d.experts + e]), true, n, routers);
       }
+      add_row(routers, 1.0f, false, n, sum);
     }
     if (a.addend != nullptr) {
       add_row(static_cast<const T*>(a.addend) + t * d.hidden + j0, 1.0f, false, n, sum);
