@@ -160,7 +160,9 @@ void Operations::add_top_k() {
   args.logits = layer_.logits.data();
   args.scores = scores_.as<float>();
   args.ids = ids_.as<std::int32_t>();
-  add("top_k", top_k, args, 0, {&layer_.logits, &scores_, &ids_});
+  block_counts_ = Buffer(block_counts_bytes(top_k), settings_.device);
+  args.block_counts = block_counts_.as<std::uint8_t>();
+  add("top_k", top_k, args, 0, {&layer_.logits, &scores_, &ids_, &block_counts_});
 }
 
 void Operations::add_rounding() {
@@ -197,6 +199,7 @@ void Operations::add_metadata() {
   args.counts = layer_.counts.as<std::int32_t>();
   args.offsets = offsets_.as<std::int32_t>();
   args.expert_order = expert_order_.as<std::int32_t>();
+  args.block_counts = block_counts_.as<std::uint8_t>();
   args.row_tokens = row_tokens_.as<std::int32_t>();
   args.row_slots = row_slots_.as<std::int32_t>();
   args.slot_rows = slot_rows_.as<std::int32_t>();

@@ -53,6 +53,7 @@ class Operations {
   Sizes s_;
   std::int64_t rows_;  ///< in use, of s_.r
   Buffer scores_, ids_, offsets_, expert_order_, row_tokens_, row_slots_, slot_rows_, row_scores_;
+  Buffer block_counts_;                                         // not for token rounding
   Buffer slot_tokens_, token_offsets_, token_slots_, dscores_;  // token rounding only
   Buffer preact_, act_, expert_out_, dpreact_, scaled_act_, row_dscores_, dx_rows_, dlogits_;
   std::vector<Group> groups_;

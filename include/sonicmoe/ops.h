@@ -48,9 +48,12 @@ inline constexpr std::int32_t kBadLogits = 4;    ///< a row with a NaN or withou
 /// is not finite is refused (CPU, or checked mode) before anything is written; an unchecked call
 /// gives such a row valid expert ids and any scores.
 struct TopKArgs {
-  const void* logits = nullptr;        ///< (T, E) dtype
-  float* scores = nullptr;             ///< (T, K)
-  std::int32_t* ids = nullptr;         ///< (T, K)
+  const void* logits = nullptr;  ///< (T, E) dtype
+  float* scores = nullptr;       ///< (T, K)
+  std::int32_t* ids = nullptr;   ///< (T, K)
+  /// block_counts_bytes(), optional, CUDA: how many of each 64 tokens have each expert, for
+  /// MetadataArgs::block_counts.
+  std::uint8_t* block_counts = nullptr;
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
 struct SONICMOE_API TopKDesc {
@@ -64,19 +67,24 @@ struct SONICMOE_API TopKDesc {
   bool operator==(const TopKDesc&) const = default;
 };
 
+/// Bytes of TopKArgs::block_counts; 0 for sizes where it is neither written nor read.
+SONICMOE_API std::size_t block_counts_bytes(const TopKDesc& desc) noexcept;
+
 /// Sorts slots into grouped rows. Deterministic and stable.
 struct MetadataArgs {
   const std::int32_t* slot_experts = nullptr;  ///< (S): ids >= E are sentinels
   const std::int32_t* slot_tokens = nullptr;   ///< (S): lists only (top_k == 0)
   const float* slot_scores = nullptr;          ///< (S): optional
-  std::int32_t* counts = nullptr;              ///< (E)
-  std::int32_t* offsets = nullptr;             ///< (E+1): exclusive prefix sums of counts
-  std::int32_t* row_tokens = nullptr;          ///< (S): row -> token; rows past offsets[E]: 0
-  std::int32_t* row_slots = nullptr;           ///< (S): row -> slot; rows past offsets[E]: -1
-  std::int32_t* slot_rows = nullptr;           ///< (S): slot -> row, -1 for sentinels
-  float* row_scores = nullptr;                 ///< (S): optional; rows past offsets[E]: 0
-  std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only
-  std::int32_t* token_slots = nullptr;  ///< (S): lists only: slots by token, stable; no sentinels
+  /// Optional, CUDA: what top_k wrote together with these slot_experts; saves two passes over them.
+  const std::uint8_t* block_counts = nullptr;
+  std::int32_t* counts = nullptr;         ///< (E)
+  std::int32_t* offsets = nullptr;        ///< (E+1): exclusive prefix sums of counts
+  std::int32_t* row_tokens = nullptr;     ///< (S): row -> token; rows past offsets[E]: 0
+  std::int32_t* row_slots = nullptr;      ///< (S): row -> slot; rows past offsets[E]: -1
+  std::int32_t* slot_rows = nullptr;      ///< (S): slot -> row, -1 for sentinels
+  float* row_scores = nullptr;            ///< (S): optional; rows past offsets[E]: 0
+  std::int32_t* token_offsets = nullptr;  ///< (T+1): lists only
+  std::int32_t* token_slots = nullptr;    ///< (S): lists only: slots by token, stable; no sentinels
   /// (E), optional: a good order for the weight gradients. Experts by falling counts, in halves of
   /// the mean S/E, rounded; those that are alike by id.
   std::int32_t* expert_order = nullptr;

@@ -20,6 +20,7 @@ struct ForwardRegions {
   std::size_t routing;      // inference only: otherwise the caller keeps it
   std::size_t slot_scores;  // token rounding: backward does not need them
   std::size_t row_slots;
+  std::size_t block_counts;
   std::size_t act;
   std::size_t expert_out;
   std::size_t scratch;
@@ -45,6 +46,7 @@ struct LayerPlan::Impl {
   Ledger backward_ledger;
   ForwardRegions fwd;
   BackwardRegions bwd;
+  std::size_t block_counts = 0;  ///< bytes
   std::string walk;
 
   std::optional<OpPlan<RouterGemmDesc>> router_gemm;
@@ -179,6 +181,8 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   impl->fwd.routing = ledger.book("routing", d.inference ? RoutingBlock::bytes(d) : 0);
   impl->fwd.slot_scores = ledger.book("slot_scores", impl->rounded() ? 4 * rows : 0);
   impl->fwd.row_slots = ledger.book("row_slots", 4 * rows);
+  impl->block_counts = lists ? 0 : block_counts_bytes(top_k);
+  impl->fwd.block_counts = ledger.book("block_counts", impl->block_counts);
   impl->fwd.act = ledger.book("act", rows * static_cast<std::size_t>(d.intermediate) * size);
   impl->fwd.expert_out =
       ledger.book("expert_out", rows * static_cast<std::size_t>(d.hidden) * size);
@@ -346,6 +350,8 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
       RoutingBlock::at(d, d.inference ? seq.region(p.fwd.routing) : args.routing);
   float* const made_scores = p.rounded() ? seq.region(p.fwd.slot_scores) : routing.slot_scores;
   const float* slot_scores = p.given() ? args.list_scores : made_scores;
+  std::uint8_t* block_counts = nullptr;
+  if (p.block_counts > 0) block_counts = seq.region(p.fwd.block_counts);
 
   if (!p.given()) {
     seq.run(p.router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
@@ -354,6 +360,7 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
     seq.run(p.top_k, {.logits = args.logits,
                       .scores = made_scores,
                       .ids = routing.slot_experts,
+                      .block_counts = block_counts,
                       .error_word = args.error_word});
   }
   if (p.token_rounding) {
@@ -371,6 +378,7 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
   seq.run(p.metadata, {.slot_experts = p.given() ? args.list_experts : routing.slot_experts,
                        .slot_tokens = p.given() ? args.list_tokens : routing.slot_tokens,
                        .slot_scores = slot_scores,
+                       .block_counts = block_counts,
                        .counts = args.counts,
                        .offsets = routing.offsets,
                        .row_tokens = routing.row_tokens,

@@ -6,9 +6,14 @@
 #include <vector>
 
 #include "core/backends.h"
+#include "core/block_counts.h"
 #include "core/validate.h"
 
 namespace sonicmoe {
+
+std::size_t block_counts_bytes(const TopKDesc& d) noexcept {
+  return static_cast<std::size_t>(BlockCounts::of(d.tokens, d.experts, d.top_k).bytes());
+}
 
 const char* op_name(const RouterGemmDesc&) { return "router_gemm"; }
 const char* op_name(const TopKDesc&) { return "top_k"; }

@@ -356,6 +356,7 @@ Status validate(const TopKDesc& d, const TopKArgs& a) {
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   check.ints("scores", a.scores, d.tokens, "(T, K) float");
   check.ints("ids", a.ids, d.tokens, "(T, K) int32");
+  check.optional("block_counts", a.block_counts, d.tokens);
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
@@ -375,6 +376,7 @@ Status validate(const MetadataDesc& d, const MetadataArgs& a) {
     check.ints("token_slots", a.token_slots, slots, "(S) int32");
   }
   check.optional("expert_order", a.expert_order, 1, 4);
+  check.optional("block_counts", a.block_counts, slots);
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 

@@ -8,7 +8,7 @@ namespace sonicmoe::math {
 
 /// How many rows an expert has, in halves of the mean S/E, rounded. By this and not by rows, since
 /// experts that differ little should stay as they are: kernels whose tiles all end together were 1
-/// to 3 % slower.
+/// to 2 % slower.
 struct LoadClass {
   float per_row;
 

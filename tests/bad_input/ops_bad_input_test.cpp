@@ -224,10 +224,12 @@ TEST(BadOp, TopK) {
   good.logits = memory.data();
   good.scores = static_cast<float*>(memory.data());
   good.ids = static_cast<std::int32_t*>(memory.data());
+  good.block_counts = static_cast<std::uint8_t*>(memory.data());
   expect_pointers(desc, good,
                   std::vector{pointer_row("logits", &A::logits, "(T, E)"),
                               pointer_row("scores", &A::scores, "(T, K) float", 4),
-                              pointer_row("ids", &A::ids, "(T, K) int32", 4)});
+                              pointer_row("ids", &A::ids, "(T, K) int32", 4),
+                              pointer_row("block_counts", &A::block_counts, "", 16, true)});
 }
 
 MetadataDesc metadata_desc() {
@@ -257,6 +259,7 @@ TEST(BadOp, Metadata) {
   A good;
   good.slot_experts = good.slot_tokens = ints;
   good.slot_scores = good.row_scores = static_cast<float*>(memory.data());
+  good.block_counts = static_cast<const std::uint8_t*>(memory.data());
   good.counts = good.offsets = good.row_tokens = good.row_slots = good.slot_rows = ints;
   good.token_offsets = good.token_slots = good.expert_order = ints;
   expect_pointers(metadata_desc(), good,
@@ -271,7 +274,8 @@ TEST(BadOp, Metadata) {
                               pointer_row("row_scores", &A::row_scores, "", 4, true),
                               pointer_row("token_offsets", &A::token_offsets, "(T+1) int32", 4),
                               pointer_row("token_slots", &A::token_slots, "(S) int32", 4),
-                              pointer_row("expert_order", &A::expert_order, "", 4, true)});
+                              pointer_row("expert_order", &A::expert_order, "", 4, true),
+                              pointer_row("block_counts", &A::block_counts, "", 16, true)});
 }
 
 TEST(BadOp, MetadataIds) {

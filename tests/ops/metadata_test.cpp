@@ -22,12 +22,16 @@ struct Metadata {
 };
 
 Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& scores,
-             bool wants_order = true) {
+             bool wants_order = true, const std::vector<std::byte>& block_counts = {}) {
   const auto slots = static_cast<std::size_t>(desc.slots());
   Arena arena(kDevice);
   MetadataArgs args;
   args.slot_experts = arena.input("slot_experts", routing.experts);
   args.slot_scores = static_cast<const float*>(arena.input("slot_scores", scores, DType::f32));
+  if (!block_counts.empty()) {
+    args.block_counts = static_cast<const std::uint8_t*>(
+        arena.input("block_counts", std::span<const std::byte>(block_counts), 16));
+  }
   args.counts = arena.output_int32("counts", desc.experts);
   args.offsets = arena.output_int32("offsets", desc.experts + 1);
   args.row_tokens = arena.output_int32("row_tokens", slots);
@@ -204,6 +208,72 @@ TEST(Metadata, OrderOfListsDoesNotMatter) {
       }
     }
   }
+}
+
+/// Slots as top_k makes them, no expert twice for a token, and its counts.
+RandomCase counted_case(std::int64_t tokens, std::int64_t experts, std::int64_t k,
+                        std::vector<std::byte>* counts) {
+  RandomCase c;
+  c.desc.tokens = tokens;
+  c.desc.experts = experts;
+  c.desc.top_k = k;
+  const Random random(static_cast<std::uint64_t>(tokens * experts), static_cast<std::uint64_t>(k));
+  const std::size_t stride = (experts + 15) / 16 * 16;
+  counts->assign((tokens + 63) / 64 * stride, std::byte{0});
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    // Of some tokens the lowest experts, so that loads differ.
+    const std::int64_t first = t % 3 == 0 ? 0 : random.below(t, experts);
+    for (std::int64_t i = 0; i < k; ++i) {
+      const std::int64_t e = (first + i) % experts;
+      std::byte& count = (*counts)[t / 64 * stride + e];
+      count = static_cast<std::byte>(static_cast<int>(count) + 1);
+      c.routing.tokens.push_back(static_cast<std::int32_t>(t));
+      c.routing.experts.push_back(static_cast<std::int32_t>(e));
+      c.scores.push_back(round_to(random.uniform(1000000 + t * k + i), DType::f32));
+    }
+  }
+  return c;
+}
+
+// With top_k's counts, in one launch, as without them: blocks of one, two and four rows of counts,
+// the last one not full.
+TEST(Metadata, CountsOfTopK) {
+  std::vector<std::byte> counts;
+  for (const std::int64_t tokens : {1, 64, 65, 250, 256, 700}) {
+    for (const std::int64_t experts : {1, 8, 60, 128, 256, 500, 512}) {
+      for (const std::int64_t k : {1, 4, 8, 9, 16, 17, 32}) {
+        if (k > experts) continue;
+        SCOPED_TRACE(testing::Message() << "T " << tokens << " E " << experts << " K " << k);
+        const RandomCase c = counted_case(tokens, experts, k, &counts);
+        const Metadata m = run(c.desc, c.routing, c.scores, true, counts);
+        expect_properties(c, m);
+        if (HasFatalFailure()) return;
+        if (k != 8) continue;
+        const Metadata bare = run(c.desc, c.routing, {}, false, counts);
+        ASSERT_EQ(bare.row_slots, m.row_slots);
+      }
+    }
+  }
+  // A thread block sums more rows than it loads together.
+  const RandomCase c = counted_case(40000, 64, 2, &counts);
+  expect_properties(c, run(c.desc, c.routing, c.scores, true, counts));
+}
+
+// What is wrong with them or with the ids may be written wrongly, but nowhere else.
+TEST(Metadata, WrongCountsOfTopKLeadNowhere) {
+  std::vector<std::byte> counts;
+  RandomCase c = counted_case(700, 128, 8, &counts);
+  for (const int value : {0, 1, 255}) {
+    std::fill(counts.begin(), counts.end(), static_cast<std::byte>(value));
+    run(c.desc, c.routing, c.scores, true, counts);
+  }
+  RandomCase odd = counted_case(700, 128, 8, &counts);
+  for (std::size_t slot = 0; slot < odd.routing.experts.size(); slot += 5) {
+    odd.routing.experts[slot] = slot % 2 == 0 ? 128 : INT32_MAX;
+  }
+  run(odd.desc, odd.routing, odd.scores, true, counts);
+  std::fill(odd.routing.experts.begin(), odd.routing.experts.end(), 5);
+  run(odd.desc, odd.routing, odd.scores, true, counts);
 }
 
 TEST(Metadata, ScoresAndOrderAreOptional) {

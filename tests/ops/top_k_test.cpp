@@ -21,6 +21,7 @@ struct TopK {
   Status status;
   Ints ids;
   Tensor scores;
+  std::vector<std::byte> block_counts;
   bool untouched = false;
 };
 
@@ -38,6 +39,8 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode 
   args.logits = arena.input("logits", logits, dtype);
   args.scores = arena.output_float("scores", desc.tokens * k);
   args.ids = arena.output_int32("ids", desc.tokens * k);
+  const std::size_t counted = block_counts_bytes(desc);
+  args.block_counts = static_cast<std::uint8_t*>(arena.output("block_counts", counted, 16));
   const auto plan = make_plan(desc, kDevice, kChecked);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   Arena workspace(kDevice);
@@ -48,6 +51,8 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode 
   out.untouched = arena.outputs_untouched();
   out.ids = arena.int32("ids");
   out.scores = arena.tensor("scores", DType::f32);
+  const auto bytes_out = arena["block_counts"].bytes();
+  out.block_counts.assign(bytes_out.begin(), bytes_out.end());
   return out;
 }
 
@@ -100,6 +105,51 @@ TEST(TopK, LargeLogitsDoNotOverflow) {
   const TopK out = run({3e38, 3e38, -3e38}, 3, 3, RouterMode::softmax_over_topk);
   EXPECT_EQ(out.scores, (Tensor{0.5, 0.5, 0}));
   EXPECT_EQ(run({1000, 0}, 2, 1, RouterMode::topk_over_softmax).scores, Tensor{1});
+}
+
+// All kernels of 16-bit logits over the top-K, whose choice is by the number of experts, and of the
+// others; and what they count for metadata: each 64 tokens' experts, a byte each, rows filled up to
+// multiples of 16.
+TEST(TopK, EveryNumberOfExpertsAndItsCounts) {
+  const Random random(6, 0);
+  for (const std::int64_t experts : {1, 7, 8, 60, 64, 65, 96, 128, 129, 250, 256, 384, 511, 512}) {
+    for (const std::int64_t k : {1, 3, 4, 8, 9, 32}) {
+      if (k > experts) continue;
+      const std::int64_t tokens = 50 + 37 * k % 150;  // around one, two and three rows
+      Tensor logits(tokens * experts);
+      for (std::size_t i = 0; i < logits.size(); ++i) {
+        logits[i] = round_to(random.normal(i + 1000 * experts), DType::bf16);
+      }
+      for (const DType dtype : {DType::bf16, DType::f32}) {
+        SCOPED_TRACE(testing::Message() << "E " << experts << " K " << k << " " << name(dtype));
+        const TopK out = run(logits, experts, k, RouterMode::softmax_over_topk, false, dtype);
+        ASSERT_TRUE(out.status.ok()) << out.status.message();
+        ASSERT_EQ(out.ids, top_k(logits, tokens, experts, k, RouterMode::softmax_over_topk));
+        const std::size_t stride = (experts + 15) / 16 * 16, rows = (tokens + 63) / 64;
+        ASSERT_EQ(out.block_counts.size(), rows * stride);
+        if (kOnCpu) continue;  // it writes none
+        std::vector<std::byte> expected(rows * stride);
+        for (std::size_t slot = 0; slot < out.ids.size(); ++slot) {
+          std::byte& count = expected[slot / k / 64 * stride + out.ids[slot]];
+          count = static_cast<std::byte>(static_cast<int>(count) + 1);
+        }
+        ASSERT_EQ(out.block_counts, expected);
+      }
+    }
+  }
+}
+
+TEST(TopK, SizesWithoutCounts) {
+  const auto bytes = [](std::int64_t tokens, std::int64_t experts, std::int64_t k) {
+    TopKDesc desc;
+    desc.tokens = tokens, desc.experts = experts, desc.top_k = k;
+    return block_counts_bytes(desc);
+  };
+  EXPECT_EQ(bytes(24576, 128, 8), 384 * 128);
+  EXPECT_EQ(bytes(0, 128, 8), 0);
+  EXPECT_EQ(bytes(24576, 513, 8), 0);
+  EXPECT_EQ(bytes(24576, 128, 33), 0);
+  EXPECT_EQ(bytes(std::int64_t{1} << 20, 128, 8), 0);
 }
 
 TEST(TopK, RefusesDataWithoutAnOrder) {

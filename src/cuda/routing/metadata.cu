@@ -3,14 +3,14 @@
 // each count the number of equal keys in the blocks before; blocks place their slots. Positions
 // follow from counts alone, so the order in which anything runs does not matter. All three start
 // early. The third sorts the slots of its block before it waits: the second waited for the first,
-// and that for what is before the sort, before they let the next start.
+// and that for what is before the sort, before they let the next start. Behind top_k, which counts
+// what it chooses, metadata_counted.cu needs one launch.
 #include <algorithm>
 #include <bit>
 #include <cinttypes>
 
 #include "core/backends.h"
-#include "cuda/routing/routing.cuh"
-#include "math/load_class.h"
+#include "cuda/routing/metadata.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -96,30 +96,6 @@ struct ByToken {
   }
 };
 
-/// order[i] = the expert that has i others before it: of a higher class, or of the same and with a
-/// lower id. A thread an expert; `block` counts the blocks, of up to kThreads, that do this.
-__device__ __forceinline__ void rank_experts(const std::int32_t* counts, int experts,
-                                             const math::LoadClass& load_class, int block,
-                                             std::int32_t* order) {
-  __shared__ std::int32_t others[kThreads];
-  const int threads = static_cast<int>(blockDim.x);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int mine = block * threads + thread;
-  const std::int32_t own = mine < experts ? load_class(counts[mine]) : 0;
-  int before = 0;
-  for (int first = 0; first < experts; first += threads) {
-    const int some = min(threads, experts - first);
-    __syncthreads();
-    if (thread < some) others[thread] = load_class(counts[first + thread]);
-    __syncthreads();
-#pragma unroll 8
-    for (int i = 0; i < some; ++i) {
-      before += others[i] > own || (others[i] == own && first + i < mine);
-    }
-  }
-  if (mine < experts) order[before] = mine;
-}
-
 /// What becomes of the sorts of lists.
 struct ToOrder {
   std::int32_t* order;      ///< (S): position -> slot
@@ -167,16 +143,13 @@ struct ToRows {
   /// By slot.
   __device__ void placed(std::int32_t slot, std::int32_t row) const { a.slot_rows[slot] = row; }
   __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
-  __device__ void past_end(std::int64_t row) const {
-    a.row_slots[row] = -1;
-    a.row_tokens[row] = 0;
-    if (a.row_scores != nullptr) a.row_scores[row] = 0.0f;
-  }
+  __device__ void past_end(std::int64_t row) const { empty_row(a, row); }
   __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = row; }
   __device__ void total(int experts, std::int32_t n) const { a.offsets[experts] = n; }
   bool ranks() const { return a.expert_order != nullptr; }
   __device__ void rank(const std::int32_t* counts, int experts, int block) const {
-    rank_experts(counts, experts, load_class, block, a.expert_order);
+    __shared__ std::int32_t others[kThreads];
+    rank_experts(counts, experts, load_class, block, others, a.expert_order);
   }
 };
 
@@ -614,15 +587,20 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
   if (exec.checked) {
     if (Status status = check_ids(d, a, memory, stream); !status.ok()) return status;
   }
+  const bool lists = d.top_k == 0;
+  const math::LoadClass load_class(d.experts, d.slots());
+  const BlockCounts counts = BlockCounts::of(d.tokens, d.experts, d.top_k);
+  if (a.block_counts != nullptr && counts.bytes() > 0) {
+    place_counted(d, a, counts, stream);
+    return launched("metadata: launch");
+  }
   Memory m;
   Memory::layout(d, memory, &m);
-  const bool lists = d.top_k == 0;
   if (lists) sort_by_token(d, a, m, stream);
   const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts), a.error_word};
   const Source source{lists ? a.token_slots : nullptr, lists ? m.length : nullptr};
   sort(Shape::of(d.slots(), d.experts), source, by,
-       ToRows{a, static_cast<std::uint32_t>(d.top_k), math::LoadClass(d.experts, d.slots())}, m,
-       a.counts, stream);
+       ToRows{a, static_cast<std::uint32_t>(d.top_k), load_class}, m, a.counts, stream);
   return launched("metadata: launch");
 }
 

@@ -2,6 +2,7 @@
 // over few entries of 16-bit logits, the usual case, takes a quarter of the instructions, with up
 // to four tokens a warp; rows that do not fit take a block and K passes.
 #include "core/backends.h"
+#include "core/block_counts.h"
 #include "cuda/routing/select.cuh"
 
 namespace sonicmoe::cuda {
@@ -36,9 +37,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
   }
 }
 
+// Tokens that are counted together are those of a block, where there is a kernel that does it.
+constexpr int kCounted = static_cast<int>(BlockCounts::kTokens);
+constexpr int kFewThreads = 256;
+
 /// Few entries: the largest keys of a lane, and then of more and more lanes, in descending order.
 constexpr int kFew = 8;
-constexpr int kFewPerLane = 16;
+constexpr int kFewExperts = 512;
 
 __device__ __forceinline__ void order(std::uint32_t& a, std::uint32_t& b) {
   const std::uint32_t larger = max(a, b);
@@ -64,36 +69,31 @@ __device__ __forceinline__ void order_all(std::uint32_t (&key)[kFew]) {
   for (int i = 0; i < 19; ++i) order(key[kPairs[i][0]], key[kPairs[i][1]]);
 }
 
-/// Softmax over the top-K for K up to kFew, of 16-bit logits: a token by kLanes lanes, for at most
-/// kLanes * kFewPerLane experts. kFull: for exactly as many. The bits of `top_k`.
-template <class T, int kLanes, bool kFull>
-__global__ void __launch_bounds__(kWarps* kWarp)
-    top_few(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
-            std::int32_t* error_word) {
+/// Softmax over the top-K for K up to kFew, of 16-bit logits: token t by kLanes lanes, for at most
+/// kLanes * kPerLane experts. kFull: for exactly as many. The bits of `top_k`. Counts the experts.
+template <class T, int kLanes, int kPerLane, bool kFull>
+__device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std::int64_t tokens,
+                                           const Route& route, float* scores, std::int32_t* ids,
+                                           std::int32_t* error_word, std::int32_t* count) {
   const int part = lane_id() % kLanes;
-  const std::int64_t warp =
-      std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
-  const std::int64_t t = warp * (kWarp / kLanes) + lane_id() / kLanes;
   const int experts = static_cast<int>(route.experts);
-  wait_for_previous();
-  let_next_start();
   // Lanes past the last token take part in all exchanges, with that token's logits.
   const T* const row = logits + min(t, tokens - 1) * route.experts;
-  T logit[kFewPerLane];
+  T logit[kPerLane];
   const auto expert_of = [&](int i) {
     return kFull ? (i / 8 * kLanes + part) * 8 + i % 8 : i * kLanes + part;
   };
   if constexpr (kFull) {
     // Rows are multiples of 16 bytes.
 #pragma unroll
-    for (int i = 0; i < kFewPerLane; i += 8) {
+    for (int i = 0; i < kPerLane; i += 8) {
       const auto eight = *reinterpret_cast<const Eight<T>*>(row + expert_of(i));
 #pragma unroll
       for (int j = 0; j < 8; ++j) logit[i + j] = eight.value[j];
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kFewPerLane; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       logit[i] = expert_of(i) < experts ? row[expert_of(i)] : from_float<T>(0.0f);
     }
   }
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     bool wrong = false;
     bool finite = false;
 #pragma unroll
-    for (int i = 0; i < kFewPerLane; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       const float x = to_float(logit[i]);
       wrong |= !(x < INFINITY);
       finite |= (kFull || expert_of(i) < experts) && x > -INFINITY;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 
   std::uint32_t best[kFew];
 #pragma unroll
-  for (int first = 0; first < kFewPerLane; first += kFew) {
+  for (int first = 0; first < kPerLane; first += kFew) {
     std::uint32_t key[kFew];
 #pragma unroll
     for (int i = 0; i < kFew; ++i) {
@@ -138,23 +138,82 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     order_bitonic(best);
   }
 
-  // Lane k has entry k.
-  std::uint32_t mine = best[0];
+  // Entry k is for lane k, modulo kLanes.
+  constexpr int kEntries = (kFew + kLanes - 1) / kLanes;
+  Key32 mine[kEntries];
+  float score[kEntries];
 #pragma unroll
-  for (int k = 1; k < kFew; ++k) mine = part == k && k < route.top_k ? best[k] : mine;
-  const Key32 key{mine};
-  float score = math::softmax_term(key.value(), Key32{best[0]}.value());
+  for (int i = 0; i < kEntries; ++i) {
+    mine[i].bits = best[0];
+#pragma unroll
+    for (int k = i * kLanes; k < kFew && k < (i + 1) * kLanes; ++k) {
+      if (part == k % kLanes && k < route.top_k) mine[i].bits = best[k];
+    }
+    score[i] = math::softmax_term(mine[i].value(), Key32{best[0]}.value());
+  }
   float sum = 0.0f;  // in stored order
 #pragma unroll
   for (int k = 0; k < kFew; ++k) {
-    const float other = __shfl_sync(kAllLanes, score, k, kLanes);
+    const float other = __shfl_sync(kAllLanes, score[k / kLanes], k % kLanes, kLanes);
     if (k < route.top_k) sum = math::add(sum, other);
   }
-  score = math::div(score, sum);
-  if (t < tokens && part < route.top_k) {
-    scores[t * route.top_k + part] = score;
-    ids[t * route.top_k + part] = key.expert();
+  if (t >= tokens) return;
+#pragma unroll
+  for (int i = 0; i < kEntries; ++i) {
+    const int k = i * kLanes + part;
+    if (k >= route.top_k) break;
+    scores[t * route.top_k + k] = math::div(score[i], sum);
+    ids[t * route.top_k + k] = mine[i].expert();
+    atomicAdd(&count[mine[i].expert()], 1);
   }
+}
+
+__device__ __forceinline__ void store_counts(const std::int32_t* count, std::uint8_t* block_counts,
+                                             std::int32_t stride) {
+  std::uint8_t* const row = block_counts + std::int64_t{blockIdx.x} * stride;
+  for (int e = threadIdx.x; e < stride; e += kFewThreads) {
+    row[e] = static_cast<std::uint8_t>(count[e]);
+  }
+}
+
+/// A block takes as many tokens as are counted together, and counts them. The next kernel starts
+/// after it: blocks that start while some of ours are done and others are not all go to the same
+/// multiprocessors.
+template <class T, int kLanes, int kPerLane, bool kFull>
+__global__ void __launch_bounds__(kFewThreads)
+    top_few(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
+            std::uint8_t* block_counts, std::int32_t stride, std::int32_t* error_word) {
+  __shared__ std::int32_t count[kFewExperts];
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int e = thread; e < kFewExperts; e += kFewThreads) count[e] = 0;
+  wait_for_previous();
+  __syncthreads();
+  const std::int64_t first = std::int64_t{blockIdx.x} * kCounted;
+#pragma unroll 1
+  for (int token = thread / kLanes; token < kCounted; token += kFewThreads / kLanes) {
+    choose_few<T, kLanes, kPerLane, kFull>(logits, first + token, tokens, route, scores, ids,
+                                           error_word, count);
+  }
+  if (block_counts == nullptr) return;
+  __syncthreads();
+  store_counts(count, block_counts, stride);
+}
+
+/// The same counts, from ids, after the other kernels. A block a row.
+__global__ void __launch_bounds__(kFewThreads)
+    count_ids(const std::int32_t* ids, std::int64_t slots, std::int32_t slots_of_row,
+              std::uint8_t* block_counts, std::int32_t stride) {
+  __shared__ std::int32_t count[BlockCounts::kExperts];
+  for (int e = threadIdx.x; e < stride; e += kFewThreads) count[e] = 0;
+  wait_for_previous();
+  __syncthreads();
+  const std::int64_t first = std::int64_t{blockIdx.x} * slots_of_row;
+  const std::int64_t end = min(first + slots_of_row, slots);
+  for (std::int64_t i = first + threadIdx.x; i < end; i += kFewThreads) {
+    atomicAdd(&count[ids[i]], 1);
+  }
+  __syncthreads();
+  store_counts(count, block_counts, stride);
 }
 
 template <class T>
@@ -180,24 +239,30 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     if (Status s = check_logits(logits, d.tokens, d.experts, memory, stream); !s.ok()) return s;
   }
   const Route route = Route::of(d);
+  const BlockCounts counts = BlockCounts::of(d.tokens, d.experts, d.top_k);
+  std::uint8_t* const block_counts = counts.bytes() > 0 ? a.block_counts : nullptr;
+  const auto stride = static_cast<std::int32_t>(counts.stride);
   if (!fits_warp_row(d.experts, d.top_k)) {
     launch_early(top_k_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, stream, logits, route,
                  a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
   }
   if constexpr (sizeof(T) == 2) {
-    if (route.over_top_k && d.top_k <= kFew && d.experts <= kWarp * kFewPerLane) {
-      const auto start = [&](auto lanes) {
-        constexpr int kLanes = lanes.value;
-        const bool full = d.experts == kLanes * kFewPerLane;
-        launch_early(full ? top_few<T, kLanes, true> : top_few<T, kLanes, false>,
-                     blocks_for(d.tokens, kWarps * kWarp / kLanes), kWarps * kWarp, 0, stream,
-                     logits, d.tokens, route, a.scores, a.ids, a.error_word);
+    if (route.over_top_k && d.top_k <= kFew && d.experts <= kFewExperts) {
+      using std::integral_constant;
+      const auto start = [&](auto lanes, auto per_lane) {
+        constexpr int kLanes = lanes.value, kPerLane = per_lane.value;
+        const bool full = d.experts == kLanes * kPerLane;
+        launch_early(
+            full ? top_few<T, kLanes, kPerLane, true> : top_few<T, kLanes, kPerLane, false>,
+            blocks_for(d.tokens, kCounted), kFewThreads, 0, stream, logits, d.tokens, route,
+            a.scores, a.ids, block_counts, stride, a.error_word);
         return launched("top_k: launch");
       };
-      if (d.experts <= 8 * kFewPerLane) return start(std::integral_constant<int, 8>{});
-      if (d.experts <= 16 * kFewPerLane) return start(std::integral_constant<int, 16>{});
-      return start(std::integral_constant<int, 32>{});
+      if (d.experts <= 64) return start(integral_constant<int, 4>{}, integral_constant<int, 16>{});
+      if (d.experts <= 128) return start(integral_constant<int, 4>{}, integral_constant<int, 32>{});
+      if (d.experts <= 256) return start(integral_constant<int, 8>{}, integral_constant<int, 32>{});
+      return start(integral_constant<int, 16>{}, integral_constant<int, 32>{});
     }
   }
   return visit_row_size(d.experts, [&](auto per_lane) {
@@ -209,6 +274,11 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     const auto kernel = route.over_top_k ? by_logit : by_probability;
     launch_early(kernel, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream, logits, d.tokens,
                  route, a.scores, a.ids, a.error_word);
+    if (block_counts != nullptr) {
+      launch_early(count_ids, static_cast<unsigned>(counts.rows), kFewThreads, 0, stream, a.ids,
+                   d.tokens * d.top_k, static_cast<std::int32_t>(kCounted * d.top_k), block_counts,
+                   stride);
+    }
     return launched("top_k: launch");
   });
 }

@@ -1,0 +1,263 @@
+// The slots of top_k to grouped rows in one launch. top_k has counted, for every 64 tokens, how
+// many have each expert; a block sums what it needs of that for itself. The slots of an expert have
+// different tokens, so a bit for each token says which of them come before one, and nothing is
+// sorted. Positions follow from counts and bits alone.
+#include "cuda/routing/metadata.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kSlots = static_cast<int>(BlockCounts::kSlots);
+constexpr int kBins = static_cast<int>(BlockCounts::kBins);
+constexpr int kExperts = static_cast<int>(BlockCounts::kExperts);
+
+/// Divides numbers up to 2048 by one up to 32.
+struct SmallDivisor {
+  std::uint32_t factor;
+  explicit SmallDivisor(std::int64_t by)
+      : factor(static_cast<std::uint32_t>((65536 + by - 1) / by)) {}
+  __device__ int operator()(int n) const {
+    return static_cast<int>(static_cast<std::uint32_t>(n) * factor >> 16);
+  }
+};
+
+/// What the kernel works on.
+struct Counted {
+  BlockCounts counts;
+  MetadataArgs a;
+  std::int32_t slots;
+  std::int32_t top_k;
+  std::int32_t experts;
+  SmallDivisor by_top_k;
+  SmallDivisor by_columns;  ///< of 16 experts
+  math::LoadClass load_class;
+};
+
+/// What it has in shared memory at one time or another.
+union Memory {
+  /// Sums of counts over a part of the rows: [part][before us, all][expert].
+  std::uint16_t sums[kThreads * 2 * 16];
+  struct {
+    std::int32_t row[kSlots];
+    std::int32_t slot[kSlots];
+    float score[kSlots];
+    std::uint8_t earlier[2 * kBins];  ///< [expert][word]: slots whose bits are in words before
+  } sorted;
+};
+
+/// Sums of the counts of expert e in the rows before `first_row` and in all. A thread takes sixteen
+/// experts of every parts-th row.
+__device__ __forceinline__ void sum_counts(const Counted& p, int first_row, std::uint16_t* sums) {
+  constexpr int kTogether = 6;  // loads in flight
+  const auto* const from = reinterpret_cast<const uint4*>(p.a.block_counts);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int columns = static_cast<int>(p.counts.stride) / 16;
+  const int rows = static_cast<int>(p.counts.rows);
+  const int parts = p.by_columns(kThreads);
+  const int part = p.by_columns(thread);
+  if (part < parts) {
+    const int column = thread - part * columns;
+    // Of four neighbours the even ones, and the odd ones. A thread sees fewer than 2^16 tokens.
+    std::uint32_t sum[2][4][2] = {};
+    for (int first = part; first < rows; first += kTogether * parts) {
+      uint4 sixteen[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int row = first + i * parts;
+        sixteen[i] = row < rows ? from[row * columns + column] : uint4{};
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const bool early = first + i * parts < first_row;
+        const std::uint32_t word[4] = {sixteen[i].x, sixteen[i].y, sixteen[i].z, sixteen[i].w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            const std::uint32_t two = word[w] >> 8 * odd & 0x00ff00ffu;
+            sum[1][w][odd] += two;
+            if (early) sum[0][w][odd] += two;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      auto* const to =
+          reinterpret_cast<uint2*>(sums + ((part * 2 + which) * columns + column) * 16);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const std::uint32_t even = sum[which][w][0], odd = sum[which][w][1];
+        to[w] = {__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632)};
+      }
+    }
+  }
+}
+
+/// before[e] and all[e], from those.
+__device__ __forceinline__ void sum_parts(const Counted& p, const std::uint16_t* sums,
+                                          std::int32_t* before, std::int32_t* all) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int columns = static_cast<int>(p.counts.stride) / 16;
+  const int parts = p.by_columns(kThreads);
+  const int pairs = columns * 8;
+  for (int i = thread; i < 2 * pairs; i += kThreads) {
+    const auto* const mine = reinterpret_cast<const std::uint32_t*>(sums) + i;
+    std::int32_t low = 0;
+    std::int32_t high = 0;
+#pragma unroll 16
+    for (int q = 0; q < parts; ++q) {
+      const std::uint32_t both = mine[q * 2 * pairs];
+      low += static_cast<std::int32_t>(both & 0xffffu);
+      high += static_cast<std::int32_t>(both >> 16);
+    }
+    std::int32_t* const to = i < pairs ? before + 2 * i : all + 2 * (i - pairs);
+    to[0] = low;
+    to[1] = high;
+  }
+}
+
+/// Two exclusive sums over the threads of a block; {all of one, all of the other}.
+struct Sums {
+  std::int32_t one;
+  std::int32_t other;
+};
+__device__ __forceinline__ Sums exclusive_sums_of_two(Sums own, Sums* before) {
+  __shared__ Sums of_warp[kWarps];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  Sums sum = own;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const std::int32_t one = __shfl_up_sync(kAllLanes, sum.one, distance);
+    const std::int32_t other = __shfl_up_sync(kAllLanes, sum.other, distance);
+    if (lane_id() >= distance) sum.one += one, sum.other += other;
+  }
+  if (lane_id() == kWarp - 1) of_warp[warp] = sum;
+  __syncthreads();
+  const Sums theirs = lane_id() < kWarps ? of_warp[lane_id()] : Sums{};
+  const bool earlier = lane_id() < warp;
+  before->one = sum.one - own.one + __reduce_add_sync(kAllLanes, earlier ? theirs.one : 0);
+  before->other = sum.other - own.other + __reduce_add_sync(kAllLanes, earlier ? theirs.other : 0);
+  return {__reduce_add_sync(kAllLanes, theirs.one), __reduce_add_sync(kAllLanes, theirs.other)};
+}
+
+/// A block takes counts.each rows of counts; the last one has none, it ranks the experts.
+__global__ void __launch_bounds__(kThreads) place_slots(Counted p) {
+  __shared__ Memory memory;
+  __shared__ std::uint32_t has[2 * kBins];  // [expert][32 tokens]
+  __shared__ std::int32_t base[kExperts];   // where the block's slots go, in all
+  __shared__ std::int32_t begin[kExperts];  // and in the block
+  __shared__ std::int32_t all[kExperts];
+  const MetadataArgs& a = p.a;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int words = 2 * static_cast<int>(p.counts.each);
+  const int first_row = static_cast<int>(blockIdx.x * p.counts.each);
+  const int first_token = first_row * static_cast<int>(BlockCounts::kTokens);
+  const int first = min(first_token, p.slots / p.top_k) * p.top_k;
+  const int count = min(words * kWarp * p.top_k, p.slots - first);
+  for (int i = thread; i < p.experts * words; i += kThreads) has[i] = 0;
+  wait_for_previous();
+  let_next_start();
+  __syncthreads();
+
+  // All loads before anything waits for one.
+  constexpr int kEach = kSlots / kThreads;
+  int expert[kEach];
+  float score[kEach] = {};
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = thread + i * kThreads;
+    expert[i] = at < count ? a.slot_experts[first + at] : -1;
+    if (at < count && a.row_scores != nullptr) score[i] = a.slot_scores[first + at];
+  }
+  sum_counts(p, first_row, memory.sums);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (expert[i] >= p.experts) expert[i] = -1;
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (expert[i] < 0) continue;
+    const int token = p.by_top_k(thread + i * kThreads);
+    atomicOr(&has[expert[i] * words + token / kWarp], 1u << token % kWarp);
+  }
+  __syncthreads();
+  sum_parts(p, memory.sums, base, all);
+  __syncthreads();
+
+  const bool last = blockIdx.x + 1 == gridDim.x;
+  Sums own{};
+  if (thread < p.experts) {
+    own.one = all[thread];
+    for (int w = 0; w < words; ++w) {
+      memory.sorted.earlier[thread * words + w] = static_cast<std::uint8_t>(own.other);
+      own.other += __popc(has[thread * words + w]);
+    }
+  }
+  Sums start;
+  const Sums total = exclusive_sums_of_two(own, &start);
+  if (thread < p.experts) {
+    base[thread] += start.one;
+    begin[thread] = start.other;
+    if (last) a.offsets[thread] = start.one, a.counts[thread] = own.one;
+  }
+  __syncthreads();
+  if (last) {
+    if (thread == 0) a.offsets[p.experts] = total.one;
+    if (a.expert_order != nullptr) {
+      rank_experts(all, p.experts, p.load_class, 0, begin, a.expert_order);
+    }
+    for (int row = total.one + thread; row < p.slots; row += kThreads) {
+      empty_row(a, row);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = thread + i * kThreads;
+    if (at >= count) break;
+    std::int32_t row = -1;
+    if (expert[i] >= 0) {
+      const int token = p.by_top_k(at);
+      const int word = expert[i] * words + token / kWarp;
+      const int before =
+          memory.sorted.earlier[word] + __popc(has[word] & ((1u << token % kWarp) - 1u));
+      row = base[expert[i]] + before;
+      // Counts that are not of these slots must not lead anywhere.
+      if (row >= p.slots) row = -1;
+      const int to = begin[expert[i]] + before;
+      memory.sorted.row[to] = row;
+      memory.sorted.slot[to] = at;
+      memory.sorted.score[to] = score[i];
+    }
+    a.slot_rows[first + at] = row;
+  }
+  __syncthreads();
+  for (int i = thread; i < total.other; i += kThreads) {
+    const std::int32_t row = memory.sorted.row[i];
+    const std::int32_t at = memory.sorted.slot[i];
+    if (row < 0) continue;
+    a.row_slots[row] = first + at;
+    a.row_tokens[row] = first_token + p.by_top_k(at);
+    if (a.row_scores != nullptr) a.row_scores[row] = memory.sorted.score[i];
+  }
+}
+
+}  // namespace
+
+void place_counted(const MetadataDesc& d, const MetadataArgs& a, const BlockCounts& counts,
+                   cudaStream_t stream) {
+  const Counted counted{counts,
+                        a,
+                        static_cast<std::int32_t>(d.slots()),
+                        static_cast<std::int32_t>(d.top_k),
+                        static_cast<std::int32_t>(d.experts),
+                        SmallDivisor(d.top_k),
+                        SmallDivisor(counts.stride / 16),
+                        math::LoadClass(d.experts, d.slots())};
+  launch_early(place_slots, blocks_for(counts.rows, counts.each) + 1, kThreads, 0, stream, counted);
+}
+
+}  // namespace sonicmoe::cuda
