@@ -160,7 +160,7 @@ void Operations::add_top_k() {
   args.logits = layer_.logits.data();
   args.scores = scores_.as<float>();
   args.ids = ids_.as<std::int32_t>();
-  block_counts_ = Buffer(block_counts_bytes(top_k), settings_.device);
+  block_counts_ = Buffer(block_counts_bytes(top_k, settings_.device), settings_.device);
   args.block_counts = block_counts_.as<std::uint8_t>();
   add("top_k", top_k, args, 0, {&layer_.logits, &scores_, &ids_, &block_counts_});
 }
@@ -207,7 +207,7 @@ void Operations::add_metadata() {
   args.token_offsets = token_offsets_.as<std::int32_t>();
   args.token_slots = token_slots_.as<std::int32_t>();
   add("metadata", metadata, args, 0,
-      {&ids_, &slot_tokens_, &scores_, &layer_.counts, &offsets_, &expert_order_, &row_tokens_,
+      {&ids_, &slot_tokens_, &scores_, &block_counts_, &layer_.counts, &offsets_, &expert_order_, &row_tokens_,
        &row_slots_, &slot_rows_, &row_scores_, &token_offsets_, &token_slots_});
 }
 

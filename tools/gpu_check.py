@@ -49,6 +49,7 @@ SANITIZED = ":".join(
         "Kernels/ExactWeightGradient.AnyNumberOfRows/cuda_up_proj_wgrad_256x128",
         "Beside.SmallShape",
         "Aggregate.RoutersPart*",
+        "Metadata.CountsOfTopKQuick",
         "Metadata.WrongCountsOfTopKLeadNowhere",
     ]
     + [

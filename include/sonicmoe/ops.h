@@ -51,7 +51,7 @@ struct TopKArgs {
   const void* logits = nullptr;  ///< (T, E) dtype
   float* scores = nullptr;       ///< (T, K)
   std::int32_t* ids = nullptr;   ///< (T, K)
-  /// block_counts_bytes(), optional, CUDA: how many of each 64 tokens have each expert, for
+  /// block_counts_bytes(), optional: how many of each 64 tokens have each expert, for
   /// MetadataArgs::block_counts.
   std::uint8_t* block_counts = nullptr;
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
@@ -67,15 +67,17 @@ struct SONICMOE_API TopKDesc {
   bool operator==(const TopKDesc&) const = default;
 };
 
-/// Bytes of TopKArgs::block_counts; 0 for sizes where it is neither written nor read.
-SONICMOE_API std::size_t block_counts_bytes(const TopKDesc& desc) noexcept;
+/// Bytes of TopKArgs::block_counts; 0 on the CPU and for sizes where it is neither written nor
+/// read.
+SONICMOE_API std::size_t block_counts_bytes(const TopKDesc& desc, Device device) noexcept;
 
 /// Sorts slots into grouped rows. Deterministic and stable.
 struct MetadataArgs {
   const std::int32_t* slot_experts = nullptr;  ///< (S): ids >= E are sentinels
   const std::int32_t* slot_tokens = nullptr;   ///< (S): lists only (top_k == 0)
   const float* slot_scores = nullptr;          ///< (S): optional
-  /// Optional, CUDA: what top_k wrote together with these slot_experts; saves two passes over them.
+  /// Optional: what top_k wrote together with these slot_experts; saves two passes over them.
+  /// Counts of others leave rows without a token, and whoever reads those is led anywhere.
   const std::uint8_t* block_counts = nullptr;
   std::int32_t* counts = nullptr;         ///< (E)
   std::int32_t* offsets = nullptr;        ///< (E+1): exclusive prefix sums of counts

@@ -20,7 +20,7 @@ struct BlockCounts {
 
   static BlockCounts of(std::int64_t tokens, std::int64_t experts, std::int64_t top_k) {
     BlockCounts counts;
-    if (tokens == 0 || top_k == 0 || top_k > experts || experts > kExperts) return counts;
+    if (tokens <= 0 || top_k <= 0 || top_k > experts || experts > kExperts) return counts;
     for (std::int64_t each = 4; each > 0; each /= 2) {
       if (each * kTokens * top_k > kSlots || each * experts > kBins) continue;
       const std::int64_t rows = (tokens + kTokens - 1) / kTokens;

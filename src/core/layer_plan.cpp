@@ -181,7 +181,7 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   impl->fwd.routing = ledger.book("routing", d.inference ? RoutingBlock::bytes(d) : 0);
   impl->fwd.slot_scores = ledger.book("slot_scores", impl->rounded() ? 4 * rows : 0);
   impl->fwd.row_slots = ledger.book("row_slots", 4 * rows);
-  impl->block_counts = lists ? 0 : block_counts_bytes(top_k);
+  impl->block_counts = lists ? 0 : block_counts_bytes(top_k, impl->exec.device);
   impl->fwd.block_counts = ledger.book("block_counts", impl->block_counts);
   impl->fwd.act = ledger.book("act", rows * static_cast<std::size_t>(d.intermediate) * size);
   impl->fwd.expert_out =

@@ -11,7 +11,8 @@
 
 namespace sonicmoe {
 
-std::size_t block_counts_bytes(const TopKDesc& d) noexcept {
+std::size_t block_counts_bytes(const TopKDesc& d, Device device) noexcept {
+  if (device.type != DeviceType::cuda) return 0;
   return static_cast<std::size_t>(BlockCounts::of(d.tokens, d.experts, d.top_k).bytes());
 }
 

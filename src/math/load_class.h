@@ -7,8 +7,8 @@
 namespace sonicmoe::math {
 
 /// How many rows an expert has, in halves of the mean S/E, rounded. By this and not by rows, since
-/// experts that differ little should stay as they are: kernels whose tiles all end together were 1
-/// to 2 % slower.
+/// experts that differ little should stay as they are: with even experts the exact order was up to
+/// 2 % slower (docs/findings/skew.md).
 struct LoadClass {
   float per_row;
 

@@ -176,6 +176,7 @@ TEST(Bits, Metadata) {
           static_cast<const float*>(arena->input("slot_scores", scores, DType::f32));
       args->counts = ints("counts", desc.experts);
       args->offsets = ints("offsets", desc.experts + 1);
+      args->expert_order = ints("expert_order", desc.experts);
       args->row_tokens = ints("row_tokens", desc.slots());
       args->row_slots = ints("row_slots", desc.slots());
       args->slot_rows = ints("slot_rows", desc.slots());

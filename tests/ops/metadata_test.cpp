@@ -254,8 +254,15 @@ TEST(Metadata, CountsOfTopK) {
       }
     }
   }
-  // A thread block sums more rows than it loads together.
-  const RandomCase c = counted_case(40000, 64, 2, &counts);
+  // A thread has more rows of counts than it loads together: 102, by 16 parts.
+  const RandomCase c = counted_case(6500, 512, 8, &counts);
+  expect_properties(c, run(c.desc, c.routing, c.scores, true, counts));
+}
+
+// What a tool that watches every access can afford.
+TEST(Metadata, CountsOfTopKQuick) {
+  std::vector<std::byte> counts;
+  const RandomCase c = counted_case(300, 60, 8, &counts);
   expect_properties(c, run(c.desc, c.routing, c.scores, true, counts));
 }
 
@@ -272,8 +279,14 @@ TEST(Metadata, WrongCountsOfTopKLeadNowhere) {
     odd.routing.experts[slot] = slot % 2 == 0 ? 128 : INT32_MAX;
   }
   run(odd.desc, odd.routing, odd.scores, true, counts);
-  std::fill(odd.routing.experts.begin(), odd.routing.experts.end(), 5);
-  run(odd.desc, odd.routing, odd.scores, true, counts);
+}
+
+// Threads then write to the same places.
+TEST(Metadata, ATokenWithOneExpertTwiceLeadsNowhere) {
+  std::vector<std::byte> counts;
+  RandomCase c = counted_case(700, 128, 8, &counts);
+  std::fill(c.routing.experts.begin(), c.routing.experts.end(), 5);
+  run(c.desc, c.routing, c.scores, true, counts);
 }
 
 TEST(Metadata, ScoresAndOrderAreOptional) {

@@ -39,7 +39,7 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode 
   args.logits = arena.input("logits", logits, dtype);
   args.scores = arena.output_float("scores", desc.tokens * k);
   args.ids = arena.output_int32("ids", desc.tokens * k);
-  const std::size_t counted = block_counts_bytes(desc);
+  const std::size_t counted = block_counts_bytes(desc, kDevice);
   args.block_counts = static_cast<std::uint8_t*>(arena.output("block_counts", counted, 16));
   const auto plan = make_plan(desc, kDevice, kChecked);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
@@ -115,19 +115,26 @@ TEST(TopK, EveryNumberOfExpertsAndItsCounts) {
   for (const std::int64_t experts : {1, 7, 8, 60, 64, 65, 96, 128, 129, 250, 256, 384, 511, 512}) {
     for (const std::int64_t k : {1, 3, 4, 8, 9, 32}) {
       if (k > experts) continue;
-      const std::int64_t tokens = 50 + 37 * k % 150;  // around one, two and three rows
+      const std::int64_t tokens = 1 + (k - 1) * 63 % 200;  // 1, 127, 190, 42, 105, 154
       Tensor logits(tokens * experts);
       for (std::size_t i = 0; i < logits.size(); ++i) {
         logits[i] = round_to(random.normal(i + 1000 * experts), DType::bf16);
       }
-      for (const DType dtype : {DType::bf16, DType::f32}) {
+      using enum RouterMode;
+      for (const auto& [dtype, mode] :
+           {std::pair(DType::bf16, softmax_over_topk), std::pair(DType::f16, softmax_over_topk),
+            std::pair(DType::f32, softmax_over_topk), std::pair(DType::bf16, topk_over_softmax)}) {
         SCOPED_TRACE(testing::Message() << "E " << experts << " K " << k << " " << name(dtype));
-        const TopK out = run(logits, experts, k, RouterMode::softmax_over_topk, false, dtype);
+        Tensor stored = logits;
+        for (double& value : stored) value = round_to(value, dtype);
+        const TopK out = run(stored, experts, k, mode, false, dtype);
         ASSERT_TRUE(out.status.ok()) << out.status.message();
-        ASSERT_EQ(out.ids, top_k(logits, tokens, experts, k, RouterMode::softmax_over_topk));
+        if (mode == softmax_over_topk) {
+          ASSERT_EQ(out.ids, top_k(stored, tokens, experts, k, mode));
+        }
         const std::size_t stride = (experts + 15) / 16 * 16, rows = (tokens + 63) / 64;
-        ASSERT_EQ(out.block_counts.size(), rows * stride);
-        if (kOnCpu) continue;  // it writes none
+        ASSERT_EQ(out.block_counts.size(), kOnCpu ? 0 : rows * stride);
+        if (kOnCpu) continue;
         std::vector<std::byte> expected(rows * stride);
         for (std::size_t slot = 0; slot < out.ids.size(); ++slot) {
           std::byte& count = expected[slot / k / 64 * stride + out.ids[slot]];
@@ -143,10 +150,12 @@ TEST(TopK, SizesWithoutCounts) {
   const auto bytes = [](std::int64_t tokens, std::int64_t experts, std::int64_t k) {
     TopKDesc desc;
     desc.tokens = tokens, desc.experts = experts, desc.top_k = k;
-    return block_counts_bytes(desc);
+    return block_counts_bytes(desc, {DeviceType::cuda, 0});
   };
   EXPECT_EQ(bytes(24576, 128, 8), 384 * 128);
   EXPECT_EQ(bytes(0, 128, 8), 0);
+  EXPECT_EQ(bytes(-1, 128, 8), 0);
+  EXPECT_EQ(bytes(-1000, 128, -8), 0);
   EXPECT_EQ(bytes(24576, 513, 8), 0);
   EXPECT_EQ(bytes(24576, 128, 33), 0);
   EXPECT_EQ(bytes(std::int64_t{1} << 20, 128, 8), 0);

@@ -38,7 +38,7 @@ struct Counted {
 /// What it has in shared memory at one time or another.
 union Memory {
   /// Sums of counts over a part of the rows: [part][before us, all][expert].
-  std::uint16_t sums[kThreads * 2 * 16];
+  alignas(16) std::uint16_t sums[kThreads * 2 * 16];
   struct {
     std::int32_t row[kSlots];
     std::int32_t slot[kSlots];
@@ -144,7 +144,7 @@ __device__ __forceinline__ Sums exclusive_sums_of_two(Sums own, Sums* before) {
 }
 
 /// A block takes counts.each rows of counts; the last one has none, it ranks the experts.
-__global__ void __launch_bounds__(kThreads) place_slots(Counted p) {
+__global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
   __shared__ Memory memory;
   __shared__ std::uint32_t has[2 * kBins];  // [expert][32 tokens]
   __shared__ std::int32_t base[kExperts];   // where the block's slots go, in all
@@ -175,12 +175,11 @@ __global__ void __launch_bounds__(kThreads) place_slots(Counted p) {
   sum_counts(p, first_row, memory.sums);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
+    const int at = thread + i * kThreads;
+    if (at < count && expert[i] < 0) report(a.error_word, kBadExpertId);
     if (expert[i] >= p.experts) expert[i] = -1;
-  }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
     if (expert[i] < 0) continue;
-    const int token = p.by_top_k(thread + i * kThreads);
+    const int token = p.by_top_k(at);
     atomicOr(&has[expert[i] * words + token / kWarp], 1u << token % kWarp);
   }
   __syncthreads();
@@ -257,7 +256,8 @@ void place_counted(const MetadataDesc& d, const MetadataArgs& a, const BlockCoun
                         SmallDivisor(d.top_k),
                         SmallDivisor(counts.stride / 16),
                         math::LoadClass(d.experts, d.slots())};
-  launch_early(place_slots, blocks_for(counts.rows, counts.each) + 1, kThreads, 0, stream, counted);
+  launch_early(place_counted_slots, blocks_for(counts.rows, counts.each) + 1, kThreads, 0, stream,
+               counted);
 }
 
 }  // namespace sonicmoe::cuda

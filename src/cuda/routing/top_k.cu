@@ -1,6 +1,6 @@
 // Scores and ids of each token's K experts, a token per warp with its logits in registers. Softmax
-// over few entries of 16-bit logits, the usual case, takes a quarter of the instructions, with up
-// to four tokens a warp; rows that do not fit take a block and K passes.
+// over few entries of 16-bit logits, the usual case, takes a fraction of the instructions, with up
+// to eight tokens a warp; rows that do not fit take a block and K passes.
 #include "core/backends.h"
 #include "core/block_counts.h"
 #include "cuda/routing/select.cuh"
@@ -106,8 +106,7 @@ __device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std:
       wrong |= !(x < INFINITY);
       finite |= (kFull || expert_of(i) < experts) && x > -INFINITY;
     }
-    const unsigned lanes = (kLanes == kWarp ? kAllLanes : (1u << kLanes % kWarp) - 1)
-                           << lane_id() / kLanes * kLanes;
+    const unsigned lanes = ((1u << kLanes) - 1) << lane_id() / kLanes * kLanes;
     const bool any_wrong = (__ballot_sync(kAllLanes, wrong) & lanes) != 0;
     const bool any_finite = (__ballot_sync(kAllLanes, finite) & lanes) != 0;
     if ((any_wrong || !any_finite) && part == 0) report(error_word, kBadLogits);
@@ -176,9 +175,8 @@ __device__ __forceinline__ void store_counts(const std::int32_t* count, std::uin
   }
 }
 
-/// A block takes as many tokens as are counted together, and counts them. The next kernel starts
-/// after it: blocks that start while some of ours are done and others are not all go to the same
-/// multiprocessors.
+/// A block takes as many tokens as are counted together, and counts them. Metadata starts after it
+/// then: its few blocks would all go to the multiprocessors where ours leave room first.
 template <class T, int kLanes, int kPerLane, bool kFull>
 __global__ void __launch_bounds__(kFewThreads)
     top_few(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
@@ -187,6 +185,7 @@ __global__ void __launch_bounds__(kFewThreads)
   const int thread = static_cast<int>(threadIdx.x);
   for (int e = thread; e < kFewExperts; e += kFewThreads) count[e] = 0;
   wait_for_previous();
+  if (block_counts == nullptr) let_next_start();
   __syncthreads();
   const std::int64_t first = std::int64_t{blockIdx.x} * kCounted;
 #pragma unroll 1
