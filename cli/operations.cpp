@@ -207,8 +207,8 @@ void Operations::add_metadata() {
   args.token_offsets = token_offsets_.as<std::int32_t>();
   args.token_slots = token_slots_.as<std::int32_t>();
   add("metadata", metadata, args, 0,
-      {&ids_, &slot_tokens_, &scores_, &block_counts_, &layer_.counts, &offsets_, &expert_order_, &row_tokens_,
-       &row_slots_, &slot_rows_, &row_scores_, &token_offsets_, &token_slots_});
+      {&ids_, &slot_tokens_, &scores_, &block_counts_, &layer_.counts, &offsets_, &expert_order_,
+       &row_tokens_, &row_slots_, &slot_rows_, &row_scores_, &token_offsets_, &token_slots_});
 }
 
 GroupedGemmDesc Operations::gemm_desc(GemmOp op) const {
