@@ -74,6 +74,18 @@ MUTANTS = [
         "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin - 1)},",
     ),
     Mutant(
+        "loaded experts last in the order for weight gradients",
+        "src/cpu/metadata.cpp",
+        "return mine > other ||",
+        "return mine < other ||",
+    ),
+    Mutant(
+        "the router's terms and dX's rows in one sum",
+        "src/cpu/aggregate.cpp",
+        "true, n, routers);",
+        "true, n, sum);",
+    ),
+    Mutant(
         "the layer does not add to dW1 and dW2",
         "src/core/layer_plan.cpp",
         ".accumulate_weight_grads = d.accumulate_weight_grads};",
