@@ -93,7 +93,10 @@ def small_kernels(bench: Rows) -> dict[str, list[tuple[str, str]]]:
             (r"\d+ us for the first line", f"{us('aggregate_o', 0)} us for the first line"),
             (r"\d+ with the router's part", f"{us('aggregate_dx', 0)} with the router's part"),
         ],
-        "metadata": [(rf"{NUMBER} us in the receipt", f"{us('routing', 1)} us in the receipt")],
+        "metadata": [
+            (rf"{NUMBER} us in the receipt", f"{us('routing', 1)} us in the receipt"),
+            (rf"the receipt has {NUMBER} us", f"the receipt has {us('metadata', 1)} us"),
+        ],
         "router_gemm": [(
             r"logits \d+ us, dx \d+ us, dWr \d+ us",
             f"logits {us('router_gemm', 0)} us, dx {us('router_dgrad', 0)} us, "
