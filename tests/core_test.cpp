@@ -198,6 +198,42 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
   }
 }
 
+// As measured on an H200: docs/kernels/router_gemm.md.
+TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
+  struct Row {
+    std::int64_t tokens, hidden, experts;
+    const char *forward, *wgrad;
+  };
+  constexpr Row kRows[] = {
+      {24576, 1536, 128, "128", "128"},
+      {40960, 768, 128, "128", "128"},
+      {32768, 4096, 64, "64", "64"},
+      {32768, 4096, 128, "128", "128"},
+      {32768, 4096, 256, "256", "256"},
+      // Few tokens: narrow tiles reach more multiprocessors.
+      {4096, 2048, 128, "64", "64"},
+      {8192, 2048, 256, "128", "128"},
+      {2048, 4096, 256, "64", "128"},
+      {512, 1536, 128, "64", "64"},
+      {1, 8, 1, "64", "64"},
+      {0, 8, 300, "256", "256"},
+  };
+  for (const Row& row : kRows) {
+    for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad, GemmPass::wgrad}) {
+      const RouterGemmDesc desc{pass, row.tokens, row.hidden, row.experts, DType::bf16};
+      const auto choice = choose_kernel(desc, {DeviceType::cuda, 0}, "");
+      if (choice.walk.empty()) GTEST_SKIP() << "this build has no CUDA";
+      ASSERT_NE(choice.kernel, nullptr) << choice.walk;
+      const char* const tile = pass == GemmPass::forward ? row.forward
+                               : pass == GemmPass::wgrad ? row.wgrad
+                                                         : "256";  // all the same
+      EXPECT_EQ(choice.kernel->name, std::string("cuda.router_gemm.") + tile)
+          << row.tokens << ", " << row.hidden << ", " << row.experts << "\n"
+          << choice.walk;
+    }
+  }
+}
+
 // Over all six products the choice is within 5 % of the best of all compiled tiles.
 TEST(Kernels, CudaTilesAreNearlyTheBest) {
   constexpr GemmOp kOps[6] = {GemmOp::up_proj,         GemmOp::down_proj,

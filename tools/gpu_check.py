@@ -46,6 +46,7 @@ SMALL = "4096,2048,768,128,8"
 SANITIZED = ":".join(
     [
         "Kernels/ExactGemm.Quick/*",
+        "Kernels/ExactRouterGemm.Quick/*",
         "Kernels/ExactWeightGradient.AnyNumberOfRows/cuda_up_proj_wgrad_256x128",
         "Beside.SmallShape",
         "Aggregate.RoutersPart*",

@@ -60,7 +60,9 @@ int enter(int index) noexcept;
 void leave(int previous) noexcept;
 Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
 
-extern const Kernel<RouterGemmDesc> kRouterGemm;
+extern const Kernel<RouterGemmDesc> kRouterGemm256;
+extern const Kernel<RouterGemmDesc> kRouterGemm128;
+extern const Kernel<RouterGemmDesc> kRouterGemm64;
 // The number is the tile's width along the axis that a cluster shares.
 extern const Kernel<GroupedGemmDesc> kUpProj256;
 extern const Kernel<GroupedGemmDesc> kUpProj128;

@@ -11,7 +11,9 @@ std::span<const Kernel<RouterGemmDesc>* const> kernel_list() {
     &cpu::kRouterGemmAvx512,
     &cpu::kRouterGemm,
 #if SONICMOE_HAS_CUDA
-    &cuda::kRouterGemm,
+    &cuda::kRouterGemm256,
+    &cuda::kRouterGemm128,
+    &cuda::kRouterGemm64,
 #endif
   };
   return kList;

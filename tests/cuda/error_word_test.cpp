@@ -5,6 +5,8 @@
 #include <limits>
 #include <set>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "sonicmoe/ops.h"
 #include "tests/device.h"
@@ -163,6 +165,90 @@ TEST(ErrorWord, TopKReportsBadLogits) {
         }
       }
     }
+  }
+}
+
+/// Every form of metadata. `counted`: with top_k's counts of the good ids.
+struct MetadataCall {
+  MetadataDesc desc;
+  std::vector<std::int32_t> experts, tokens;  // of each slot; tokens: lists only
+  std::vector<std::byte> counts;
+};
+
+/// The rows that were made, and the error word, which held `word` before.
+std::pair<std::vector<std::int32_t>, std::int32_t> run(const MetadataCall& call,
+                                                       std::int32_t word) {
+  const MetadataDesc& d = call.desc;
+  Arena arena(kDevice);
+  MetadataArgs args;
+  args.slot_experts = arena.input("slot_experts", call.experts);
+  args.slot_tokens = arena.input("slot_tokens", call.tokens);
+  args.block_counts = static_cast<const std::uint8_t*>(
+      arena.input("block_counts", std::span<const std::byte>(call.counts)));
+  args.counts = arena.output_int32("counts", d.experts);
+  args.offsets = arena.output_int32("offsets", d.experts + 1);
+  args.row_tokens = arena.output_int32("row_tokens", d.slots());
+  args.row_slots = arena.output_int32("row_slots", d.slots());
+  args.slot_rows = arena.output_int32("slot_rows", d.slots());
+  if (d.top_k == 0) {
+    args.token_offsets = arena.output_int32("token_offsets", d.tokens + 1);
+    args.token_slots = arena.output_int32("token_slots", d.slots());
+  }
+  args.error_word = arena.output_int32("error_word", 1);
+  arena["error_word"].put(std::as_bytes(std::span(&word, 1)));
+  const auto plan = make_plan(d, kDevice);
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  const std::size_t bytes = plan.value().workspace_bytes();
+  Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
+  if (status.ok()) status = synchronize(kDevice);
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(arena.damage(), "");
+  return {arena.int32("row_slots"), arena.int32("error_word")[0]};
+}
+
+// A bad entry is skipped as a sentinel would be, whose id is no error. (Counts were made with the
+// good ids, so that a row more is expected than there is.)
+TEST(ErrorWord, MetadataReportsBadIds) {
+  constexpr std::int32_t kTokens = 150, kExperts = 60, kTopK = 4;
+  MetadataCall top_k;
+  top_k.desc.tokens = kTokens, top_k.desc.experts = kExperts, top_k.desc.top_k = kTopK;
+  MetadataCall lists = top_k;
+  lists.desc.top_k = 0, lists.desc.list_length = kTokens * kTopK;
+  MetadataCall counted = top_k;
+  counted.counts.assign(3 * 64, std::byte{0});  // of every 64 tokens, 60 experts filled up to 64
+  for (std::int32_t slot = 0; slot < kTokens * kTopK; ++slot) {
+    const std::int32_t token = slot / kTopK, expert = (token * 7 + slot) % kExperts;
+    for (MetadataCall* call : {&top_k, &lists, &counted}) call->experts.push_back(expert);
+    lists.tokens.push_back(token);
+    std::byte& count = counted.counts[token / 64 * 64 + expert];
+    count = static_cast<std::byte>(static_cast<int>(count) + 1);
+  }
+  for (MetadataCall* call : {&top_k, &lists, &counted}) {
+    const MetadataCall good = *call;
+    const auto [rows, none] = run(good, kBadLogits);
+    EXPECT_EQ(none, kBadLogits);
+    for (const std::size_t slot : {0, 77, kTokens * kTopK - 1}) {
+      *call = good;
+      call->experts[slot] = kExperts;
+      const auto [without, sentinel] = run(*call, 0);
+      EXPECT_EQ(sentinel, 0);
+      for (const std::int32_t id : {-1, INT32_MIN}) {
+        call->experts[slot] = id;
+        const auto [ours, word] = run(*call, kBadLogits);
+        EXPECT_EQ(word, kBadLogits | kBadExpertId) << "slot " << slot << ", expert " << id;
+        EXPECT_EQ(ours, without) << "slot " << slot << ", expert " << id;
+      }
+      if (call->tokens.empty()) continue;
+      call->experts = good.experts;
+      for (const std::int32_t id : {-1, kTokens, INT32_MIN, INT32_MAX}) {
+        call->tokens[slot] = id;
+        const auto [ours, word] = run(*call, 0);
+        EXPECT_EQ(word, kBadTokenId) << "slot " << slot << ", token " << id;
+        EXPECT_EQ(ours, without) << "slot " << slot << ", token " << id;
+      }
+    }
+    *call = good;
+    EXPECT_EQ(run(*call, 0), std::pair(rows, 0));
   }
 }
 

@@ -131,12 +131,26 @@ Tensor before(std::size_t size) {
   return values;
 }
 
-class ExactWeightGradient : public ExactGemm {};
+class ExactWeightGradient : public ExactGemm {
+ protected:
+  /// The gradient that this kernel makes.
+  static const Tensor& gradient(const LayerTensors& tensors) {
+    return op_of(GetParam()) == GemmOp::up_proj_wgrad ? tensors.dw1 : tensors.dw2;
+  }
+  /// Part `e` of `experts` is the same in both.
+  static void expect_same_expert(const Tensor& ours, const Tensor& right, std::size_t e,
+                                 std::size_t experts) {
+    const std::size_t size = right.size() / experts;
+    ASSERT_EQ(ours.size(), right.size());
+    const Check check = same_values("dw", std::span(ours).subspan(e * size, size),
+                                    std::span(right).subspan(e * size, size));
+    EXPECT_TRUE(check.pass) << "expert " << e << ": " << check.note;
+  }
+};
 
 TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
-  const bool dw1 = op == GemmOp::up_proj_wgrad;
   int runs = 0;
   for (const DType dtype : kTypes) {
     if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
@@ -162,9 +176,9 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
         GemmInputs inputs = integer_inputs(desc, routing(shape), 5);
         // Sums of integers are exact; they are rounded once, after what was there is added.
         const LayerTensors exact = oracle_gemm(op, desc, inputs, Precision::exact);
-        Tensor expected = dw1 ? exact.dw1 : exact.dw2;
+        Tensor expected = gradient(exact);
         const Tensor old = before(expected.size());
-        (dw1 ? inputs.dw1 : inputs.dw2) = old;
+        (op == GemmOp::up_proj_wgrad ? inputs.dw1 : inputs.dw2) = old;
         if (desc.accumulate_weight_grads) {
           for (std::size_t i = 0; i < old.size(); ++i) expected[i] += old[i];
         }
@@ -175,7 +189,7 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
         options.threads = 2;
         const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
         ASSERT_EQ(run.failure, "");
-        const Check check = same_values("dw", dw1 ? run.tensors.dw1 : run.tensors.dw2, expected);
+        const Check check = same_values("dw", gradient(run.tensors), expected);
         ASSERT_TRUE(check.pass) << check.note;
         ++runs;
       }
@@ -230,14 +244,9 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
       options.threads = 2;
       const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
       ASSERT_EQ(run.failure, "");
-      const bool dw1 = op == GemmOp::up_proj_wgrad;
-      const Tensor& ours = dw1 ? run.tensors.dw1 : run.tensors.dw2;
-      const Tensor& right = dw1 ? expected.dw1 : expected.dw2;
-      const std::size_t size = right.size() / std::size(kCounts);
       for (std::size_t e = 1 - bad; e < std::size(kCounts); e += 2) {
-        const Check check = same_values("dw", std::span(ours).subspan(e * size, size),
-                                        std::span(right).subspan(e * size, size));
-        ASSERT_TRUE(check.pass) << kCounts[e] << " rows, " << name(dtype) << ": " << check.note;
+        SCOPED_TRACE(std::to_string(kCounts[e]) + " rows, " + name(dtype));
+        expect_same_expert(gradient(run.tensors), gradient(expected), e, std::size(kCounts));
       }
     }
     ++runs;
@@ -263,7 +272,7 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
   }
   GemmInputs inputs = integer_inputs(desc, routing({40, 264, 136, 70, 1500}), 4);
   const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
-  const Tensor& right = op == GemmOp::up_proj_wgrad ? expected.dw1 : expected.dw2;
+  const Tensor& right = gradient(expected);
   const std::size_t size = right.size() / 70;
   Options options;
   options.kernel = kernel.name;
@@ -272,18 +281,13 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
     inputs.expert_order = order;
     const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
     EXPECT_EQ(run.failure, "");
-    return op == GemmOp::up_proj_wgrad ? run.tensors.dw1 : run.tensors.dw2;
-  };
-  const auto expect_right = [&](const Tensor& ours, std::size_t e) {
-    const Check check = same_values("dw", std::span(ours).subspan(e * size, size),
-                                    std::span(right).subspan(e * size, size));
-    EXPECT_TRUE(check.pass) << "expert " << e << ": " << check.note;
+    return gradient(run.tensors);
   };
   std::vector<std::int32_t> order(70);
   for (int step : {0, 1, 69, 27}) {  // not given, ascending, descending, mixed
     for (int e = 0; e < 70; ++e) order[e] = e * step % 70;
     const Tensor ours = run(step == 0 ? std::vector<std::int32_t>() : order);
-    for (std::size_t e = 0; e < 70; ++e) expect_right(ours, e);
+    for (std::size_t e = 0; e < 70; ++e) expect_same_expert(ours, right, e, 70);
   }
   if (kOnCpu) return;  // it does not read the order
   for (const int missing : {0, 31, 32, 69}) {
@@ -293,7 +297,7 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
       const Tensor ours = run(some);
       for (std::size_t e = 0; e < 70; ++e) {
         if (static_cast<std::int32_t>(e) != order[missing]) {
-          expect_right(ours, e);
+          expect_same_expert(ours, right, e, 70);
         } else {
           for (std::size_t i = 0; i < size; ++i) ASSERT_TRUE(std::isnan(ours[e * size + i]));
         }

@@ -55,11 +55,13 @@ template <Major kMajor>
 inline constexpr std::uint32_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBlockBytes >> 4;
 
 // Accumulator registers by operand number; the later lists go on where the first ends.
-#define SONICMOE_REGISTERS_64                                                        \
+#define SONICMOE_REGISTERS_32                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
-  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, " \
-  "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SONICMOE_REGISTERS_64                                                          \
+  SONICMOE_REGISTERS_32                                                                \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define SONICMOE_REGISTERS_96                                                          \
   SONICMOE_REGISTERS_64                                                                \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
@@ -96,13 +98,15 @@ inline constexpr std::uint32_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBl
       : "r"(a_desc), "r"(b_desc), "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)), \
         "r"(add_to), "n"(kDescriptorUpper))
 #define SONICMOE_WGMMA_N(type)                                                                  \
-  if constexpr (kN == 128) {                                                                    \
+  if constexpr (kN == 64) {                                                                     \
+    SONICMOE_WGMMA(64, type, SONICMOE_REGISTERS_32, 32, 33, 34, 35, 36, 37, SONICMOE_D32(0));   \
+  } else if constexpr (kN == 128) {                                                             \
     SONICMOE_WGMMA(128, type, SONICMOE_REGISTERS_64, 64, 65, 66, 67, 68, 69, SONICMOE_D64(0));  \
   } else if constexpr (kN == 192) {                                                             \
     SONICMOE_WGMMA(192, type, SONICMOE_REGISTERS_96, 96, 97, 98, 99, 100, 101, SONICMOE_D64(0), \
                    SONICMOE_D32(64));                                                           \
   } else {                                                                                      \
-    static_assert(kN == 256, "tile width: 128, 192 or 256");                                    \
+    static_assert(kN == 256, "tile width: 64, 128, 192 or 256");                                \
     SONICMOE_WGMMA(256, type, SONICMOE_REGISTERS_128, 128, 129, 130, 131, 132, 133,             \
                    SONICMOE_D64(0), SONICMOE_D64(64));                                          \
   }
@@ -130,5 +134,6 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint32_t a_desc,
 #undef SONICMOE_REGISTERS_128
 #undef SONICMOE_REGISTERS_96
 #undef SONICMOE_REGISTERS_64
+#undef SONICMOE_REGISTERS_32
 
 }  // namespace sonicmoe::cuda

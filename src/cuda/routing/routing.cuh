@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/device/ptx.cuh"
+#include "cuda/launch_early.cuh"
 #include "cuda/runtime.h"
 #include "math/softmax.h"
 #include "sonicmoe/ops.h"
@@ -74,25 +75,6 @@ inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
-/// Launches a kernel that may start while the one before it in the stream still runs. Every thread
-/// block must call wait_for_previous(), before it touches what that one reads or writes, and before
-/// let_next_start(): so a kernel knows, even before it waits, that all but the one before, and what
-/// that one was promised to run beside, have ended.
-template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes,
-                  cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  (void)cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);  // launched() sees the error
-}
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 
 /// Sum over a warp at distance 16, 8, 4, 2, 1, as in math::lane_sum32; every lane gets it.

@@ -19,6 +19,7 @@ enum class Own {
   gather_rows,         ///< M: rows of a (T, width) tensor by token id
   load_rows,           ///< M: the expert's rows, contiguous
   gather_contraction,  ///< M: columns of a (T, width) tensor; K: the expert's rows by token id
+  load_contraction,    ///< the same of contiguous rows, parts of one matrix that none lacks rows of
 };
 
 /// All numbers of one compiled kernel. The own axis is M, kOwn wide in a tile; N is the axis of the
@@ -35,8 +36,9 @@ struct Traits {
   static constexpr int kStages = kStages_;
 
   static constexpr int kCluster = 2;
-  static constexpr bool kRows = kOwnLoad != Own::gather_contraction;
-  static constexpr bool kGathers = kOwnLoad != Own::load_rows;
+  static constexpr bool kRows = kOwnLoad == Own::gather_rows || kOwnLoad == Own::load_rows;
+  static constexpr bool kGathers =
+      kOwnLoad == Own::gather_rows || kOwnLoad == Own::gather_contraction;
   using Gather = std::conditional_t<kOwnLoad == Own::gather_rows, RowGather,
                                     std::conditional_t<kGathers, ContractionGather, NoGather>>;
   static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
@@ -65,7 +67,7 @@ struct Traits {
 
 /// Arguments of a kernel, but for its epilogue's.
 struct GemmParams {
-  CUtensorMap own[2];  ///< load_rows: rows, by half of K
+  CUtensorMap own[2];  ///< load_rows: rows, by half of K. load_contraction: the first
   CUtensorMap
       shared[2];  ///< K contiguous: the tile's two boxes. Else by half (of K, or of the axis)
   const void* gathered;         ///< the (T, gathered_width) tensor of the operand that is gathered
@@ -165,6 +167,13 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
     const int half = tile.shared >= p.shared_half;
     load_shared_mn<kN>(shared, full, share, &p.shared[half],
                        (tile.shared - half * p.shared_half) * kN, tile.first_row + block * kK, 0);
+    if constexpr (!Traits::kGathers) {
+#pragma unroll
+      for (int chunk = 0; chunk < kOwn / 64; ++chunk) {
+        load_box(own + chunk * kChunkBytes, &p.own[0], full, tile.own * kOwn + chunk * 64,
+                 tile.first_row + block * kK, 0);
+      }
+    }
   }
 }
 

@@ -1,25 +1,36 @@
 // The router's three products: logits = x Wr^T, dx = dlogits Wr, dWr = dlogits^T x. The grouped
-// kernel with one expert.
+// kernel with one expert, or with one for each part of the tokens.
 #include <algorithm>
 
 #include "core/backends.h"
 #include "core/ledger.h"
 #include "cuda/epilogue/store_tile.cuh"
 #include "cuda/epilogue/store_transposed.cuh"
+#include "cuda/launch_early.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T>
-struct Logits
-    : Traits<T, Own::load_rows, Major::k, 128, Schedule::pingpong, 5, StoreTile<AtRows, false>> {};
+/// Experts are N of logits and dWr. Reading x is what both take time for, so that a tile has room
+/// for as many experts as there are, where it can, and little more.
+template <class T, int kN>
+struct Logits : Traits<T, Own::load_rows, Major::k, kN,
+                       kN == 256 ? Schedule::cooperative : Schedule::pingpong,
+                       kN == 64    ? 8
+                       : kN == 128 ? 6
+                                   : 4,
+                       StoreTile<AtRows, false>> {};
+template <class T, int kN>
+struct RouterWgrad : Traits<T, Own::load_contraction, Major::mn, kN, Schedule::cooperative,
+                            kN == 64    ? 8
+                            : kN == 128 ? 6
+                                        : 4,
+                            StoreTransposed> {};
+/// Here N is the hidden size.
 template <class T>
 struct RouterDgrad
     : Traits<T, Own::load_rows, Major::mn, 128, Schedule::pingpong, 5, StoreTile<AtRows, false>> {};
-template <class T>
-struct RouterWgrad : Traits<T, Own::gather_contraction, Major::mn, 128, Schedule::cooperative, 5,
-                            StoreTransposed> {};
 
 /// The copy engine wants rows that start at multiples of 16 bytes.
 bool needs_padding(const RouterGemmDesc& d) {
@@ -27,24 +38,14 @@ bool needs_padding(const RouterGemmDesc& d) {
 }
 std::int64_t padded(std::int64_t experts) { return (experts + 7) / 8 * 8; }
 
-/// dWr has few tiles and a long sum over tokens: parts of the tokens go to different clusters, and
-/// their fp32 sums are added in order. How many depends on the shape alone.
-struct Split {
-  int parts;
-  int tokens;  // of each part
-};
-Split split_of(const RouterGemmDesc& d) {
-  constexpr int kClusters = 66;
-  const int clusters = tiles(d.hidden, 2 * kOwn) * tiles(d.experts, 128);
-  const int wanted = std::clamp(kClusters / clusters, 1, std::max(tiles(d.tokens, 8 * kK), 1));
-  const int part = tiles(tiles(d.tokens, wanted), kK) * kK;
-  return {std::max(tiles(d.tokens, std::max(part, 1)), 1), std::max(part, kK)};
+TokenSplit split_of(const RouterGemmDesc& d, int width) {
+  return token_split(d.tokens, d.hidden, d.experts, width, kK);
 }
 
 struct Regions {
   std::size_t dlogits, partials, bytes;
 };
-Regions regions(const RouterGemmDesc& d) {
+Regions regions(const RouterGemmDesc& d, int width) {
   Ledger ledger;
   Regions r{};
   const std::size_t tokens = static_cast<std::size_t>(d.tokens);
@@ -53,8 +54,8 @@ Regions regions(const RouterGemmDesc& d) {
     r.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(padded(d.experts)) * 2);
   }
   if (d.pass == GemmPass::wgrad) {
-    r.partials = ledger.book("partials", static_cast<std::size_t>(split_of(d).parts) * experts *
-                                             static_cast<std::size_t>(d.hidden) * 4);
+    r.partials = ledger.book("partials", static_cast<std::size_t>(split_of(d, width).parts) *
+                                             experts * static_cast<std::size_t>(d.hidden) * 4);
   }
   r.bytes = ledger.size();
   return r;
@@ -69,9 +70,11 @@ __global__ void pad_rows(const std::uint16_t* from, std::int64_t rows, int width
   to[i] = column < width ? from[row * width + column] : std::uint16_t{0};
 }
 
+/// The parts' sums in order.
 template <class T>
 __global__ void add_parts(const float* parts, int count, std::int64_t elements, T* out) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  wait_for_previous();
   if (i >= elements) return;
   float sum = 0.0f;
   for (int part = 0; part < count; ++part) sum += parts[part * elements + i];
@@ -85,9 +88,8 @@ GemmParams all_tokens(const RouterGemmDesc& d) {
   return p;
 }
 
-template <class T>
+template <class Config>
 Status forward(const RouterGemmDesc& d, const RouterGemmArgs& a, const Exec& exec) {
-  using Config = Logits<T>;
   TensorMaps maps(d.dtype);
   GemmParams p = all_tokens(d);
   p.own[0] = p.own[1] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kOwn});
@@ -107,10 +109,9 @@ Status forward(const RouterGemmDesc& d, const RouterGemmArgs& a, const Exec& exe
   return launch<Config>(p, e, exec, "router_gemm: launch");
 }
 
-template <class T>
+template <class Config>
 Status dgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogits,
              const Exec& exec) {
-  using Config = RouterDgrad<T>;
   TensorMaps maps(d.dtype);
   GemmParams p = all_tokens(d);
   p.own[0] = p.own[1] = maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kOwn});
@@ -127,87 +128,123 @@ Status dgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
   return launch<Config>(p, e, exec, "router_gemm: launch");
 }
 
-template <class T>
+template <class Config>
 Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogits, float* partials,
              const Exec& exec) {
-  using Config = RouterWgrad<T>;
-  const Split split = split_of(d);
-  TensorMaps maps(d.dtype);
-  GemmParams p{};
-  p.shared[0] = p.shared[1] = maps.encode(
-      {d.tokens > 0 ? dlogits : partials, d.experts, d.tokens, 1, padded(d.experts), 0, kK / 2});
-  if (!maps.status().ok()) return maps.status();
-  p.gathered = a.x;
-  p.gathered_width = static_cast<int>(d.hidden);
-  p.experts = split.parts;
-  p.rows = static_cast<int>(d.tokens);
-  p.part = split.tokens;
-  p.shared_tiles = p.shared_half = tiles(d.experts, Config::kN);
-  StoreParams e{};
-  e.out[0] = partials;
-  e.expert_stride = d.experts * d.hidden;
-  e.row_stride = d.hidden;
-  e.rows = static_cast<int>(d.experts);
-  e.columns = static_cast<int>(d.hidden);
-  e.f32 = true;
-  if (Status status = launch<Config>(p, e, exec, "router_gemm: launch"); !status.ok())
-    return status;
+  using T = typename Config::T;
+  const TokenSplit split = split_of(d, Config::kN);
+  const std::int64_t elements = d.experts * d.hidden;
+  if (d.tokens > 0) {
+    TensorMaps maps(d.dtype);
+    GemmParams p{};
+    p.own[0] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kK});
+    p.shared[0] = p.shared[1] =
+        maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kK / 2});
+    if (!maps.status().ok()) return maps.status();
+    p.gathered_width = static_cast<int>(d.hidden);
+    p.experts = split.parts;
+    p.rows = static_cast<int>(d.tokens);
+    p.part = split.tokens;
+    p.shared_tiles = p.shared_half = tiles(d.experts, Config::kN);
+    StoreParams e{};
+    e.out[0] = partials;
+    e.expert_stride = elements;
+    e.row_stride = d.hidden;
+    e.rows = static_cast<int>(d.experts);
+    e.columns = static_cast<int>(d.hidden);
+    e.f32 = true;
+    if (Status status = launch<Config>(p, e, exec, "router_gemm: launch"); !status.ok())
+      return status;
+  }
   constexpr int kThreads = 256;
-  add_parts<<<tiles(e.expert_stride, kThreads), kThreads, 0, stream_of(exec)>>>(
-      partials, split.parts, e.expert_stride, static_cast<T*>(a.dw));
+  launch_early(add_parts<T>, static_cast<unsigned>(tiles(elements, kThreads)), kThreads, 0,
+               stream_of(exec), partials, split.parts, elements, static_cast<T*>(a.dw));
   return launched("router_gemm: sums");
 }
 
 std::string reject(const RouterGemmDesc& d) { return reject_dtype(d.dtype); }
-std::size_t workspace(const RouterGemmDesc& d, const Exec&) { return regions(d).bytes; }
 
-Status prepare_pass(const RouterGemmDesc& d, const Exec&) {
-  return visit_type(d.dtype, [&](auto type) {
-    using T = decltype(type);
-    switch (d.pass) {
-      case GemmPass::forward:
-        return prepare<Logits<T>>();
-      case GemmPass::dgrad:
-        return prepare<RouterDgrad<T>>();
-      case GemmPass::wgrad:
-        break;
+template <int kN>
+struct Entry {
+  static std::size_t workspace(const RouterGemmDesc& d, const Exec&) {
+    return regions(d, kN).bytes;
+  }
+
+  static Status prepare(const RouterGemmDesc& d, const Exec&) {
+    return visit_type(d.dtype, [&](auto type) {
+      using T = decltype(type);
+      switch (d.pass) {
+        case GemmPass::forward:
+          return cuda::prepare<Logits<T, kN>>();
+        case GemmPass::dgrad:
+          return cuda::prepare<RouterDgrad<T>>();
+        case GemmPass::wgrad:
+          break;
+      }
+      return cuda::prepare<RouterWgrad<T, kN>>();
+    });
+  }
+
+  static Status run(const RouterGemmDesc& d, const RouterGemmArgs& a, void* memory,
+                    const Exec& exec) noexcept {
+    if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
+    const Regions at = regions(d, kN);
+    const void* dlogits = a.dlogits;
+    if (needs_padding(d) && d.tokens > 0) {
+      constexpr int kThreads = 256;
+      auto* const copy = reinterpret_cast<std::uint16_t*>(static_cast<char*>(memory) + at.dlogits);
+      pad_rows<<<tiles(d.tokens * padded(d.experts), kThreads), kThreads, 0, stream_of(exec)>>>(
+          static_cast<const std::uint16_t*>(a.dlogits), d.tokens, static_cast<int>(d.experts),
+          static_cast<int>(padded(d.experts)), copy);
+      if (Status status = launched("router_gemm: padding"); !status.ok()) return status;
+      dlogits = copy;
     }
-    return prepare<RouterWgrad<T>>();
-  });
+    return visit_type(d.dtype, [&](auto type) {
+      using T = decltype(type);
+      switch (d.pass) {
+        case GemmPass::forward:
+          return forward<Logits<T, kN>>(d, a, exec);
+        case GemmPass::dgrad:
+          return dgrad<RouterDgrad<T>>(d, a, dlogits, exec);
+        case GemmPass::wgrad:
+          break;
+      }
+      return wgrad<RouterWgrad<T, kN>>(
+          d, a, dlogits, reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials), exec);
+    });
+  }
+};
+
+/// Named by the experts of a tile; they make dx alike.
+constexpr int kWidths[] = {256, 128, 64};
+
+double cost(const RouterGemmDesc& d, int width) {
+  if (d.pass == GemmPass::wgrad) return split_of(d, width).cost;
+  return static_cast<double>(logits_cost(d.tokens, d.experts, width));
 }
 
-Status run(const RouterGemmDesc& d, const RouterGemmArgs& a, void* memory,
-           const Exec& exec) noexcept {
-  if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
-  const Regions at = regions(d);
-  const void* dlogits = a.dlogits;
-  if (needs_padding(d) && d.tokens > 0) {
-    constexpr int kThreads = 256;
-    auto* const copy = reinterpret_cast<std::uint16_t*>(static_cast<char*>(memory) + at.dlogits);
-    pad_rows<<<tiles(d.tokens * padded(d.experts), kThreads), kThreads, 0, stream_of(exec)>>>(
-        static_cast<const std::uint16_t*>(a.dlogits), d.tokens, static_cast<int>(d.experts),
-        static_cast<int>(padded(d.experts)), copy);
-    if (Status status = launched("router_gemm: padding"); !status.ok()) return status;
-    dlogits = copy;
+template <int kWidth>
+std::string yield_to_better(const RouterGemmDesc& d) {
+  if (d.pass == GemmPass::dgrad) return {};
+  int best = kWidth;
+  for (const int width : kWidths) {
+    if (cost(d, width) < cost(d, best)) best = width;
   }
-  return visit_type(d.dtype, [&](auto type) {
-    using T = decltype(type);
-    switch (d.pass) {
-      case GemmPass::forward:
-        return forward<T>(d, a, exec);
-      case GemmPass::dgrad:
-        return dgrad<T>(d, a, dlogits, exec);
-      case GemmPass::wgrad:
-        break;
-    }
-    return wgrad<T>(d, a, dlogits,
-                    reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials), exec);
-  });
+  if (best == kWidth) return {};
+  return "tokens " + std::to_string(d.tokens) + ", experts " + std::to_string(d.experts) +
+         ": tiles of " + std::to_string(best) + " experts take less time";
 }
 
 }  // namespace
 
-const Kernel<RouterGemmDesc> kRouterGemm = {
-    "router_gemm", "cuda.router_gemm", DeviceType::cuda, reject, workspace, run, prepare_pass};
+const Kernel<RouterGemmDesc> kRouterGemm256 = {
+    "router_gemm",         "cuda.router_gemm.256", DeviceType::cuda,    reject,
+    Entry<256>::workspace, Entry<256>::run,        Entry<256>::prepare, yield_to_better<256>};
+const Kernel<RouterGemmDesc> kRouterGemm128 = {
+    "router_gemm",         "cuda.router_gemm.128", DeviceType::cuda,    reject,
+    Entry<128>::workspace, Entry<128>::run,        Entry<128>::prepare, yield_to_better<128>};
+const Kernel<RouterGemmDesc> kRouterGemm64 = {
+    "router_gemm",        "cuda.router_gemm.64", DeviceType::cuda,  reject,
+    Entry<64>::workspace, Entry<64>::run,        Entry<64>::prepare};
 
 }  // namespace sonicmoe::cuda

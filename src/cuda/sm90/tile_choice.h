@@ -91,4 +91,35 @@ inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int 
          std::to_string(wide);
 }
 
+/// The router's products with x, in tiles of `width` experts. Bytes that come into a multiprocessor
+/// are what they take time for: 128 rows or columns of x beside `width` of the other operand.
+
+/// Time of logits = x Wr^T, in rounds of all pairs by what a tile brings in.
+inline std::int64_t logits_cost(std::int64_t tokens, std::int64_t experts, int width) {
+  const std::int64_t pairs = static_cast<std::int64_t>(tiles(tokens, 256)) * tiles(experts, width);
+  return tiles(pairs, kPairs) * static_cast<std::int64_t>(128 + width);
+}
+
+/// dWr = dlogits^T x has few tiles and a long sum over tokens: parts of the tokens go to different
+/// pairs, and their fp32 sums are added by another kernel. More parts are less of the one and more
+/// of the other.
+struct TokenSplit {
+  int parts;
+  int tokens;   ///< of each part, a multiple of `step`
+  double cost;  ///< microseconds
+};
+inline TokenSplit token_split(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
+                              int width, int step) {
+  if (tokens == 0) return {0, step, 0.0};
+  // 50 GB/s into a multiprocessor; a sum written and read, at 3 TB/s.
+  const double whole = static_cast<double>(tokens) * (128 + width) * 2 / 50e3;
+  const double part = static_cast<double>(experts) * static_cast<double>(hidden) * 8 / 3e6;
+  const int most = std::min(std::max(kPairs / (tiles(hidden, 256) * tiles(experts, width)), 1),
+                            tiles(tokens, 2 * step));
+  const int wanted = std::clamp(static_cast<int>(std::lround(std::sqrt(whole / part))), 1, most);
+  const int each = tiles(tiles(tokens, wanted), step) * step;
+  const int parts = tiles(tokens, each);
+  return {parts, each, whole / parts + part * parts};
+}
+
 }  // namespace sonicmoe::cuda

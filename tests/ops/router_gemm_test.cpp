@@ -1,0 +1,148 @@
+// Bit for bit: every kernel of the router's three products on small integers.
+#include <gtest/gtest.h>
+
+#include "sonicmoe/info.h"
+#include "sonicmoe/ops.h"
+#include "tests/device.h"
+#include "tests/test_names.h"
+#include "verify/buffer.h"
+#include "verify/inputs.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+/// Integers from -2 to 2, all the same whatever the type.
+Tensor integers(std::int64_t size, std::int64_t seed) {
+  const Random random(seed, 5);
+  Tensor values;
+  for (std::int64_t i = 0; i < size; ++i) {
+    values.push_back(static_cast<double>(random.below(i, 5)) - 2);
+  }
+  return values;
+}
+
+/// (rows, columns) of the sums over `depth` of a(row, k) b(k, column), rounded once: in fp32, too,
+/// sums of integers are exact, in any order.
+template <class A, class B>
+Tensor product(std::int64_t rows, std::int64_t columns, std::int64_t depth, DType dtype, A a, B b) {
+  Tensor out;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j < columns; ++j) {
+      double sum = 0;
+      for (std::int64_t k = 0; k < depth; ++k) sum += a(i, k) * b(k, j);
+      out.push_back(round_to(sum, dtype));
+    }
+  }
+  return out;
+}
+
+/// What a plan of this kernel gives, twice the same.
+Tensor run(const RouterGemmDesc& desc, const std::string& kernel, const Tensor& x, const Tensor& w,
+           const Tensor& dlogits) {
+  Options options = kChecked;
+  options.kernel = kernel;
+  options.threads = 2;
+  const auto plan = make_plan(desc, kDevice, options);
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  if (!plan.ok()) return {};
+  Arena arena(kDevice);
+  RouterGemmArgs args;
+  const std::int64_t t = desc.tokens, d = desc.hidden, e = desc.experts;
+  if (desc.pass != GemmPass::dgrad) args.x = arena.input("x", x, desc.dtype);
+  if (desc.pass != GemmPass::wgrad) args.w = arena.input("w", w, desc.dtype);
+  if (desc.pass != GemmPass::forward) args.dlogits = arena.input("dlogits", dlogits, desc.dtype);
+  switch (desc.pass) {
+    case GemmPass::forward:
+      args.logits = arena.output("out", t * e, desc.dtype);
+      break;
+    case GemmPass::dgrad:
+      args.dx = arena.output("out", t * d, desc.dtype);
+      break;
+    case GemmPass::wgrad:
+      args.dw = arena.output("out", e * d, desc.dtype);
+      break;
+  }
+  const std::size_t bytes = plan.value().workspace_bytes();
+  const Workspace workspace{arena.output("workspace", bytes, 256), bytes};
+  const auto call = [&] {
+    const Status status = plan.value().run(args, workspace);
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(arena.damage(), "");
+    return arena.tensor("out", desc.dtype);
+  };
+  const Tensor out = call();
+  EXPECT_EQ(call(), out);
+  return out;
+}
+
+class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
+ protected:
+  /// False if this kernel is not for this type or processor.
+  static bool runs_as(DType dtype) {
+    Options options;
+    options.kernel = GetParam().name;
+    return make_plan(RouterGemmDesc{GemmPass::forward, 1, 8, 1, dtype}, kDevice, options).ok();
+  }
+
+  static void expect_exact(std::int64_t t, std::int64_t d, std::int64_t e, DType dtype) {
+    const Tensor x = integers(t * d, 1), w = integers(e * d, 2), g = integers(t * e, 3);
+    const auto at = [](const Tensor& values, std::int64_t width) {
+      return [&values, width](std::int64_t i, std::int64_t j) { return values[i * width + j]; };
+    };
+    const auto transposed = [](const Tensor& values, std::int64_t width) {
+      return [&values, width](std::int64_t i, std::int64_t j) { return values[j * width + i]; };
+    };
+    SCOPED_TRACE("tokens " + std::to_string(t) + ", hidden " + std::to_string(d) + ", experts " +
+                 std::to_string(e) + ", " + name(dtype));
+    RouterGemmDesc desc{GemmPass::forward, t, d, e, dtype};
+    EXPECT_EQ(run(desc, GetParam().name, x, w, g),
+              product(t, e, d, dtype, at(x, d), transposed(w, d)));
+    desc.pass = GemmPass::dgrad;
+    EXPECT_EQ(run(desc, GetParam().name, x, w, g), product(t, d, e, dtype, at(g, e), at(w, d)));
+    desc.pass = GemmPass::wgrad;
+    EXPECT_EQ(run(desc, GetParam().name, x, w, g),
+              product(e, d, t, dtype, transposed(g, e), at(x, d)));
+  }
+};
+
+// Whole and partial tiles, and parts of the tokens, along all three axes; no tokens at all.
+TEST_P(ExactRouterGemm, Sizes) {
+  struct Size {
+    std::int64_t tokens, hidden, experts;
+  };
+  constexpr Size kSizes[] = {{1, 8, 1},      {0, 16, 3},     {63, 72, 7},    {64, 64, 64},
+                             {65, 136, 65},  {129, 256, 72}, {257, 264, 63}, {128, 520, 128},
+                             {300, 40, 129}, {40, 24, 200},  {70, 48, 256},  {33, 16, 257},
+                             {130, 8, 520},  {1000, 128, 8}, {2100, 16, 60}};
+  int runs = 0;
+  for (const DType dtype : kTypes) {
+    if (!runs_as(dtype)) continue;
+    for (const Size& size : kSizes) {
+      expect_exact(size.tokens, size.hidden, size.experts, dtype);
+      ++runs;
+    }
+  }
+  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
+// One run, which a tool that watches every access can afford.
+TEST_P(ExactRouterGemm, Quick) {
+  if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
+  expect_exact(200, 136, 72, kTypes[0]);
+}
+
+std::vector<KernelInfo> router_kernels() {
+  std::vector<KernelInfo> out;
+  for (const KernelInfo& kernel : kernels()) {
+    if (kernel.compiled && kernel.device == kDevice.type && kernel.op == "router_gemm") {
+      out.push_back(kernel);
+    }
+  }
+  return out;
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactRouterGemm, testing::ValuesIn(router_kernels()),
+                         [](const auto& param) { return label_of(param.param.name); });
+
+}  // namespace
+}  // namespace sonicmoe::verify
