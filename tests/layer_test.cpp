@@ -205,6 +205,32 @@ TEST(Layers, WeightGradientsInFp32AndAccumulated) {
   }
 }
 
+// dH over H: the same bits as in the workspace, which is smaller by it. (run_layer passes preact.)
+TEST(Layers, DpreactMayTakeThePlaceOfPreact) {
+  std::vector<std::string> names = {
+      "activation/swiglu-interleaved", "activation/geglu-separate-bias",
+      "activation/relu_sq-bias",       "router/topk_over_softmax-empty_ends",
+      "router/softmax_over_topk-t0",   "shape/long",
+      "given/hostile-bias-gelu",       "given/tile_counts",
+      "given/sentinels_only",          "rounding/nearest-softmax_over_topk"};
+  if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
+  for (const std::string& name : names) {
+    for (const DType type : kTypes) {
+      SCOPED_TRACE(name + " " + sonicmoe::name(type));
+      Problem p = make_problem(case_named(name, type));
+      const LayerRun apart = run_layer(p, kDevice);
+      const std::size_t bytes = make_plan(p.desc, kDevice).value().backward_workspace_bytes();
+      p.desc.dpreact_in_workspace = false;
+      const LayerRun over = run_layer(p, kDevice);
+      ASSERT_STREQ(over.status.message(), "");
+      EXPECT_EQ(over.damage, "");
+      EXPECT_EQ(first_difference(over, apart), "");
+      const LayerPlan plan = make_plan(p.desc, kDevice).value();
+      EXPECT_GE(bytes - plan.backward_workspace_bytes(), plan.saved_bytes().preact);
+    }
+  }
+}
+
 // The oracle rounds where a backend must and nowhere else, so that a backend's error is its error
 // up to the order of fp32 sums: nothing is rounded twice or too early.
 TEST(Layers, Bf16ErrorIsThatOfTheDocumentedRoundings) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cmath>
 #include <cstdlib>
 #include <deque>
 #include <thread>
@@ -114,6 +115,30 @@ TEST(Memory, TheCounterCounts) {
   delete b;
 }
 #endif
+
+// dH in memory of its own, which is not H's: H stays, and the gradients are the same.
+TEST(Memory, DpreactInTheCallersMemory) {
+  Case c = *find_case("activation/swiglu-interleaved/f32");
+  PlainLayer within(c, 2);
+  c.desc.dpreact_in_workspace = false;
+  PlainLayer brought(c, 2);
+  for (PlainLayer* layer : {&within, &brought}) {
+    ASSERT_TRUE(layer->plan.forward(layer->forward, layer->workspace).ok());
+    const Tensor kept = layer->arena.tensor("preact", c.desc.dtype);
+    ASSERT_TRUE(layer->plan.backward(layer->backward, layer->workspace).ok());
+    EXPECT_EQ(layer->arena.tensor("preact", c.desc.dtype), kept);
+    EXPECT_EQ(layer->arena.damage(), "");
+  }
+  for (const char* name : {"dx", "dw1", "dw2", "drouter_w"}) {
+    EXPECT_EQ(brought.arena.tensor(name, c.desc.dtype), within.arena.tensor(name, c.desc.dtype));
+  }
+  const std::size_t saved = within.plan.saved_bytes().preact;
+  EXPECT_GE(within.plan.backward_workspace_bytes(),
+            brought.plan.backward_workspace_bytes() + saved);
+  for (const double value : brought.arena.tensor("dpreact", c.desc.dtype)) {
+    ASSERT_FALSE(std::isnan(value));  // as the memory came
+  }
+}
 
 // Refusals do not allocate either: a Status carries its text inside.
 TEST(Memory, RefusalsDoNotAllocate) {

@@ -63,6 +63,7 @@ struct PlainLayer {
     backward.db1_up = arena.output("db1_up", b1_up.size(), type);
     backward.dw2 = arena.output("dw2", problem.w2.size(), type);
     backward.db2 = arena.output("db2", problem.b2.size(), type);
+    if (!d.dpreact_in_workspace) backward.dpreact = arena.output("dpreact", saved.preact);
     backward.dscores = arena.output_float("dscores", d.list_length);
     workspace.bytes = plan.workspace_bytes();
     workspace.data = arena.output("workspace", workspace.bytes, 256);

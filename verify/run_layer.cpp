@@ -90,6 +90,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   args.w2 = data("w2");
   args.b2 = data("b2");
   args.preact = data("preact");
+  if (!desc.dpreact_in_workspace) args.dpreact = data("preact");
   args.routing = data("routing");
   args.dout = arena->input("dout", p.dout, type);
   args.dx = arena->output("dx", desc.tokens * d, type);

@@ -36,6 +36,8 @@ struct LayerDesc {
   RoundingRule rounding_rule = RoundingRule::nearest;
   bool f32_weight_grads = false;         ///< dw1, dw1_up and dw2 are fp32, not dtype
   bool accumulate_weight_grads = false;  ///< backward adds to dw1, dw1_up and dw2
+  /// False: backward's arguments bring the memory for dH, which may be that of H.
+  bool dpreact_in_workspace = true;
 
   /// Row capacity R: T*K, list_length when the routing is given, rounded_capacity when rounded.
   std::int64_t rows() const noexcept {
@@ -128,11 +130,16 @@ struct BackwardArgs {
   void* dw2 = nullptr;
   void* db2 = nullptr;
   float* dscores = nullptr;  ///< (L); routing given only; 0 for sentinels
+  /// (R, 2n or n) dtype, without dpreact_in_workspace: dH, always [gate n | up n]; rows past the
+  /// last in use keep what they had. May be `preact` itself: then SavedBytes::preact bytes less are
+  /// in use at a time, and what forward kept is spent.
+  void* dpreact = nullptr;
 };
 
 /// Everything slow happens in make_plan: validation, kernel choice, workspace layout. A plan is
 /// immutable, cheap to copy, and may be used from several threads at once (each with its own
-/// workspace). Calls do not allocate. What a call writes must not overlap what it reads.
+/// workspace). Calls do not allocate. What a call writes must not overlap what it reads, but for
+/// BackwardArgs::dpreact.
 class SONICMOE_API LayerPlan {
  public:
   const LayerDesc& desc() const noexcept;

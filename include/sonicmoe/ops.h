@@ -133,7 +133,7 @@ struct GroupedGemmArgs {
   void* preact = nullptr;        ///< (R, W): [gate n | up n] whatever the layout of W1
   void* act = nullptr;           ///< (R, n)
   void* expert_out = nullptr;    ///< (R, d)
-  void* dpreact = nullptr;       ///< (R, W)
+  void* dpreact = nullptr;       ///< (R, W); down_proj_dgrad: may be preact
   void* scaled_act = nullptr;    ///< (R, n)
   float* row_dscores = nullptr;  ///< (R)
   void* dx_rows = nullptr;       ///< (R, d)

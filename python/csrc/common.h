@@ -66,6 +66,10 @@ template <class T>
 T* output(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
+template <class T>
+T* output(const OptionalTensor& tensor) {
+  return tensor ? output<T>(*tensor) : nullptr;
+}
 
 /// Memory of the host, freed with its owner.
 struct HostMemory {

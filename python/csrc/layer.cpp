@@ -84,9 +84,12 @@ class Inputs {
     if (tensor) check_tensor("b2", *tensor, x_, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
   }
   void saved(const LayerPlan& plan, const Tensor& preact, const Tensor& routing) const {
-    check_tensor("preact", preact, x_, dtype_, {desc_.rows(), desc_.preact_width()},
-                 "(R, 2n or n)");
+    like_preact("preact", preact);
     check_tensor("routing", routing, x_, ScalarType::Int, {routing_ints(plan)}, "(routing)");
+  }
+
+  void dpreact(const OptionalTensor& tensor) const {
+    if (tensor) like_preact("dpreact", *tensor);
   }
 
   /// The routing block is an array of int32, so that torch sees a plain tensor.
@@ -95,6 +98,10 @@ class Inputs {
   }
 
  private:
+  void like_preact(const char* argument, const Tensor& tensor) const {
+    check_tensor(argument, tensor, x_, dtype_, {desc_.rows(), desc_.preact_width()},
+                 "(R, 2n or n)");
+  }
   void like_w1(const char* argument, const Tensor& tensor, ScalarType dtype) const {
     check_tensor(argument, tensor, x_, dtype, {desc_.experts, desc_.preact_width(), desc_.hidden},
                  is_glu(desc_.activation) ? "(E, 2n, d)" : "(E, n, d)");
@@ -190,10 +197,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
     OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
     std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad) {
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact) {
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
+  desc.dpreact_in_workspace = !dpreact.has_value();
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("dout", dout);
@@ -204,6 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   inputs.b2(b2);
   inputs.logits("logits", logits);
   inputs.saved(plan, preact, routing);
+  inputs.dpreact(dpreact);
 
   const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
   const Tensor drouter_w = empty(x, {desc.experts, desc.hidden}, x.scalar_type());
@@ -219,7 +228,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
                     .dout = input<void>(dout),
                     .dlogits = input<void>(dlogits),
                     .dx = output<void>(dx),
-                    .drouter_w = output<void>(drouter_w)};
+                    .drouter_w = output<void>(drouter_w),
+                    .dpreact = output<void>(dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
   return {dx, drouter_w, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
@@ -268,11 +278,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
     std::string activation, bool concat_layout, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad) {
+    OptionalTensor w2_main_grad, OptionalTensor dpreact) {
   check_dims("preact", preact, 2, "(L, 2n or n)");
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_lists(&desc, preact.size(0));
+  desc.dpreact_in_workspace = !dpreact.has_value();
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("dout", dout);
@@ -280,6 +291,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
   inputs.weights(w1, w2, main_grads);
   inputs.b2(b2);
   inputs.saved(plan, preact, routing);
+  inputs.dpreact(dpreact);
 
   const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
   const Tensor dscores = empty(x, {desc.list_length}, ScalarType::Float);
@@ -292,7 +304,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
                     .routing = input<void>(routing),
                     .dout = input<void>(dout),
                     .dx = output<void>(dx),
-                    .dscores = output<float>(dscores)};
+                    .dscores = output<float>(dscores),
+                    .dpreact = output<void>(dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
   return {dx, dscores, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};

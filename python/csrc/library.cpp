@@ -13,7 +13,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "layer_backward(Tensor dout, Tensor? dlogits, Tensor x, Tensor router_w, Tensor w1, "
       "Tensor w2, Tensor? b2, Tensor? logits, Tensor preact, Tensor routing, "
       "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
-      "bool concat_layout, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None) -> "
+      "bool concat_layout, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
+      "Tensor(c!)? dpreact=None) -> "
       "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def(
       "routed_forward(Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, "
@@ -23,7 +24,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, Tensor? b2, Tensor preact, "
       "Tensor routing, str activation, bool concat_layout, "
-      "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None) -> "
+      "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
+      "Tensor(c!)? dpreact=None) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def(
       "check_layer(int hidden, int intermediate, int experts, int top_k, str activation) -> ()");

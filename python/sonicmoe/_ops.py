@@ -73,6 +73,7 @@ def _weight_gradients_fake(w1, w2, has_bias, has_main_grads):
 def _layer_backward_fake(
     dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, top_k, activation,
     softmax_over_topk, norm_topk_probs, concat_layout, w1_main_grad=None, w2_main_grad=None,
+    dpreact=None,
 ):  # fmt: skip
     gradients = _weight_gradients_fake(w1, w2, b2 is not None, w1_main_grad is not None)
     return _empty(x, *x.shape), _empty(router_w, *router_w.shape), *gradients
@@ -80,7 +81,7 @@ def _layer_backward_fake(
 
 def _routed_backward_fake(
     dout, x, w1, w2, b2, preact, routing, activation, concat_layout, w1_main_grad=None,
-    w2_main_grad=None,
+    w2_main_grad=None, dpreact=None,
 ):  # fmt: skip
     gradients = _weight_gradients_fake(w1, w2, b2 is not None, w1_main_grad is not None)
     return _empty(x, *x.shape), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
@@ -139,6 +140,21 @@ def _added(main_grads):
         torch.autograd.graph.increment_version(main_grads)
 
 
+# Missing in a torch that we do not know: then every backward may be followed by another.
+_keeps_graph = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def _place_of_dpreact(ctx, preact):
+    """H itself where nobody reads it after this backward: dH takes its place, in eager calls whose
+    graph is not kept (retain_graph). None: dH is one more tensor of that size, for a while."""
+    if torch.compiler.is_compiling() or not getattr(ctx, "owns_preact", False) or _keeps_graph():
+        return None
+    torch.autograd.graph.increment_version(preact)
+    return preact
+
+
 def _save_for_layer_backward(ctx, inputs, output):
     x, router_w, w1, b1, w2, b2 = inputs[:6]
     *options, inference, w1_main_grad, w2_main_grad = inputs[6:]
@@ -169,6 +185,7 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         routing,
         *ctx.options,
         *ctx.main_grads,
+        _place_of_dpreact(ctx, preact),
     )
     _added(ctx.main_grads)
     if b2 is None:
@@ -192,7 +209,16 @@ def _save_for_routed_backward(ctx, inputs, output):
 def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     x, w1, w2, b2, preact, routing = ctx.saved_tensors
     dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
-        dout.contiguous(), x, w1, w2, b2, preact, routing, *ctx.options, *ctx.main_grads
+        dout.contiguous(),
+        x,
+        w1,
+        w2,
+        b2,
+        preact,
+        routing,
+        *ctx.options,
+        *ctx.main_grads,
+        _place_of_dpreact(ctx, preact),
     )
     _added(ctx.main_grads)
     if b2 is None:
@@ -247,6 +273,7 @@ def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:
         with torch._C._AutoDispatchBelowAutograd():
             output = operator(*inputs)
         save(ctx, inputs, output)
+        ctx.owns_preact = True  # no caller of ours hands it out
         return output
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}

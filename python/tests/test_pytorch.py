@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import ROUTERS, make_layer, permuted, run
 
 import sonicmoe
@@ -241,6 +242,74 @@ def test_kept_bytes_of_lists():
     kept, _ = kept_bytes(call, [v for k, v in leaves.items() if k != "x"])
     routing = 16 * 90 + 4 * (2 * E + 1) + 4 * (T + 1)
     assert kept == sorted([T * D * 4, 90 * 2 * N * 4, routing])
+
+
+def list_layer(leaves):
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(0, T, (T * K,), generator=generator)
+    experts = torch.randint(0, E, (T * K,), generator=generator)
+    scores = torch.rand(T * K, generator=generator)
+    w1, w2 = permuted(leaves["w1"]), permuted(leaves["w2"])
+    return functional.moe_general_routing_inputs(
+        leaves["x"], scores, tokens, experts, w1, leaves["b1"], w2, leaves["b2"]
+    )
+
+
+LAYERS = {
+    "router": lambda leaves: run_leaves(leaves, ActivationType.SWIGLU, "softmax_over_topk"),
+    "lists": list_layer,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_dh_takes_the_place_of_h_in_the_last_backward(name, dtype):
+    leaves = make_layer(bias=True, dtype=DTYPES[dtype], tokens=T).leaves()
+    leaves = {k: v for k, v in leaves.items() if name == "router" or k != "router_w"}
+    packed = []
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        o = LAYERS[name](leaves)[0]
+    (h,) = [tensor for tensor in packed if tensor.shape == (T * K, 2 * N)]
+    before, weight = h.clone(), torch.randn_like(o)
+
+    def backward(retain):
+        return torch.autograd.grad(o, leaves.values(), weight, retain_graph=retain)
+
+    first, second = backward(True), backward(True)
+    assert torch.equal(h, before)
+    last = backward(False)
+    assert not torch.equal(h, before)
+    for gradients in (second, last):
+        for a, b in zip(first, gradients, strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        backward(False)
+
+
+def test_h_that_the_operator_returned_stays():
+    leaves = make_layer().leaves()
+    o, *_, h, _ = torch.ops.sonicmoe.layer_forward(
+        leaves["x"], leaves["router_w"], leaves["w1"], None, leaves["w2"], None,
+        K, "swiglu", True, False, False, False,
+    )  # fmt: skip
+    before = h.clone()
+    o.sum().backward()
+    assert torch.equal(h, before)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(reentrant):
+    module = make_module()
+    x = torch.randn(T, D, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    plain = gradients(module, module(x), x)
+    for _ in range(2):
+        o, aux_loss = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
+        (o.float().square().sum() + aux_loss).backward()
+        for leaf, gradient in zip(leaves, plain, strict=True):
+            assert torch.equal(leaf.grad, gradient)
+            leaf.grad = None
 
 
 @pytest.mark.parametrize("backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch])

@@ -228,7 +228,7 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   const std::size_t size = size_of(d.dtype);
   const std::size_t width = static_cast<std::size_t>(d.preact_width());
   Ledger& ledger = impl->backward_ledger;
-  impl->bwd.dpreact = ledger.book("dpreact", rows * width * size);
+  impl->bwd.dpreact = ledger.book("dpreact", d.dpreact_in_workspace ? rows * width * size : 0);
   impl->bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
   impl->bwd.dscores = ledger.book("dscores", impl->rounded() ? 4 * rows : 0);
   impl->bwd.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(d.experts) * size);
@@ -429,6 +429,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
   // Backward only reads the block; the operations' arguments are the same as forward's.
   const RoutingBlock routing = RoutingBlock::at(d, const_cast<void*>(args.routing));
   void* const preact = const_cast<void*>(args.preact);
+  void* const dpreact = d.dpreact_in_workspace ? seq.region(p.bwd.dpreact) : args.dpreact;
   void* const dlogits = seq.region(p.bwd.dlogits);
 
   seq.run(p.down_proj_dgrad, {.offsets = routing.offsets,
@@ -437,14 +438,14 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                               .dout = args.dout,
                               .w2 = args.w2,
                               .preact = preact,
-                              .dpreact = seq.region(p.bwd.dpreact),
+                              .dpreact = dpreact,
                               .scaled_act = seq.region(p.bwd.scaled_act),
                               .row_dscores = seq.region(p.bwd.row_dscores)});
   if (d.bias) {
     seq.run(p.bias_grad, {.offsets = routing.offsets,
                           .row_tokens = routing.row_tokens,
                           .row_scores = routing.row_scores,
-                          .dpreact = seq.region(p.bwd.dpreact),
+                          .dpreact = dpreact,
                           .dout = args.dout,
                           .b2 = args.b2,
                           .row_dscores = seq.region(p.bwd.row_dscores),
@@ -483,14 +484,14 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                             .row_tokens = routing.row_tokens,
                             .expert_order = routing.expert_order,
                             .x = args.x,
-                            .dpreact = seq.region(p.bwd.dpreact),
+                            .dpreact = dpreact,
                             .dw1 = args.dw1,
                             .dw1_up = args.dw1_up,
                             .beside_previous = beside});
   seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
                             .w1 = args.w1,
                             .w1_up = args.w1_up,
-                            .dpreact = seq.region(p.bwd.dpreact),
+                            .dpreact = dpreact,
                             .dx_rows = seq.region(p.bwd.dx_rows)});
   const bool routed = p.routed() && args.dlogits == nullptr;
   const bool dense = !p.given() && !routed;  // then dx holds the router's part until it is added to

@@ -337,6 +337,7 @@ Status validate(const LayerDesc& d, const BackwardArgs& a) {
   if (d.bias) {
     check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout).tensor("db2", a.db2, 1, "(E, d)");
   }
+  if (!d.dpreact_in_workspace) check.tensor("dpreact", a.dpreact, d.rows(), "(R, 2n or n)");
   return check.status();
 }
 

@@ -8,11 +8,13 @@ namespace {
 
 constexpr int kLanes = 8;  // n is a multiple of 8
 
-/// One row over a range of n columns. Lane l of `dot` adds columns l, l+8, ... of <dA', A>.
+/// One row over a range of n columns. Lane l of `dot` adds columns l, l+8, ... of <dA', A>. dgate
+/// and dup may be gate and up.
 template <class Fn, class T>
-void epilogue_row(const float* __restrict da, float score, std::int64_t n, const T* __restrict gate,
-                  const T* __restrict up, T* __restrict dgate, T* __restrict dup,
-                  T* __restrict scaled_act, float* __restrict product, float* __restrict dot) {
+void epilogue_row(const float* __restrict da, float score, std::int64_t n, const T* gate,
+                  const T* up, T* dgate, T* dup, T* __restrict scaled_act,
+                  float* __restrict product, float* __restrict dot) {
+#pragma GCC ivdep  // columns do not depend on each other
   for (std::int64_t j = 0; j < n; ++j) {
     const float g = to_float(gate[j]);
     const float u = Fn::kIsGlu ? to_float(up[j]) : 0.0f;

@@ -248,6 +248,9 @@ TEST(BadLayer, BackwardPointers) {
          pointer_row("dw2", &A::dw2, "(E, d, n)"), pointer_row("db2", &A::db2, "(E, d)")});
   check(given_desc(), {pointer_row("dw1", &A::dw1, "(E, 2n or n, d)"),
                        pointer_row("dscores", &A::dscores, "(L) float", 4)});
+  LayerDesc brought = router_desc();
+  brought.dpreact_in_workspace = false;
+  check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
 }
 
 TEST(BadLayer, Workspaces) {
