@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from arguments import positive, sizes
+from dense_bound import dense_gemms
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
@@ -22,16 +24,6 @@ from sonicmoe import ActivationType, functional, is_glu, reference  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = ("x", "router_w", "w1", "b1", "w2", "b2")
-
-
-def sizes(text: str) -> list[int]:
-    try:
-        values = [int(value) for value in text.split(",")]
-    except ValueError:
-        values = []
-    if len(values) != 5 or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: five positive ints T,H,I,E,K")
-    return values
 
 
 def make_leaves(options: argparse.Namespace) -> dict[str, torch.Tensor]:
@@ -138,31 +130,10 @@ class Timer:
         return self.begin.elapsed_time(self.end)
 
 
-def bound_runs(options: argparse.Namespace) -> dict[str, list]:
-    """Six dense batched GEMMs, forward and backward."""
-    tokens, hidden, intermediate, experts, top_k = options.thiek
-    rows = max(1, tokens * top_k // experts)
-    width = 2 * intermediate if is_glu(options.activation) else intermediate
-
-    def normal(scale, *shape):
-        return (torch.randn(experts, *shape, device="cuda") * scale).to(DTYPES[options.dtype])
-
-    x, h, a = normal(0.2, rows, hidden), normal(0.02, rows, width), normal(0.02, rows, intermediate)
-    w1, w2 = normal(0.02, width, hidden), normal(0.02, hidden, intermediate)
-    return {
-        "forward": [lambda: torch.bmm(x, w1.mT), lambda: torch.bmm(a, w2.mT)],
-        "backward": [
-            lambda: torch.bmm(x, w2),
-            lambda: torch.bmm(h, w1),
-            lambda: torch.bmm(x.mT, a),
-            lambda: torch.bmm(h.mT, x),
-        ],
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--thiek", type=sizes, default="32768,4096,1024,128,8", metavar="T,H,I,E,K")
+    parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), metavar="T,H,I,E,K",
+                        default="32768,4096,1024,128,8")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--activation", type=ActivationType, default=ActivationType.SWIGLU,
                         metavar="|".join(a.value for a in ActivationType))  # fmt: skip
@@ -171,7 +142,7 @@ def main() -> int:
     parser.add_argument("--concat_layout", action="store_true")
     parser.add_argument("--add_bias", action="store_true")
     parser.add_argument("--skip_test", action="store_true", help="do not check, only time")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -185,7 +156,8 @@ def main() -> int:
     if not options.skip_test and not check(leaves, dout, options, errors):
         return 1
 
-    timer, bound = Timer(), bound_runs(options)
+    width = 2 * intermediate if is_glu(options.activation) else intermediate
+    timer, bound = Timer(), dense_gemms(options.thiek, width, DTYPES[options.dtype])
     times: dict[str, list[float]] = {"forward": [], "backward": []}
     bounds: dict[str, list[list[float]]] = {"forward": [], "backward": []}
     parameters = list(leaves.values())

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from arguments import positive, sizes
+from dense_bound import dense_gemms
 
 ROOT = Path(__file__).parents[1]
 SLEEP = 40_000_000  # cycles, some 20 ms: longer than a host takes to queue a step
@@ -48,24 +49,6 @@ class Step:
 
     def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, (self.x, self.router_w, self.w1, self.w2), self.dout)
-
-
-def bound_runs(thiek: list[int]) -> dict[str, list]:
-    tokens, hidden, intermediate, experts, top_k = thiek
-    rows = max(1, tokens * top_k // experts)
-    x, h = normal(0.2, experts, rows, hidden), normal(0.02, experts, rows, 2 * intermediate)
-    a = normal(0.02, experts, rows, intermediate)
-    w1 = normal(0.02, experts, 2 * intermediate, hidden)
-    w2 = normal(0.02, experts, hidden, intermediate)
-    return {
-        "forward": [lambda: torch.bmm(x, w1.mT), lambda: torch.bmm(a, w2.mT)],
-        "backward": [
-            lambda: torch.bmm(x, w2),
-            lambda: torch.bmm(h, w1),
-            lambda: torch.bmm(x.mT, a),
-            lambda: torch.bmm(h.mT, x),
-        ],
-    }
 
 
 class DeviceTimer:
@@ -104,7 +87,7 @@ def measure(layer, thiek: list[int], repeats: int) -> dict[str, float]:
     result["peak_MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
 
     timer = DeviceTimer()
-    bound = bound_runs(thiek)
+    bound = dense_gemms(thiek, 2 * thiek[2], torch.bfloat16)
     for run in sum(bound.values(), []):
         run()
     torch.cuda.synchronize()

@@ -38,7 +38,13 @@ GPU_PYTHON_TESTS = (
     "python/tests/test_cuda_error.py",
     "python/tests/test_cuda_shapes.py",
 )
-BESIDE = (*GPU_PYTHON_TESTS, "python/tests/helpers.py", "benchmarks/moe-cute.py")
+BESIDE = (
+    *GPU_PYTHON_TESTS,
+    "python/tests/helpers.py",
+    "benchmarks/arguments.py",
+    "benchmarks/dense_bound.py",
+    "benchmarks/moe-cute.py",
+)
 MAX_PENDING_COMMITS = 10
 # Beside the published configurations: few tokens, many experts.
 SMALL = "4096,2048,768,128,8"

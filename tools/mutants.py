@@ -92,6 +92,18 @@ MUTANTS = [
         ".accumulate_weight_grads = false};",
     ),
     Mutant(
+        "dH in the workspace where the caller brings memory",
+        "src/core/layer_plan.cpp",
+        "void* const dpreact = d.dpreact_in_workspace ?",
+        "void* const dpreact = true ?",
+    ),
+    Mutant(
+        "dH of the up rows written before their H is read",
+        "src/cpu/down_proj_dgrad.cpp",
+        "const float g = to_float(gate[j]);",
+        "const float g = to_float(gate[j]); if (Fn::kIsGlu) dup[j] = T{};",
+    ),
+    Mutant(
         "token rounding: a tie goes up",
         "src/math/rounding.h",
         "return c.ceil - c.count < c.count - c.floor;",

@@ -127,8 +127,13 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
           arena.input("row_scores", pad(row_scores(g, in.slot_scores), R, 1), DType::f32));
       args.dout = arena.input("dout", in.dout, type);
       args.w2 = arena.input("w2", in.w2, type);
-      args.preact = rows("preact", in.preact, W);
       args.dpreact = arena.output("dpreact", R * W, type);
+      if (desc.dpreact_in_workspace) {
+        args.preact = rows("preact", in.preact, W);
+      } else {  // over H, whose other rows are poison then
+        arena["dpreact"].put(encode(in.preact, type));
+        args.preact = args.dpreact;
+      }
       args.scaled_act = arena.output("scaled_act", R * n, type);
       args.row_dscores = arena.output_float("row_dscores", R);
       break;

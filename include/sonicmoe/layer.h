@@ -130,9 +130,9 @@ struct BackwardArgs {
   void* dw2 = nullptr;
   void* db2 = nullptr;
   float* dscores = nullptr;  ///< (L); routing given only; 0 for sentinels
-  /// (R, 2n or n) dtype, without dpreact_in_workspace: dH, always [gate n | up n]; rows past the
-  /// last in use keep what they had. May be `preact` itself: then SavedBytes::preact bytes less are
-  /// in use at a time, and what forward kept is spent.
+  /// (R, 2n or n) dtype, used without dpreact_in_workspace alone: dH, always [gate n | up n]; rows
+  /// past the last in use keep what they had. May be `preact` itself: then SavedBytes::preact bytes
+  /// less are in use at a time, and what forward kept is spent.
   void* dpreact = nullptr;
 };
 

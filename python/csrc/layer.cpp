@@ -165,6 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
   desc.inference = inference;
+  desc.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("x", x);
@@ -245,6 +246,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
   LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
   choose_by_lists(&desc, scores.size(0));
   desc.inference = inference;
+  desc.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("x", x);

@@ -5,6 +5,7 @@ type, both against fp64, or fp32 where fp64 does not fit.
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +55,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def bench():
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # what it imports
     spec = importlib.util.spec_from_file_location("moe_cute", ROOT / "benchmarks" / "moe-cute.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -298,6 +298,16 @@ def test_h_that_the_operator_returned_stays():
     assert torch.equal(h, before)
 
 
+def test_offloading_gives_the_same_gradients():
+    module = make_module()
+    x = torch.randn(T, D, requires_grad=True)
+    plain = gradients(module, module(x), x)
+    with torch.autograd.graph.save_on_cpu():
+        outputs = module(x)
+    for a, b in zip(gradients(module, outputs, x), plain, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_gives_the_same_gradients(reentrant):
     module = make_module()

@@ -14,7 +14,9 @@ template <class Fn, class T>
 void epilogue_row(const float* __restrict da, float score, std::int64_t n, const T* gate,
                   const T* up, T* dgate, T* dup, T* __restrict scaled_act,
                   float* __restrict product, float* __restrict dot) {
-#pragma GCC ivdep  // columns do not depend on each other
+#if !defined(__clang__)  // which does not know it
+#pragma GCC ivdep        // columns do not depend on each other
+#endif
   for (std::int64_t j = 0; j < n; ++j) {
     const float g = to_float(gate[j]);
     const float u = Fn::kIsGlu ? to_float(up[j]) : 0.0f;

@@ -112,6 +112,7 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
           if (layout == W1Layout::separate && !is_glu(desc.activation)) continue;
           desc.w1_layout = layout;
           desc.bias = (a + static_cast<int>(layout)) % 2 == 0;
+          desc.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
           SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(layout) + " " + name(dtype) +
                        " n=" + std::to_string(shape.intermediate));
           expect_exact(op, desc, integer_inputs(desc, routing(shape), a), kernel.name);

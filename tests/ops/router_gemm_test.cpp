@@ -36,13 +36,14 @@ Tensor product(std::int64_t rows, std::int64_t columns, std::int64_t depth, DTyp
   return out;
 }
 
-/// What a plan of this kernel gives, twice the same.
+/// What a plan of this kernel gives, twice the same; nothing if it is not for such sizes.
 Tensor run(const RouterGemmDesc& desc, const std::string& kernel, const Tensor& x, const Tensor& w,
            const Tensor& dlogits) {
   Options options = kChecked;
   options.kernel = kernel;
   options.threads = 2;
   const auto plan = make_plan(desc, kDevice, options);
+  if (plan.status().code() == StatusCode::unsupported) return {};
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   if (!plan.ok()) return {};
   Arena arena(kDevice);
@@ -94,14 +95,15 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
     };
     SCOPED_TRACE("tokens " + std::to_string(t) + ", hidden " + std::to_string(d) + ", experts " +
                  std::to_string(e) + ", " + name(dtype));
-    RouterGemmDesc desc{GemmPass::forward, t, d, e, dtype};
-    EXPECT_EQ(run(desc, GetParam().name, x, w, g),
-              product(t, e, d, dtype, at(x, d), transposed(w, d)));
-    desc.pass = GemmPass::dgrad;
-    EXPECT_EQ(run(desc, GetParam().name, x, w, g), product(t, d, e, dtype, at(g, e), at(w, d)));
-    desc.pass = GemmPass::wgrad;
-    EXPECT_EQ(run(desc, GetParam().name, x, w, g),
-              product(e, d, t, dtype, transposed(g, e), at(x, d)));
+    const auto expect = [&](GemmPass pass, const Tensor& expected) {
+      const Tensor out = run({pass, t, d, e, dtype}, GetParam().name, x, w, g);
+      // Of the products dx alone may be refused, on the CPU, for an odd number of experts.
+      if (kOnCpu && pass == GemmPass::dgrad && e % 2 != 0 && out.empty()) return;
+      EXPECT_EQ(out, expected) << "pass " << static_cast<int>(pass);
+    };
+    expect(GemmPass::forward, product(t, e, d, dtype, at(x, d), transposed(w, d)));
+    expect(GemmPass::dgrad, product(t, d, e, dtype, at(g, e), at(w, d)));
+    expect(GemmPass::wgrad, product(e, d, t, dtype, transposed(g, e), at(x, d)));
   }
 };
 

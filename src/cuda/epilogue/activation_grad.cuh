@@ -24,7 +24,8 @@ struct ActivationGradParams {
 /// The tile is gone through in chunks of 64 columns, each in a stage of the pipeline of its own:
 /// the producer brings H there, gate beside up, as if it were another k block. dH takes the place
 /// of H on its way out. A warp has 16 rows of a chunk. Rows of H past the expert's end are other
-/// experts': they are computed with, and what comes out is not stored.
+/// experts', or already their dH where that takes H's place: they are computed with, and what comes
+/// out is not stored.
 template <ActivationKind kKind>
 struct StoreActivationGrad {
   using Params = ActivationGradParams;

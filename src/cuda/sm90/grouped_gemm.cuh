@@ -72,9 +72,9 @@ struct GemmParams {
       shared[2];  ///< K contiguous: the tile's two boxes. Else by half (of K, or of the axis)
   const void* gathered;         ///< the (T, gathered_width) tensor of the operand that is gathered
   const std::int32_t* offsets;  ///< (E+1), or null: one expert that owns all rows
-  const std::int32_t* row_tokens;    ///< (R), or null: row r is token r
+  const std::int32_t* row_tokens;    ///< (R)
   const std::int32_t* expert_order;  ///< contraction ops: (E), or null: by id
-  int gathered_width;
+  int gathered_width;                ///< contraction ops: of the own axis, gathered or not
   int experts;
   int rows;              ///< without offsets: of all experts together ...
   int part;              ///< ... and of each

@@ -222,8 +222,7 @@ class ContractionGather {
     const unsigned row = static_cast<unsigned>(block + lane / 16) * kK + line;
     if (row >= static_cast<unsigned>(rows_)) return kNoRow;
     const std::int64_t grouped = first_row_ + row;
-    const int token = row_tokens_ == nullptr ? static_cast<int>(grouped) : row_tokens_[grouped];
-    return static_cast<std::uint32_t>(token) * row_pieces_;
+    return static_cast<std::uint32_t>(row_tokens_[grouped]) * row_pieces_;
   }
 
   const char* base_;

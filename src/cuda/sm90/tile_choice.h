@@ -105,7 +105,7 @@ inline std::int64_t logits_cost(std::int64_t tokens, std::int64_t experts, int w
 /// of the other.
 struct TokenSplit {
   int parts;
-  int tokens;   ///< of each part, a multiple of `step`
+  int tokens;   ///< of each part: a multiple of `step`, or all
   double cost;  ///< microseconds
 };
 inline TokenSplit token_split(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
@@ -117,7 +117,8 @@ inline TokenSplit token_split(std::int64_t tokens, std::int64_t hidden, std::int
   const int most = std::min(std::max(kPairs / (tiles(hidden, 256) * tiles(experts, width)), 1),
                             tiles(tokens, 2 * step));
   const int wanted = std::clamp(static_cast<int>(std::lround(std::sqrt(whole / part))), 1, most);
-  const int each = tiles(tiles(tokens, wanted), step) * step;
+  const std::int64_t rounded = std::int64_t{tiles(tiles(tokens, wanted), step)} * step;
+  const int each = static_cast<int>(std::min(rounded, tokens));
   const int parts = tiles(tokens, each);
   return {parts, each, whole / parts + part * parts};
 }
