@@ -114,13 +114,13 @@ inline TokenSplit token_split(std::int64_t tokens, std::int64_t hidden, std::int
   // 50 GB/s into a multiprocessor; a sum written and read, at 3 TB/s.
   const double whole = static_cast<double>(tokens) * (128 + width) * 2 / 50e3;
   const double part = static_cast<double>(experts) * static_cast<double>(hidden) * 8 / 3e6;
-  const int most = std::min(std::max(kPairs / (tiles(hidden, 256) * tiles(experts, width)), 1),
-                            tiles(tokens, 2 * step));
+  const int pairs = tiles(hidden, 256) * tiles(experts, width);  // of CTAs, for one part
+  const int most = std::min(std::max(kPairs / pairs, 1), tiles(tokens, 2 * step));
   const int wanted = std::clamp(static_cast<int>(std::lround(std::sqrt(whole / part))), 1, most);
   const std::int64_t rounded = std::int64_t{tiles(tiles(tokens, wanted), step)} * step;
   const int each = static_cast<int>(std::min(rounded, tokens));
   const int parts = tiles(tokens, each);
-  return {parts, each, whole / parts + part * parts};
+  return {parts, each, tiles(pairs, kPairs) * whole / parts + part * parts};
 }
 
 }  // namespace sonicmoe::cuda
