@@ -215,7 +215,10 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
   for (const auto& [name, member, weights] : outputs) {
     std::vector<std::size_t> blocks;
     const std::size_t size = (exact.*member).size();
-    if (weights || member == &LayerTensors::preact) blocks = expert_ends(g, size, weights);
+    if (weights || member == &LayerTensors::preact) {
+      const bool router = member == &LayerTensors::drouter_w;
+      blocks = expert_ends(g, size, weights, router ? kRouterRows : 0);
+    }
     report.checks.push_back(
         two_times_rule(name, ours.*member, exact.*member, plain.*member, blocks));
   }

@@ -78,8 +78,15 @@ inline constexpr GemmOutput kGemmOutputs[] = {{"preact", &LayerTensors::preact, 
                                               {"dw1", &LayerTensors::dw1, true},
                                               {"dw2", &LayerTensors::dw2, true}};
 
-/// Element indices where the experts' parts of a tensor end: equal parts, or their rows.
-std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool weights);
+/// Element indices where the experts' parts of a tensor end: equal parts, or their rows. Parts of
+/// weights go together until they have `least_rows`.
+std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool weights,
+                                     std::int64_t least_rows = 0);
+
+/// For the gradient of the router's weights, where all of a row's error is that of one number, so
+/// that the 2x rule says little of few rows. The squared error of m rows scatters by sqrt(2 / m) of
+/// its mean: by a third here, where the rule allows four times the mean.
+inline constexpr std::int64_t kRouterRows = 16;
 
 /// Each operation that the case's layer is made of, fed with the oracle's rounded tensors.
 std::vector<Report> check_ops(const Case& test_case, Device device = {},

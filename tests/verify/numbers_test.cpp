@@ -7,6 +7,8 @@
 #include <limits>
 #include <numeric>
 
+#include "verify/run.h"
+
 namespace sonicmoe::verify {
 namespace {
 
@@ -120,6 +122,20 @@ TEST(SameValues, NamesTheFirstDifference) {
   EXPECT_EQ(check.error, 5);
   EXPECT_EQ(check.note, "element 1 is 2.000000, not 3.000000");
   EXPECT_FALSE(same_values("t", Tensor{kNan}, Tensor{kNan}).pass);
+}
+
+// Weights of experts in parts of their own, empty ones too; or together until they have rows
+// enough.
+TEST(ExpertEnds, FewRowsGoTogether) {
+  Grouping g;
+  g.counts = {3, 0, 20, 5, 5, 7, 1};
+  g.offsets = {0, 3, 3, 23, 28, 33, 40, 41};
+  g.row_slots.resize(41);
+  using Ends = std::vector<std::size_t>;
+  EXPECT_EQ(expert_ends(g, 70, true), (Ends{10, 20, 30, 40, 50, 60, 70}));
+  EXPECT_EQ(expert_ends(g, 82, false), (Ends{6, 6, 46, 56, 66, 80, 82}));
+  EXPECT_EQ(expert_ends(g, 70, true, 16), (Ends{30, 60, 70}));
+  EXPECT_EQ(expert_ends(g, 70, true, 100), (Ends{70}));
 }
 
 }  // namespace
