@@ -147,7 +147,7 @@ Json print_memory(const LayerPlan& plan, bool inference) {
 /// Forward and backward, one group each. `l.counts` is right already.
 std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Workspace workspace) {
   const LayerDesc& desc = plan.desc();
-  const auto rows = static_cast<double>(l.rows());
+  const auto rows = static_cast<double>(l.row_counts().all);
   const double flops = 2.0 * rows * static_cast<double>(desc.hidden) *
                        static_cast<double>(desc.preact_width() + desc.intermediate);
   const double preact_bytes = desc.inference ? 0
@@ -215,8 +215,8 @@ class Bench {
     if (settings.on_cuda()) {
       add_cuda();
     } else {
-      bound_ = std::make_unique<DenseBound>(settings.desc, tensors_.rows(), settings.threads,
-                                            settings.seed);
+      bound_ = std::make_unique<DenseBound>(settings.desc, tensors_.row_counts().all,
+                                            settings.threads, settings.seed);
     }
   }
 
@@ -242,14 +242,14 @@ class Bench {
     std::printf("sonicmoe %s bench %s --threads %d --seed %llu%s\n", version(),
                 settings_.layer_line().c_str(), settings_.threads,
                 static_cast<unsigned long long>(settings_.seed), skew_line().c_str());
-    const auto [fewest, most] = tensors_.fewest_and_most_rows();
+    const RowCounts routed = tensors_.row_counts();
     if (settings_.skew > 0) {
-      std::printf("rows of an expert: %d to %d, mean %.1f\n", fewest, most,
-                  static_cast<double>(tensors_.rows()) / static_cast<double>(desc.experts));
+      std::printf("rows of an expert: %d to %d, mean %.1f\n", routed.fewest, routed.most,
+                  static_cast<double>(routed.all) / static_cast<double>(desc.experts));
     }
     if (desc.rounding_tile > 0) {
       std::printf("%lld rows after token rounding, %lld before, room for %lld\n",
-                  static_cast<long long>(tensors_.rows()),
+                  static_cast<long long>(routed.all),
                   static_cast<long long>(desc.tokens * desc.top_k),
                   static_cast<long long>(desc.rows()));
     }
@@ -263,9 +263,9 @@ class Bench {
                    {"sustained_ms", settings_.sustained},
                    {"interrupted", interrupted()},
                    {"layer", settings_.layer_json()},
-                   {"rows", tensors_.rows()},
-                   {"fewest_rows", fewest},
-                   {"most_rows", most}};
+                   {"rows", routed.all},
+                   {"fewest_rows", routed.fewest},
+                   {"most_rows", routed.most}};
     const Roof measured = roof();
     report["results"] = print_rows(rows(), measured);
     report["copy_TBps"] = finite(measured.bytes * 1e-12);
@@ -306,8 +306,8 @@ class Bench {
     copy_from_ = Buffer(kGigabyte, settings_.device);
     copy_to_ = Buffer(kGigabyte, settings_.device);
     others_.push_back(copy_group(copy_from_, copy_to_));
-    bound_ = CublasBound::make(settings_.desc, tensors_.rows(), settings_.device, settings_.seed,
-                               &no_bound_);
+    bound_ = CublasBound::make(settings_.desc, tensors_.row_counts().all, settings_.device,
+                               settings_.seed, &no_bound_);
   }
 
   Roof roof() const {

@@ -10,7 +10,7 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer, bool
       layer_(layer),
       every_kernel_(every_kernel),
       s_(settings.desc),
-      rows_(layer.rows()) {
+      rows_(layer.row_counts().all) {
   const auto rows_of = [&](std::int64_t columns) {
     return make_tensor(s_.r * columns, settings_.desc.dtype, settings_.device);
   };

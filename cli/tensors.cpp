@@ -65,19 +65,29 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
 /// Column 0 of x becomes ones, that of the router's weights what is added to each expert's logits.
 void LayerTensors::skew_router(const LayerDesc& desc, double skew) const {
   const Sizes s(desc);
-  const auto set = [&](const Buffer& matrix, std::int64_t row, double value) {
-    const auto bytes = verify::encode({value}, desc.dtype);
-    matrix.upload(bytes.data(), bytes.size(), static_cast<std::size_t>(row * s.d) * bytes.size());
+  const auto set_first_column = [&](const Buffer& matrix, const std::vector<double>& column) {
+    auto bytes = matrix.contents<std::byte>();
+    const auto values = verify::encode(column, desc.dtype);
+    const std::size_t size = size_of(desc.dtype);
+    for (std::size_t row = 0; row < column.size(); ++row) {
+      std::copy_n(&values[row * size], size, &bytes[row * static_cast<std::size_t>(s.d) * size]);
+    }
+    matrix.upload(bytes.data(), bytes.size());
   };
-  std::vector<std::int64_t> by_popularity(static_cast<std::size_t>(s.e));
-  std::iota(by_popularity.begin(), by_popularity.end(), 0);
-  std::shuffle(by_popularity.begin(), by_popularity.end(), std::mt19937_64(draws));
-  const double deviation = kActivationScale * kWeightScale * std::sqrt(static_cast<double>(s.d));
-  for (std::int64_t i = 0; i < s.e; ++i) {
-    set(router_w, by_popularity[static_cast<std::size_t>(i)],
-        -skew * deviation * std::log(static_cast<double>(i + 1)));
+  // Not std::shuffle, whose order is the standard library's own.
+  std::vector<std::size_t> by_popularity(static_cast<std::size_t>(s.e));
+  std::iota(by_popularity.begin(), by_popularity.end(), std::size_t{0});
+  std::mt19937_64 engine(draws);
+  for (std::size_t i = by_popularity.size() - 1; i > 0; --i) {
+    std::swap(by_popularity[i], by_popularity[engine() % (i + 1)]);
   }
-  for (std::int64_t t = 0; t < s.t; ++t) set(x, t, 1.0);
+  const double deviation = kActivationScale * kWeightScale * std::sqrt(static_cast<double>(s.d));
+  std::vector<double> added(by_popularity.size());
+  for (std::size_t i = 0; i < added.size(); ++i) {
+    added[by_popularity[i]] = -skew * deviation * std::log(static_cast<double>(i + 1));
+  }
+  set_first_column(router_w, added);
+  set_first_column(x, std::vector<double>(static_cast<std::size_t>(s.t), 1.0));
 }
 
 ForwardArgs LayerTensors::forward_args() const {
@@ -97,15 +107,10 @@ ForwardArgs LayerTensors::forward_args() const {
   return args;
 }
 
-std::int64_t LayerTensors::rows() const {
-  const auto all = counts.contents<std::int32_t>();
-  return std::accumulate(all.begin(), all.end(), std::int64_t{0});
-}
-
-std::pair<std::int32_t, std::int32_t> LayerTensors::fewest_and_most_rows() const {
-  const auto all = counts.contents<std::int32_t>();
-  const auto [fewest, most] = std::minmax_element(all.begin(), all.end());
-  return {*fewest, *most};
+RowCounts LayerTensors::row_counts() const {
+  const auto each = counts.contents<std::int32_t>();
+  const auto [fewest, most] = std::minmax_element(each.begin(), each.end());
+  return {std::accumulate(each.begin(), each.end(), std::int64_t{0}), *fewest, *most};
 }
 
 BackwardArgs LayerTensors::backward_args() const {

@@ -14,6 +14,12 @@ struct Sizes {
   std::int64_t t, d, n, e, k, r, w;
 };
 
+/// Rows of all experts together, and of an expert.
+struct RowCounts {
+  std::int64_t all;
+  std::int32_t fewest, most;
+};
+
 /// Every tensor of a layer, with random inputs: x 0.2 randn, weights 0.02 randn, dO 0.2 randn.
 /// With `skew` s above 0 the i-th most popular expert's logits are lower by s ln i times their
 /// standard deviation; which experts those are is drawn by `seed`, too.
@@ -23,10 +29,8 @@ struct LayerTensors {
 
   ForwardArgs forward_args() const;
   BackwardArgs backward_args() const;
-  /// Rows of all experts, once forward has written `counts`.
-  std::int64_t rows() const;
-  /// Of an expert, likewise.
-  std::pair<std::int32_t, std::int32_t> fewest_and_most_rows() const;
+  /// Once forward has written `counts`.
+  RowCounts row_counts() const;
 
   Buffer x, router_w, w1, b1, w2, b2, dout;   // inputs
   Buffer o, logits, counts, preact, routing;  // written by forward
