@@ -4,7 +4,9 @@
 
 #include <cctype>
 #include <ostream>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "sonicmoe/info.h"
 #include "verify/cases.h"
@@ -17,6 +19,17 @@ inline void PrintTo(const KernelInfo& value, std::ostream* out) { *out << value.
 }  // namespace sonicmoe
 
 namespace sonicmoe::verify {
+
+/// What this build has for these operations on a kind of device.
+inline std::vector<KernelInfo> kernels_of(Device device, const std::set<std::string>& ops) {
+  std::vector<KernelInfo> out;
+  for (const KernelInfo& kernel : kernels()) {
+    if (kernel.compiled && kernel.device == device.type && ops.contains(kernel.op)) {
+      out.push_back(kernel);
+    }
+  }
+  return out;
+}
 
 /// How GoogleTest shows a case.
 inline void PrintTo(const Case& value, std::ostream* out) { *out << value.name; }

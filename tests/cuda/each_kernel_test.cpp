@@ -77,18 +77,13 @@ TEST_P(EachKernel, ReplaysWithOtherRouting) {
   for_cases(kReplayed, [](const Case& c) { expect_replays(c, GetParam().name); });
 }
 
-std::vector<KernelInfo> product_kernels() {
-  std::vector<KernelInfo> out;
-  for (const KernelInfo& kernel : kernels()) {
-    if (!kernel.compiled || kernel.device != kDevice.type) continue;
-    bool product = kernel.op == "router_gemm";
-    for (const GemmOp op : kGemmOps) product = product || kernel.op == name(op);
-    if (product) out.push_back(kernel);
-  }
-  return out;
+std::set<std::string> products() {
+  std::set<std::string> ops = {"router_gemm"};
+  for (const GemmOp op : kGemmOps) ops.insert(name(op));
+  return ops;
 }
 
-INSTANTIATE_TEST_SUITE_P(Kernels, EachKernel, testing::ValuesIn(product_kernels()),
+INSTANTIATE_TEST_SUITE_P(Kernels, EachKernel, testing::ValuesIn(kernels_of(kDevice, products())),
                          [](const auto& param) { return label_of(param.param.name); });
 
 }  // namespace

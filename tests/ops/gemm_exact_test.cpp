@@ -280,9 +280,9 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
   options.threads = 2;
   const auto run = [&](const std::vector<std::int32_t>& order) {
     inputs.expert_order = order;
-    const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
-    EXPECT_EQ(run.failure, "");
-    return gradient(run.tensors);
+    const GemmRun done = run_gemm(op, desc, inputs, kDevice, options);
+    EXPECT_EQ(done.failure, "");
+    return gradient(done.tensors);
   };
   std::vector<std::int32_t> order(70);
   for (int step : {0, 1, 69, 27}) {  // not given, ascending, descending, mixed
@@ -323,28 +323,22 @@ TEST_P(ExactGemm, Quick) {
   expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
 }
 
-std::vector<KernelInfo> kernels_of(std::span<const GemmOp> ops) {
-  std::vector<KernelInfo> out;
-  for (const KernelInfo& kernel : kernels()) {
-    for (const GemmOp op : ops) {
-      if (kernel.compiled && kernel.device == kDevice.type && kernel.op == name(op)) {
-        out.push_back(kernel);
-      }
-    }
-  }
-  return out;
+std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
+  std::set<std::string> names;
+  for (const GemmOp op : ops) names.insert(name(op));
+  return kernels_of(kDevice, names);
 }
 
 constexpr GemmOp kWeightGradients[] = {GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
 constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
-INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(kernels_of(kGemmOps)), kLabel);
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(kernels_for(kGemmOps)), kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactWeightGradient,
-                         testing::ValuesIn(kernels_of(kWeightGradients)), kLabel);
+                         testing::ValuesIn(kernels_for(kWeightGradients)), kLabel);
 
 TEST(ExactGemm, EveryOperationHasAKernel) {
   for (const GemmOp op : kGemmOps) {
     bool found = false;
-    for (const KernelInfo& kernel : kernels_of(kGemmOps)) found = found || kernel.op == name(op);
+    for (const KernelInfo& kernel : kernels_for(kGemmOps)) found = found || kernel.op == name(op);
     EXPECT_TRUE(found) << name(op);
   }
 }

@@ -7,6 +7,7 @@
 #include "tests/test_names.h"
 #include "verify/buffer.h"
 #include "verify/inputs.h"
+#include "verify/oracle.h"
 
 namespace sonicmoe::verify {
 namespace {
@@ -19,21 +20,6 @@ Tensor integers(std::int64_t size, std::int64_t seed) {
     values.push_back(static_cast<double>(random.below(i, 5)) - 2);
   }
   return values;
-}
-
-/// (rows, columns) of the sums over `depth` of a(row, k) b(k, column), rounded once: in fp32, too,
-/// sums of integers are exact, in any order.
-template <class A, class B>
-Tensor product(std::int64_t rows, std::int64_t columns, std::int64_t depth, DType dtype, A a, B b) {
-  Tensor out;
-  for (std::int64_t i = 0; i < rows; ++i) {
-    for (std::int64_t j = 0; j < columns; ++j) {
-      double sum = 0;
-      for (std::int64_t k = 0; k < depth; ++k) sum += a(i, k) * b(k, j);
-      out.push_back(round_to(sum, dtype));
-    }
-  }
-  return out;
 }
 
 /// What a plan of this kernel gives, twice the same; nothing if it is not for such sizes.
@@ -87,12 +73,6 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
 
   static void expect_exact(std::int64_t t, std::int64_t d, std::int64_t e, DType dtype) {
     const Tensor x = integers(t * d, 1), w = integers(e * d, 2), g = integers(t * e, 3);
-    const auto at = [](const Tensor& values, std::int64_t width) {
-      return [&values, width](std::int64_t i, std::int64_t j) { return values[i * width + j]; };
-    };
-    const auto transposed = [](const Tensor& values, std::int64_t width) {
-      return [&values, width](std::int64_t i, std::int64_t j) { return values[j * width + i]; };
-    };
     SCOPED_TRACE("tokens " + std::to_string(t) + ", hidden " + std::to_string(d) + ", experts " +
                  std::to_string(e) + ", " + name(dtype));
     const auto expect = [&](GemmPass pass, const Tensor& expected) {
@@ -101,9 +81,13 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
       if (kOnCpu && pass == GemmPass::dgrad && e % 2 != 0 && out.empty()) return;
       EXPECT_EQ(out, expected) << "pass " << static_cast<int>(pass);
     };
-    expect(GemmPass::forward, product(t, e, d, dtype, at(x, d), transposed(w, d)));
-    expect(GemmPass::dgrad, product(t, d, e, dtype, at(g, e), at(w, d)));
-    expect(GemmPass::wgrad, product(e, d, t, dtype, transposed(g, e), at(x, d)));
+    // In fp32, too, sums of integers are exact, in any order; what is stored is rounded once.
+    LayerDesc layer;
+    layer.tokens = t, layer.hidden = d, layer.experts = e, layer.dtype = dtype;
+    const Oracle oracle(layer, Precision::rounded);
+    expect(GemmPass::forward, oracle.logits(x, w));
+    expect(GemmPass::dgrad, oracle.router_dx(g, w));
+    expect(GemmPass::wgrad, oracle.router_dw(g, x));
   }
 };
 
@@ -133,17 +117,8 @@ TEST_P(ExactRouterGemm, Quick) {
   expect_exact(200, 136, 72, kTypes[0]);
 }
 
-std::vector<KernelInfo> router_kernels() {
-  std::vector<KernelInfo> out;
-  for (const KernelInfo& kernel : kernels()) {
-    if (kernel.compiled && kernel.device == kDevice.type && kernel.op == "router_gemm") {
-      out.push_back(kernel);
-    }
-  }
-  return out;
-}
-
-INSTANTIATE_TEST_SUITE_P(Kernels, ExactRouterGemm, testing::ValuesIn(router_kernels()),
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactRouterGemm,
+                         testing::ValuesIn(kernels_of(kDevice, {"router_gemm"})),
                          [](const auto& param) { return label_of(param.param.name); });
 
 }  // namespace

@@ -14,19 +14,17 @@ namespace {
 
 /// Experts are N of logits and dWr. Reading x is what both take time for, so that a tile has room
 /// for as many experts as there are, where it can, and little more.
+template <int kN>
+constexpr int kDepth = kN == 64    ? 8
+                       : kN == 128 ? 6
+                                   : 4;  // stages, all that fit
 template <class T, int kN>
 struct Logits : Traits<T, Own::load_rows, Major::k, kN,
-                       kN == 256 ? Schedule::cooperative : Schedule::pingpong,
-                       kN == 64    ? 8
-                       : kN == 128 ? 6
-                                   : 4,
+                       kN == 256 ? Schedule::cooperative : Schedule::pingpong, kDepth<kN>,
                        StoreTile<AtRows, false>> {};
 template <class T, int kN>
 struct RouterWgrad : Traits<T, Own::load_contraction, Major::mn, kN, Schedule::cooperative,
-                            kN == 64    ? 8
-                            : kN == 128 ? 6
-                                        : 4,
-                            StoreTransposed> {};
+                            kDepth<kN>, StoreTransposed> {};
 /// Here N is the hidden size.
 template <class T>
 struct RouterDgrad
