@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <iterator>
 #include <set>
@@ -9,6 +10,7 @@
 
 #include "core/kernel.h"
 #include "core/ledger.h"
+#include "cuda/sm90/tile_choice.h"
 #include "sonicmoe/sonicmoe.h"
 #include "tile_times.h"
 
@@ -236,6 +238,17 @@ TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
           << choice.walk;
     }
   }
+}
+
+// Pairs of CTAs begin one after the other where what they gather from comes from memory, and where
+// there are tiles enough.
+TEST(Kernels, CudaStartsAreSpreadByShape) {
+  constexpr std::int64_t kMegabyte = 1'000'000;
+  EXPECT_EQ(cuda::start_spread(75 * kMegabyte, 12, 46'000), 23'000);
+  EXPECT_EQ(cuda::start_spread(50 * kMegabyte, 12, 46'000), 0);
+  EXPECT_EQ(cuda::start_spread(75 * kMegabyte, 7.9, 46'000), 0);
+  EXPECT_EQ(cuda::start_spread(INT64_MAX, 1e9, 1e12), 1'000'000);
+  EXPECT_EQ(cuda::start_spread(0, 0, 0), 0);
 }
 
 // Over all six products the choice is within 5 % of the best of all compiled tiles.

@@ -1,5 +1,7 @@
 """The same layer on a GPU: by plain PyTorch, with autocast, compiled, and captured in a graph."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from helpers import ROUTERS, Layer, assert_as_good, make_layer, run, run_plain
@@ -179,6 +181,15 @@ def test_waits_for_nothing_and_uses_the_current_stream():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
+    assert torch.equal(o, expected)
+
+
+def test_ours_may_be_the_first_cuda_call_of_a_thread():
+    moe = module().bfloat16()
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    expected, _ = moe(x)  # and memory for one more is there
+    with ThreadPoolExecutor(1) as new_thread:
+        o, _ = new_thread.submit(moe, x).result()
     assert torch.equal(o, expected)
 
 

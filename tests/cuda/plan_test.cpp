@@ -1,6 +1,8 @@
 // What a plan on CUDA refuses, says, and takes from the device.
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "sonicmoe/info.h"
 #include "tests/plain_layer.h"
 #include "verify/device_memory.h"
@@ -76,6 +78,32 @@ TEST(CudaPlan, CallsTakeNoDeviceMemory) {
       EXPECT_EQ(free_bytes(kDevice), before) << name;
       EXPECT_EQ(layer.arena.damage(), "") << name;
     }
+  }
+}
+
+// PyTorch runs backward in a thread of its own, of which ours may be the first call of CUDA.
+TEST(CudaPlan, NewThreadsMayCall) {
+  const Case& c = case_named("router/topk_over_softmax-bias", DType::bf16);
+  const PlainLayer here(c, 1), elsewhere(c, 1);
+  const auto in_new_thread = [](auto call) {
+    Status status;
+    std::jthread([&] {
+      status = call();
+      if (status.ok()) status = synchronize(kDevice);
+    }).join();
+    return status;
+  };
+  ASSERT_TRUE(here.plan.forward(here.forward, here.workspace).ok());
+  ASSERT_TRUE(here.plan.backward(here.backward, here.workspace).ok());
+  ASSERT_TRUE(synchronize(kDevice).ok());
+  const PlainLayer& e = elsewhere;
+  const Status forward = in_new_thread([&] { return e.plan.forward(e.forward, e.workspace); });
+  ASSERT_TRUE(forward.ok()) << forward.message();
+  const Status backward = in_new_thread([&] { return e.plan.backward(e.backward, e.workspace); });
+  ASSERT_TRUE(backward.ok()) << backward.message();
+  for (const char* tensor : {"o", "preact", "dx", "dw1", "dw2"}) {
+    EXPECT_EQ(e.arena.tensor(tensor, DType::bf16), here.arena.tensor(tensor, DType::bf16))
+        << tensor;
   }
 }
 

@@ -55,6 +55,13 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// By this multiprocessor's clock.
+__device__ __forceinline__ void wait_cycles(int cycles) {
+  const long long begin = clock64();
+  while (clock64() - begin < cycles) {
+  }
+}
+
 // Memory barriers in shared memory.
 
 __device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, std::uint32_t arrivals) {
@@ -115,7 +122,14 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from
                : "memory");
 }
 
-/// The same, or zeros when `valid` is false (`from` is then not read).
+/// The same; if it must come from memory, the 256 bytes around it come to L2.
+__device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+
+/// The same as the first, or zeros when `valid` is false (`from` is then not read).
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from, bool valid) {
   const std::uint32_t size = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),

@@ -41,6 +41,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(n, Config::kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
+  p.start_spread = start_spread(d.tokens * d.hidden * 2, rounds(d.rows, d.experts, p.shared_tiles),
+                                Config::kN * (4.3 * p.k_blocks + 78));
 
   e.dpreact = a.dpreact;
   e.scaled_act = a.scaled_act;

@@ -83,6 +83,7 @@ struct GemmParams {
   int k_half;            ///< ... of which in the first half
   bool paired;           ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;       ///< contraction ops: shared tiles in the first half
+  int start_spread;      ///< gather_rows: cycles between the first and the last pair's start
   bool beside_previous;  ///< needs nothing of the kernel before it in the stream
 };
 
@@ -228,6 +229,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   Ring<Traits::kTiles> tiles;
   Tile tile;
   bool more = walk.find(first, rank, &tile);
+  if constexpr (Traits::kOwnLoad == Own::gather_rows) wait_cycles(first * p.start_spread / stride);
   using Gather = typename Traits::Gather;
   // A gather along M looks up the tokens of the next tile before this one's epilogue blocks, when
   // it no longer needs the registers of its own addresses.

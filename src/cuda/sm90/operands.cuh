@@ -122,7 +122,7 @@ class RowGather {
     const std::uint32_t to = stage + place_;
     if (full_ && left_ >= kK) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) copy_async_16(to + i * 16 * kLineBytes, from_[i]);
+      for (int i = 0; i < 8; ++i) copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

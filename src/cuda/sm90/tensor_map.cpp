@@ -22,6 +22,13 @@ Encode encoder() noexcept {
   return kEncode;
 }
 
+/// A thread whose first call of CUDA this is has no context yet, and unlike the runtime the driver
+/// does not see to it. PyTorch runs backward in such a thread.
+bool make_context_current() noexcept {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+}
+
 }  // namespace
 
 CUtensorMap TensorMaps::encode(const TensorView& v) noexcept {
@@ -46,12 +53,16 @@ CUtensorMap TensorMaps::encode(const TensorView& v) noexcept {
   const cuuint64_t strides[2] = {stride(v.outer_stride), stride(v.expert_stride)};
   const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(v.box), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode_tiled(
-      &map,
-      dtype_ == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-      const_cast<void*>(v.base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode_once = [&] {
+    return encode_tiled(
+        &map,
+        dtype_ == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        3, const_cast<void*>(v.base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode_once();
+  if (result == CUDA_ERROR_INVALID_CONTEXT && make_context_current()) result = encode_once();
   if (result != CUDA_SUCCESS) status_ = Status::device(static_cast<int>(result), "tensor map");
   return map;
 }

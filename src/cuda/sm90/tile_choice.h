@@ -91,6 +91,17 @@ inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int 
          std::to_string(wide);
 }
 
+/// Cycles over which the pairs of CTAs of a product with gathered rows begin, one after the other:
+/// half of a tile's time. Who begins together also stores together, tile after tile, and meanwhile
+/// nobody gathers. Without effect where the `bytes` that are gathered from fit into L2, and few
+/// tiles do not repay the wait: docs/findings/start-spread.md.
+inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
+  constexpr std::int64_t kL2 = 50'000'000;
+  constexpr double kMost = 1e6;
+  if (bytes <= kL2 || rounds < 8) return 0;
+  return static_cast<int>(std::min(tile_cycles / 2, kMost));
+}
+
 /// The router's products with x, in tiles of `width` experts. Bytes that come into a multiprocessor
 /// are what they take time for: 128 rows or columns of x beside `width` of the other operand.
 

@@ -37,6 +37,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   p.shared_tiles = tiles(d.intermediate, gated ? kN / 2 : kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
   p.paired = gated;
+  p.start_spread = start_spread(d.tokens * d.hidden * 2, rounds(d.rows, d.experts, p.shared_tiles),
+                                kN * (4.4 * p.k_blocks + 20));
 
   const W1View b1 = w1_view(d, 1);
   e.preact = d.inference ? nullptr : a.preact;
