@@ -123,32 +123,6 @@ struct GroupedEntry {
   const Kernel<GroupedGemmDesc> k##Op##Avx512Bf16 =                                             \
       GroupedEntry<Op, Avx512Engine<Bf16>>::kernel(op_text, "cpu-avx512bf16." op_text)
 
-/// Calls f(ActivationFn{}) for the activation.
-template <class F>
-void visit_activation(Activation activation, F&& f) {
-  using namespace math;
-  switch (activation) {
-    case Activation::swiglu:
-      return f(ActivationFn<Silu, true>{});
-    case Activation::geglu:
-      return f(ActivationFn<Gelu, true>{});
-    case Activation::geglu_tanh:
-      return f(ActivationFn<GeluTanh, true>{});
-    case Activation::reglu:
-      return f(ActivationFn<Relu, true>{});
-    case Activation::relu:
-      return f(ActivationFn<Relu, false>{});
-    case Activation::relu_sq:
-      return f(ActivationFn<ReluSq, false>{});
-    case Activation::gelu:
-      return f(ActivationFn<Gelu, false>{});
-    case Activation::gelu_tanh:
-      return f(ActivationFn<GeluTanh, false>{});
-    case Activation::silu:
-      return f(ActivationFn<Silu, false>{});
-  }
-}
-
 template <class T>
 inline void store(const float* from, T* to, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) to[i] = from_float<T>(from[i]);

@@ -4,6 +4,7 @@
 
 #include "math/exp.h"
 #include "math/ieee.h"
+#include "sonicmoe/types.h"
 
 /// Activations as scalar functors, usable on host and device.
 ///
@@ -25,11 +26,15 @@ struct Silu {  // x sigmoid(x)
   }
 };
 
-struct Gelu {  // x Phi(x), Phi the normal distribution function
+struct Gelu {  // x Phi(x), Phi the normal distribution function, phi its density
+  struct Normal {
+    float cdf, pdf;
+  };
 #if defined(__CUDA_ARCH__)
   /// By formula 7.1.26 of Abramowitz and Stegun, erfc(z) = t poly(t) exp(-z^2) with
   /// t = 1 / (1 + 0.3275911 z), z >= 0, good to 1.5e-7: without branches, for it is inlined often.
-  static SONICMOE_HD float phi_cdf(float x) {
+  /// The density has the same exponential.
+  static SONICMOE_HD Normal normal(float x) {
     const float z = fabsf(x) * 0.70710678118654752f;
     float t, e;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(fma(z, 0.3275911f, 1.0f)));
@@ -40,16 +45,17 @@ struct Gelu {  // x Phi(x), Phi the normal distribution function
     q = fma(q, t, -0.284496736f);
     q = fma(q, t, 0.254829592f);
     const float tail = 0.5f * q * t * e;
-    return x < 0.0f ? tail : 1.0f - tail;
+    return {x < 0.0f ? tail : 1.0f - tail, 0.39894228040143268f * e};
   }
 #else
-  static SONICMOE_HD float phi_cdf(float x) { return 0.5f * erfcf(x * -0.70710678118654752f); }
+  static SONICMOE_HD Normal normal(float x) {
+    return {0.5f * erfcf(x * -0.70710678118654752f), 0.39894228040143268f * exp(-0.5f * x * x)};
+  }
 #endif
-  static SONICMOE_HD float value(float x) { return x * phi_cdf(x); }
+  static SONICMOE_HD float value(float x) { return x * normal(x).cdf; }
   static SONICMOE_HD ValueSlope both(float x) {
-    const float cdf = phi_cdf(x);
-    const float pdf = 0.39894228040143268f * exp(-0.5f * x * x);
-    return {x * cdf, cdf + x * pdf};
+    const Normal n = normal(x);
+    return {x * n.cdf, n.cdf + x * n.pdf};
   }
 };
 
@@ -103,5 +109,31 @@ struct ActivationFn {
     return {f.value, da * f.slope, 0.0f};
   }
 };
+
+/// Calls f(ActivationFn<...>{}) with the one of an activation, and returns what it returns; of what
+/// is no activation, with the last, for an enum has been checked long before.
+template <class F>
+SONICMOE_HD auto visit_activation(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::swiglu:
+      return f(ActivationFn<Silu, true>{});
+    case Activation::geglu:
+      return f(ActivationFn<Gelu, true>{});
+    case Activation::geglu_tanh:
+      return f(ActivationFn<GeluTanh, true>{});
+    case Activation::reglu:
+      return f(ActivationFn<Relu, true>{});
+    case Activation::relu:
+      return f(ActivationFn<Relu, false>{});
+    case Activation::relu_sq:
+      return f(ActivationFn<ReluSq, false>{});
+    case Activation::gelu:
+      return f(ActivationFn<Gelu, false>{});
+    case Activation::gelu_tanh:
+      return f(ActivationFn<GeluTanh, false>{});
+    default:
+      return f(ActivationFn<Silu, false>{});
+  }
+}
 
 }  // namespace sonicmoe::math

@@ -73,14 +73,16 @@ GemmOp op_of(const KernelInfo& kernel) {
   return {};
 }
 
-/// False if this kernel is not for this type or activation, or not for this processor.
-bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activation) {
+/// False if this kernel is not for this type, activation or bias, or not for this processor.
+bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activation,
+             bool bias = false) {
   GroupedGemmDesc probe;
   probe.op = op;
   probe.hidden = probe.intermediate = 8;
   probe.experts = 1;
   probe.dtype = dtype;
   probe.activation = activation;
+  probe.bias = bias;
   Options options;
   options.kernel = kernel.name;
   const auto plan = make_plan(probe, kDevice, options);
@@ -106,12 +108,12 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
       desc.list_length = shape.list_length;
       for (int a = 0; a < 9; ++a) {
         desc.activation = static_cast<Activation>(a);
-        if (!runs_as(kernel, op, dtype, desc.activation)) continue;
         for (const W1Layout layout :
              {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
           if (layout == W1Layout::separate && !is_glu(desc.activation)) continue;
           desc.w1_layout = layout;
           desc.bias = (a + static_cast<int>(layout)) % 2 == 0;
+          if (!runs_as(kernel, op, dtype, desc.activation, desc.bias)) continue;
           desc.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
           SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(layout) + " " + name(dtype) +
                        " n=" + std::to_string(shape.intermediate));

@@ -21,12 +21,12 @@ struct ActivationParams {
   Activation activation;
 };
 
-/// `kKind` says which activations the kernel is compiled for, `kBias` whether there may be a bias.
-template <ActivationKind kKind, bool kBias>
+/// `kBias`: there may be one.
+template <class Activations, bool kBias>
 struct StoreActivation {
   using Params = ActivationParams;
   static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
-  static constexpr bool kGated = kKind != ActivationKind::plain;
+  static constexpr bool kGated = Activations::kGated;
   /// Units (columns of A) of a tile that is kN wide. With a gate the tile's left half holds gate
   /// columns, the right half the up columns of the same units, so that a pair lies in one thread.
   template <int kN>
@@ -52,7 +52,7 @@ struct StoreActivation {
     static constexpr int kUnits = StoreActivation::kUnits<Traits::kN>;
     static constexpr int kUp = kGated ? kCount / 2 : 0;
 
-    static_assert(Traits::kMBlocks == 1 && kUnits / 64 <= kActTiles);
+    static_assert(Traits::kMBlocks == 1);
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
                                    int m_first, std::uint32_t staging)
@@ -88,8 +88,7 @@ struct StoreActivation {
 
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
                                            const EpilogueBlocks<Traits>& stages) {
-      visit_activation<kKind>(e_.activation,
-                              [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
+      Activations::visit(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
     }
 
    private:

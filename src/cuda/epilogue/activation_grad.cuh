@@ -26,12 +26,13 @@ struct ActivationGradParams {
 /// of H on its way out. A warp has 16 rows of a chunk. Rows of H past the expert's end are other
 /// experts', or already their dH where that takes H's place: they are computed with, and what comes
 /// out is not stored.
-template <ActivationKind kKind>
+template <class Activations>
 struct StoreActivationGrad {
   using Params = ActivationGradParams;
   static constexpr bool kAdds = false;
-  static constexpr int kParts = kKind != ActivationKind::plain ? 2 : 1;
-  static constexpr int kWarpBytes = WarpTile::kBytes;  // A'
+  static constexpr int kParts = Activations::kGated ? 2 : 1;
+  static constexpr int kScaledTiles = 2;
+  static constexpr int kWarpBytes = kScaledTiles * WarpTile::kBytes;
   template <int kN>
   static constexpr int kBlocks = kN / 64;
 
@@ -77,8 +78,7 @@ struct StoreActivationGrad {
 
     __device__ __forceinline__ void finish(float (&acc)[1][kCount],
                                            const EpilogueBlocks<Traits>& stages) {
-      visit_activation<kKind>(e_.activation,
-                              [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
+      Activations::visit(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
     }
 
    private:
@@ -95,19 +95,19 @@ struct StoreActivationGrad {
       const int lane = t % 32;
       const int row = first_row(t);
       const int rows = valid() - row;
-      const WarpTile scaled(staging_, lane);
       float dot[2] = {0.0f, 0.0f};
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const std::uint32_t stage = stages.wait(chunk) + row * kLineBytes;
         const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
-        Block a[4];
+        // What was stored from here two chunks ago has been read: see below.
+        const WarpTile scaled(staging_ + chunk % kScaledTiles * WarpTile::kBytes, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const Block g = gate.get(i);
           Block u = {};
           if (kGated) u = up.get(i);
-          Block dg, du;
+          Block dg, du, a;
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float score = scores_[j % 2];
@@ -120,10 +120,11 @@ struct StoreActivationGrad {
             dot[j % 2] = math::fma(da[1], r1.act, dot[j % 2]);
             dg.w[j] = Pair<T>::pack(r0.dgate, r1.dgate);
             du.w[j] = Pair<T>::pack(r0.dup, r1.dup);
-            a[i].w[j] = Pair<T>::pack(score * r0.act, score * r1.act);
+            a.w[j] = Pair<T>::pack(score * r0.act, score * r1.act);
           }
           gate.put(i, dg);
           if (kGated) up.put(i, du);
+          scaled.put(i, a);
         }
         if (chunk > 0) {
           // By now the stores of the chunk before have been read.
@@ -131,9 +132,6 @@ struct StoreActivationGrad {
           __syncwarp();
           stages.give_back(chunk - 1);
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scaled.put(i, a[i]);
-
         const int unit = tile_.shared * Traits::kN + chunk * 64;
         const bool whole = rows >= WarpTile::kRows && unit < n;
         fence_async_proxy();

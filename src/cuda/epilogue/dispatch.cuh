@@ -1,48 +1,45 @@
 #pragma once
 
-#include "math/activation.h"
-#include "sonicmoe/types.h"
+#include <type_traits>
 
+#include "math/activation.h"
+
+/// What a kernel with an activation is compiled for. visit(activation, f) calls f(ActivationFn{})
+/// in the kernel.
 namespace sonicmoe::cuda {
 
-/// What a kernel with an activation is compiled for: SwiGLU alone, or a family chosen at run time
-/// outside the element loops.
-enum class ActivationKind { swiglu, gated, plain };
+using SwigluFn = math::ActivationFn<math::Silu, true>;
 
-inline ActivationKind kind_of(Activation activation) {
-  if (activation == Activation::swiglu) return ActivationKind::swiglu;
-  return is_glu(activation) ? ActivationKind::gated : ActivationKind::plain;
-}
-
-/// Calls f(ActivationFn{}). Values of other kinds were refused on the host.
-template <ActivationKind kKind, class F>
-__device__ __forceinline__ void visit_activation(Activation activation, F&& f) {
-  using namespace math;
-  if constexpr (kKind == ActivationKind::swiglu) {
-    f(ActivationFn<Silu, true>{});
-  } else if constexpr (kKind == ActivationKind::gated) {
-    switch (activation) {
-      case Activation::geglu:
-        return f(ActivationFn<Gelu, true>{});
-      case Activation::geglu_tanh:
-        return f(ActivationFn<GeluTanh, true>{});
-      default:
-        return f(ActivationFn<Relu, true>{});
-    }
-  } else {
-    switch (activation) {
-      case Activation::relu:
-        return f(ActivationFn<Relu, false>{});
-      case Activation::relu_sq:
-        return f(ActivationFn<ReluSq, false>{});
-      case Activation::gelu:
-        return f(ActivationFn<Gelu, false>{});
-      case Activation::gelu_tanh:
-        return f(ActivationFn<GeluTanh, false>{});
-      default:
-        return f(ActivationFn<Silu, false>{});
-    }
+template <class Fn>
+struct OneActivation {
+  static constexpr bool kGated = Fn::kIsGlu;
+  template <class F>
+  static __device__ __forceinline__ void visit(Activation, F&& f) {
+    f(Fn{});
   }
+};
+
+/// All with a gate, or all without one: chosen at run time, outside the element loops.
+template <bool kGated_>
+struct AnyActivation {
+  static constexpr bool kGated = kGated_;
+  template <class F>
+  static __device__ __forceinline__ void visit(Activation activation, F&& f) {
+    math::visit_activation(activation, [&](auto fn) {
+      if constexpr (decltype(fn)::kIsGlu == kGated) f(fn);
+    });
+  }
+};
+
+/// Calls f(Activations{}) with what is compiled for an activation. In wide tiles each is by itself:
+/// together they need more registers than those leave. In narrow ones SwiGLU is.
+template <bool kWide, class F>
+auto visit_activations(Activation activation, F&& f) {
+  return math::visit_activation(activation, [&](auto fn) {
+    using Fn = decltype(fn);
+    constexpr bool kAlone = kWide || std::is_same_v<Fn, SwigluFn>;
+    return f(std::conditional_t<kAlone, OneActivation<Fn>, AnyActivation<Fn::kIsGlu>>{});
+  });
 }
 
 }  // namespace sonicmoe::cuda

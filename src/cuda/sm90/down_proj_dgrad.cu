@@ -7,9 +7,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, ActivationKind kKind, int kN, Schedule kSchedule, int kStages>
-struct DownProjDgrad
-    : Traits<T, Own::gather_rows, Major::mn, kN, kSchedule, kStages, StoreActivationGrad<kKind>> {};
+template <class T, class Activations, int kN, Schedule kSchedule, int kStages>
+struct DownProjDgrad : Traits<T, Own::gather_rows, Major::mn, kN, kSchedule, kStages,
+                              StoreActivationGrad<Activations>> {};
 
 /// dscores[r] = sum over the tiles along n, in order. One thread a row.
 __global__ void sum_partials(const float* partials, int tiles_n, std::int64_t capacity,
@@ -64,8 +64,8 @@ struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_type(d.dtype, [&](auto type) {
-      return visit_kind<(kN > 128)>(d.activation, [&](auto kind) {
-        return f(DownProjDgrad<decltype(type), decltype(kind)::value, kN, kSchedule, kStages>{});
+      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
+        return f(DownProjDgrad<decltype(type), decltype(activations), kN, kSchedule, kStages>{});
       });
     });
   }
@@ -97,7 +97,7 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 
 const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
     "down_proj_dgrad", "cuda.down_proj_dgrad.128x256",
-    DeviceType::cuda,  reject_wide,
+    DeviceType::cuda,  reject_gemm,
     Wide::workspace,   Wide::run,
     Wide::prepare,     yield_wide};
 const Kernel<GroupedGemmDesc> kDownProjDgrad128 = {

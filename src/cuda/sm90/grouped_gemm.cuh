@@ -55,6 +55,9 @@ struct Traits {
   static constexpr int kProducerRegisters = kGathers ? 72 : 40;
   static constexpr int kConsumerRegisters = kGathers ? 216 : 232;
 
+  // g++ 12 makes one of decltype(parameter) under `if constexpr` in nested generic lambdas, where
+  // nvcc does not: the host would launch a kernel that was never compiled.
+  static_assert(!std::is_reference_v<T>, "T is a reference");
   static_assert(kSharedMemory <= 232448, "stages do not fit into 227 KiB of shared memory");
   static_assert(kStageBytes % kBlockBytes == 0, "a stage must keep the swizzle's alignment");
   static_assert(kMBlocks * kN / 2 <= 192, "accumulators leave no registers for the epilogue");

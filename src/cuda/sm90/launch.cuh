@@ -75,28 +75,7 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 
-/// Calls f(KindOf<kind>{}) with the kind of activation that a kernel must be compiled for. Wide
-/// tiles exist for SwiGLU alone: the other activations need more registers than they leave.
-template <ActivationKind kKind>
-struct KindOf {
-  static constexpr ActivationKind value = kKind;
-};
-template <bool kWide, class F>
-auto visit_kind(Activation activation, F&& f) {
-  if constexpr (!kWide) {
-    const ActivationKind kind = kind_of(activation);
-    if (kind == ActivationKind::gated) return f(KindOf<ActivationKind::gated>{});
-    if (kind == ActivationKind::plain) return f(KindOf<ActivationKind::plain>{});
-  }
-  return f(KindOf<ActivationKind::swiglu>{});
-}
 inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_dtype(d.dtype); }
-/// For wide tiles, which exist for SwiGLU alone.
-inline std::string reject_wide(const GroupedGemmDesc& d) {
-  if (std::string reason = reject_gemm(d); !reason.empty()) return reason;
-  if (d.activation == Activation::swiglu) return {};
-  return std::string("activation: got ") + name(d.activation) + ", allowed: swiglu";
-}
 inline std::size_t no_workspace(const GroupedGemmDesc&, const Exec&) { return 0; }
 
 }  // namespace sonicmoe::cuda

@@ -6,10 +6,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, ActivationKind kKind, bool kBias, int kN, Schedule kSchedule, int kStages>
-struct UpProj
-    : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages, StoreActivation<kKind, kBias>> {
-};
+template <class T, class Activations, bool kBias, int kN, Schedule kSchedule, int kStages>
+struct UpProj : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
+                       StoreActivation<Activations, kBias>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -55,19 +54,26 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   return launch<Config>(p, e, exec, "up_proj: launch");
 }
 
+/// Wide tiles have a bias for SwiGLU alone, which is what models with biases have: another kernel
+/// for each of the other activations would be compiled for nobody.
+constexpr char kNoBias[] = "bias: got true, allowed: false (but for swiglu)";
+
 template <int kN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_type(d.dtype, [&](auto type) {
-      return visit_kind<(kN > 128)>(d.activation, [&](auto kind) {
+      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
         using T = decltype(type);
-        constexpr ActivationKind kKind = decltype(kind)::value;
+        using Activations = decltype(activations);
+        using Plain = UpProj<T, Activations, false, kN, kSchedule, kStages>;
+        using Biased = UpProj<T, Activations, true, kN, kSchedule, kStages>;
         if constexpr (kN > 128) {
           // Looking for a bias costs 6 % of the whole time: worth a kernel without.
-          if (!d.bias) return f(UpProj<T, kKind, false, kN, kSchedule, kStages>{});
+          if (!d.bias) return f(Plain{});
         }
-        return f(UpProj<T, kKind, true, kN, kSchedule, kStages>{});
+        constexpr bool kHasBias = kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
+        return f(std::conditional_t<kHasBias, Biased, Plain>{});
       });
     });
   }
@@ -84,9 +90,19 @@ struct Entry {
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Narrow = Entry<128, Schedule::cooperative, 6>;
 
+/// Wide tiles have a bias for SwiGLU alone, which is what models with biases have: another kernel
+/// for each of the other activations would be compiled for nobody.
+std::string reject_wide(const GroupedGemmDesc& d) {
+  if (std::string reason = reject_gemm(d); !reason.empty()) return reason;
+  return d.bias && d.activation != Activation::swiglu
+             ? "bias: got true, allowed: false (but for swiglu)"
+             : "";
+}
+
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.intermediate, 64),
-                         narrow_percent(d.rows, d.experts));
+  const int units = is_glu(d.activation) ? 64 : 128;
+  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
+                         tiles(d.intermediate, units), narrow_percent(d.rows, d.experts));
 }
 
 }  // namespace
