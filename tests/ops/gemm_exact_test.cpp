@@ -92,20 +92,25 @@ bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activa
   return plan.ok();
 }
 
+LayerDesc layer_of(const Shape& shape, DType dtype) {
+  LayerDesc desc;
+  desc.tokens = shape.tokens;
+  desc.hidden = shape.hidden;
+  desc.intermediate = shape.intermediate;
+  desc.experts = shape.experts;
+  desc.dtype = dtype;
+  desc.router = RouterMode::given;
+  desc.list_length = shape.list_length;
+  return desc;
+}
+
 TEST_P(ExactGemm, EveryActivationAndLayout) {
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
   int runs = 0;
   for (const DType dtype : kTypes) {
     for (const Shape& shape : shapes()) {
-      LayerDesc desc;
-      desc.tokens = shape.tokens;
-      desc.hidden = shape.hidden;
-      desc.intermediate = shape.intermediate;
-      desc.experts = shape.experts;
-      desc.dtype = dtype;
-      desc.router = RouterMode::given;
-      desc.list_length = shape.list_length;
+      LayerDesc desc = layer_of(shape, dtype);
       for (int a = 0; a < 9; ++a) {
         desc.activation = static_cast<Activation>(a);
         for (const W1Layout layout :
@@ -117,7 +122,13 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
           desc.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
           SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(layout) + " " + name(dtype) +
                        " n=" + std::to_string(shape.intermediate));
-          expect_exact(op, desc, integer_inputs(desc, routing(shape), a), kernel.name);
+          const GemmInputs inputs = integer_inputs(desc, routing(shape), a);
+          expect_exact(op, desc, inputs, kernel.name);
+          if (op == GemmOp::up_proj) {
+            LayerDesc inference = desc;
+            inference.inference = true;
+            expect_exact(op, inference, inputs, kernel.name);
+          }
           ++runs;
           if (HasFatalFailure()) return;
         }
@@ -125,6 +136,32 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
     }
   }
   if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
+class ExactActivation : public ExactGemm {};
+
+// A CTA of CUDA's goes through several tiles, whole and partial ones, and what it stores of one
+// must have left shared memory before the next comes there.
+TEST_P(ExactActivation, SeveralTilesInTurn) {
+  if (kOnCpu) GTEST_SKIP() << "has no CTAs";
+  const GemmOp op = op_of(GetParam());
+  const Shape shape = {2000, 16, 264, 90, 14850};
+  for (int a = 0; a < 9; ++a) {
+    LayerDesc desc = layer_of(shape, DType::bf16);
+    desc.activation = static_cast<Activation>(a);
+    SCOPED_TRACE(name(desc.activation));
+    expect_exact(op, desc, integer_inputs(desc, routing(shape), a), GetParam().name);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Where what is gathered from is larger than L2 and there are tiles enough, CTAs begin one after
+// the other (start_spread() in cuda/sm90/tile_choice.h).
+TEST_P(ExactActivation, StartsApart) {
+  if (kOnCpu) GTEST_SKIP() << "has no CTAs";
+  const Shape shape = {3'200'000, 8, 8, 4, 140'000};
+  const LayerDesc desc = layer_of(shape, DType::bf16);
+  expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
 }
 
 /// What the gradients of the weights are added to: small integers, all different nearby.
@@ -162,15 +199,8 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
       // The second has several pieces of every tile.
       for (int mode = 0; mode < 8; ++mode) {
         const Shape shape = mode < 4 ? shapes().front() : shapes().back();
-        LayerDesc desc;
-        desc.tokens = shape.tokens;
-        desc.hidden = shape.hidden;
-        desc.intermediate = shape.intermediate;
-        desc.experts = shape.experts;
-        desc.dtype = dtype;
+        LayerDesc desc = layer_of(shape, dtype);
         desc.w1_layout = layout;
-        desc.router = RouterMode::given;
-        desc.list_length = shape.list_length;
         desc.f32_weight_grads = mode % 2 == 1;
         desc.accumulate_weight_grads = mode / 2 % 2 == 1;
         SCOPED_TRACE(std::string(name(dtype)) + " " + name(layout) +
@@ -309,20 +339,17 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
   }
 }
 
-// One run, which a tool that watches every access can afford.
+// Two runs, which a tool that watches every access can afford: with a gate, a bias and a part of a
+// tile, and without a gate, with tiles that are full.
 TEST_P(ExactGemm, Quick) {
   if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
-  LayerDesc desc;
-  const Shape shape = shapes().front();
-  desc.tokens = shape.tokens;
-  desc.hidden = shape.hidden;
-  desc.intermediate = shape.intermediate;
-  desc.experts = shape.experts;
-  desc.dtype = kTypes[0];
-  desc.bias = true;
-  desc.router = RouterMode::given;
-  desc.list_length = shape.list_length;
-  expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
+  for (const bool gated : {true, false}) {
+    const Shape shape = gated ? shapes().front() : Shape{140, 16, 264, 1, 300};
+    LayerDesc desc = layer_of(shape, kTypes[0]);
+    desc.bias = gated;
+    if (!gated) desc.activation = Activation::relu_sq;
+    expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
+  }
 }
 
 std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
@@ -331,9 +358,12 @@ std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
   return kernels_of(kDevice, names);
 }
 
+constexpr GemmOp kWithActivation[] = {GemmOp::up_proj, GemmOp::down_proj_dgrad};
 constexpr GemmOp kWeightGradients[] = {GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
 constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(kernels_for(kGemmOps)), kLabel);
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactActivation, testing::ValuesIn(kernels_for(kWithActivation)),
+                         kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactWeightGradient,
                          testing::ValuesIn(kernels_for(kWeightGradients)), kLabel);
 

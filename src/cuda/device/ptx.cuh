@@ -57,8 +57,9 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 /// By this multiprocessor's clock.
 __device__ __forceinline__ void wait_cycles(int cycles) {
-  const long long begin = clock64();
-  while (clock64() - begin < cycles) {
+  const auto now = [] { return static_cast<unsigned long long>(clock64()); };
+  const unsigned long long begin = now();
+  while (now() - begin < static_cast<unsigned>(cycles)) {
   }
 }
 

@@ -19,14 +19,15 @@ struct OneActivation {
   }
 };
 
-/// All with a gate, or all without one: chosen at run time, outside the element loops.
+/// All with a gate but SwiGLU, or all without one: chosen at run time, outside the element loops.
 template <bool kGated_>
 struct AnyActivation {
   static constexpr bool kGated = kGated_;
   template <class F>
   static __device__ __forceinline__ void visit(Activation activation, F&& f) {
     math::visit_activation(activation, [&](auto fn) {
-      if constexpr (decltype(fn)::kIsGlu == kGated) f(fn);
+      using Fn = decltype(fn);
+      if constexpr (Fn::kIsGlu == kGated && !std::is_same_v<Fn, SwigluFn>) f(fn);
     });
   }
 };

@@ -54,10 +54,6 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   return launch<Config>(p, e, exec, "up_proj: launch");
 }
 
-/// Wide tiles have a bias for SwiGLU alone, which is what models with biases have: another kernel
-/// for each of the other activations would be compiled for nobody.
-constexpr char kNoBias[] = "bias: got true, allowed: false (but for swiglu)";
-
 template <int kN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
