@@ -31,7 +31,7 @@ struct StoreActivationGrad {
   using Params = ActivationGradParams;
   static constexpr bool kAdds = false;
   static constexpr int kParts = Activations::kGated ? 2 : 1;
-  static constexpr int kScaledTiles = 2;
+  static constexpr int kScaledTiles = 2;  ///< of A', in turn
   static constexpr int kWarpBytes = kScaledTiles * WarpTile::kBytes;
   template <int kN>
   static constexpr int kBlocks = kN / 64;
