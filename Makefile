@@ -59,7 +59,7 @@ fuzz:  ## fuzz descriptors, routing lists and token rounding (Clang): make fuzz 
 	ninja -C build-fuzz
 	@tools/fuzz.sh $(SECONDS)
 
-mutants: setup  ## break the sources in eleven ways; each must turn a test red
+mutants: setup  ## break the sources one way at a time; each must turn a test red
 	python tools/mutants.py
 
 bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound

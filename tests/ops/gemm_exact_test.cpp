@@ -295,18 +295,12 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
 TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
-  LayerDesc desc;
-  desc.tokens = 40;
-  desc.hidden = 264;
-  desc.intermediate = 136;
-  desc.experts = 70;  // three windows of the walk
-  desc.dtype = kTypes[0];
-  desc.router = RouterMode::given;
-  desc.list_length = 1500;
+  const Shape shape = {40, 264, 136, 70, 1500};  // three windows of the walk
+  const LayerDesc desc = layer_of(shape, kTypes[0]);
   if (!runs_as(kernel, op, desc.dtype, Activation::swiglu)) {
     GTEST_SKIP() << "nothing that this kernel runs on this processor";
   }
-  GemmInputs inputs = integer_inputs(desc, routing({40, 264, 136, 70, 1500}), 4);
+  GemmInputs inputs = integer_inputs(desc, routing(shape), 4);
   const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
   const Tensor& right = gradient(expected);
   const std::size_t size = right.size() / 70;

@@ -121,6 +121,7 @@ class RowGather {
   __device__ __forceinline__ void load(std::uint32_t stage, int) {
     const std::uint32_t to = stage + place_;
     if (full_ && left_ >= kK) {
+      // The next block wants the bytes beside these.
 #pragma unroll
       for (int i = 0; i < 8; ++i) copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i]);
     } else {

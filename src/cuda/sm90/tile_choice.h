@@ -97,7 +97,7 @@ inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int 
 /// tiles do not repay the wait: docs/findings/start-spread.md.
 inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
   constexpr std::int64_t kL2 = 50'000'000;
-  constexpr double kMost = 1e6;
+  constexpr double kMost = 1e6;  // times the number of pairs it fits an int
   if (bytes <= kL2 || rounds < 8) return 0;
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }
