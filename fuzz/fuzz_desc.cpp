@@ -1,6 +1,8 @@
 // Descriptors of every kind with any values: make_plan accepts or refuses with a reason, and what
 // it accepts has bounded sizes. Small layers run forward and backward in guarded memory.
 #include <cstddef>
+#include <string>
+#include <vector>
 
 #include "fuzz/fuzz.h"
 #include "sonicmoe/sonicmoe.h"
@@ -20,6 +22,15 @@ Device any_device(FuzzedDataProvider* in) {
   return device;
 }
 
+/// The beginning of a kernel's name, or the name and more.
+std::string any_kernel(FuzzedDataProvider* in) {
+  static const std::vector<KernelInfo> kernels = sonicmoe::kernels();
+  const std::size_t last = kernels.size() - 1;
+  const std::string name = kernels[in->ConsumeIntegralInRange<std::size_t>(0, last)].name;
+  return name.substr(0, in->ConsumeIntegralInRange<std::size_t>(0, name.size())) +
+         in->ConsumeRandomLengthString(20);
+}
+
 Options any_options(FuzzedDataProvider* in) {
   Options options = few_threads(in);
   if (in->ConsumeIntegralInRange(0, 15) == 0) {
@@ -28,6 +39,7 @@ Options any_options(FuzzedDataProvider* in) {
   }
   if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = in->ConsumeRandomLengthString(20);
   if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = "cpu";
+  if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = any_kernel(in);
   return options;
 }
 

@@ -1,7 +1,9 @@
 // What fuzzing found, so that it stays found. Some of it shows only under the sanitizers.
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "sonicmoe/ops.h"
 
@@ -24,6 +26,20 @@ TEST(FuzzFinds, RowsOfRouterModesAreExact) {
   const auto plan = make_plan(
       ScoreGradDesc{.tokens = 5, .experts = 8, .top_k = 2, .rows = 11, .dtype = DType::f32});
   EXPECT_STREQ(plan.status().message(), "rows: got 11, allowed: 10");
+}
+
+// A zero byte after a whole name ended the comparison early, and the byte behind the name was read.
+TEST(FuzzFinds, NamesOfKernelsMayHoldZeroBytes) {
+  for (const std::size_t length : {3, 12, 13, 14, 20, 200}) {
+    std::string kernel = "cpu.metadata";
+    kernel.resize(length, '\0');
+    const auto plan =
+        make_plan(MetadataDesc{.tokens = 5, .experts = 8, .top_k = 2}, {}, {.kernel = kernel});
+    EXPECT_EQ(plan.ok(), length <= 12) << length;
+  }
+  const std::string backend("cpu\0", 4);
+  EXPECT_FALSE(
+      make_plan(MetadataDesc{.tokens = 5, .experts = 8, .top_k = 2}, {}, {.kernel = backend}).ok());
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ for i in "${!names[@]}"; do
     echo "fuzz_$name: $runs inputs in $seconds s, $reached edges reached, nothing found"
   else
     failed=1
-    tail -n 40 "$name.log"
+    grep -m 1 -A 30 -E 'ERROR: |^broken: |runtime error: ' "$name.log" || tail -n 40 "$name.log"
     echo "fuzz_$name: FOUND something; again: build-fuzz/bin/fuzz_$name build-fuzz/$name-*-*"
   fi
 done

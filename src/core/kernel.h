@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
@@ -75,7 +76,7 @@ std::string device_reason(Device device);
 
 /// True if `wanted` (Options::kernel) is empty, the entry's name, or its backend: "cpu" matches
 /// "cpu.up_proj".
-bool kernel_matches(const std::string& wanted, const char* name);
+bool kernel_matches(std::string_view wanted, std::string_view name);
 
 template <class Desc>
 struct Choice {

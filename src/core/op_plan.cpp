@@ -77,10 +77,9 @@ Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noe
   return {};
 }
 
-bool kernel_matches(const std::string& wanted, const char* name) {
-  const std::size_t length = wanted.size();
-  return length == 0 || wanted == name ||
-         (std::strncmp(name, wanted.c_str(), length) == 0 && name[length] == '.');
+bool kernel_matches(std::string_view wanted, std::string_view name) {
+  if (wanted.empty() || wanted == name) return true;
+  return name.starts_with(wanted) && name[wanted.size()] == '.';
 }
 
 template <class Desc>
