@@ -10,13 +10,16 @@ import json
 import multiprocessing
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
 from arguments import positive, sizes
-from sonicmoe import moe_TC_softmax_topk_layer
 from torch_loops import index_loop, sort_loop
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+from sonicmoe import moe_TC_softmax_topk_layer  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -37,16 +37,15 @@ constexpr const char* kHelp =
     "counts every input and output once; 'of bound' is bound time / time. 'of roof' (CUDA) is\n"
     "the least time that the operation's flops at the rate of the fastest GEMM of the bound, or\n"
     "its bytes at the rate of a large copy in this run, allow, over its time.\n"
-    "JSON: version, command, device, threads, seed, skew, repeats, sustained_ms, interrupted, "
-    "layer\n"
-    "{thiek, dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile} or "
-    "null,\n"
-    "bias, inference}, rows, fewest_rows, most_rows (of an expert), results [{what, runs, ms,\n"
-    "mad_ms, tflops, gbps, bound_ms,\n"
-    "of_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}], "
-    "saved_bytes {x, preact,\n"
-    "routing, logits, total}, workspace_bytes {forward, backward}. A figure that does not\n"
-    "exist is null. With --configs: {version, command, device, configs [{config, ...}]}.";
+    "Threads of OpenMP spin while they wait: on a CPU that others use too, give fewer --threads\n"
+    "or set OMP_WAIT_POLICY=passive.\n"
+    "JSON: version, command, device, threads, seed, skew, repeats, sustained_ms, interrupted,\n"
+    "layer {thiek, dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile}\n"
+    "or null, bias, inference}, rows, fewest_rows, most_rows (of an expert), results [{what,\n"
+    "runs, ms, mad_ms, tflops, gbps, bound_ms, of_bound, of_roof}], copy_TBps, dense_bound\n"
+    "[{gemm, way, runs, ms, mad_ms, tflops}], saved_bytes {x, preact, routing, logits, total},\n"
+    "workspace_bytes {forward, backward}. A figure that does not exist is null. With\n"
+    "--configs: {version, command, device, configs [{config, ...}]}.";
 
 struct BenchSettings : Settings {
   bool operations = false;

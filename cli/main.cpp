@@ -8,8 +8,8 @@ namespace sonicmoe::cli {
 namespace {
 
 constexpr const char* kFooter =
-    "Exit codes: 0 all right; 1 a check failed or the run broke off; 2 an option is wrong or the "
-    "library refuses it;\n130 interrupted (Ctrl-C prints what there is).";
+    "Exit codes: 0 all right; 1 a check failed or the run broke off; 2 an option is wrong or\n"
+    "the library refuses it; 130 interrupted (Ctrl-C prints what there is).";
 
 std::vector<std::string> option_names(const CLI::App& app) {
   std::vector<std::string> names;

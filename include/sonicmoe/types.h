@@ -86,7 +86,8 @@ struct Options {
   int threads = 0;
   /// CUDA only: synchronise and refuse bad device data instead of skipping it. CPU calls always do.
   bool checked = false;
-  /// Runs this entry of the kernel list (see explain()) or refuses; empty = the first that fits.
+  /// Runs this entry of the kernel list, or one of this backend ("cpu", "cuda"), or refuses. Empty:
+  /// the first that neither rejects nor yields (see explain()).
   std::string kernel;
 };
 
