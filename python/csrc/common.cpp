@@ -47,6 +47,10 @@ std::string text(Device device) {
   throw std::invalid_argument(std::string(argument) + ": got " + got + ", allowed: " + allowed);
 }
 
+bool is_aligned(const Tensor& tensor) {
+  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
 /// The workspace of the last CPU call that has ended.
 class KeptMemory {
  public:
@@ -121,10 +125,18 @@ void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like
 }
 
 void check_alignment(const char* argument, const Tensor& tensor) {
-  const void* const address = tensor.const_data_ptr();
-  if (reinterpret_cast<std::uintptr_t>(address) % 16 == 0) return;
+  if (is_aligned(tensor)) return;
   check(Status::error(StatusCode::invalid_argument,
-                      "%s: got address %p, allowed: multiples of 16 bytes", argument, address));
+                      "%s: got address %p, allowed: multiples of 16 bytes", argument,
+                      tensor.const_data_ptr()));
+}
+
+Tensor aligned(const Tensor& tensor) {
+  return is_aligned(tensor) ? tensor : torch::stable::clone(tensor);
+}
+
+OptionalTensor aligned(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(aligned(*tensor)) : tensor;
 }
 
 void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims,

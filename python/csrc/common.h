@@ -37,6 +37,11 @@ void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like
 /// It checks that too, but under its own names and not before it needs the tensor.
 void check_alignment(const char* argument, const Tensor& tensor);
 
+/// A contiguous tensor, or a copy of it if it does not start at a multiple of 16 bytes: a part of
+/// another one, as the gradient of torch.cat is, may start anywhere.
+Tensor aligned(const Tensor& tensor);
+OptionalTensor aligned(const OptionalTensor& tensor);
+
 /// Throws ValueError unless the tensor has this many dimensions.
 void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, const char* meaning);
 

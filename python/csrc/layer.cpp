@@ -173,6 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   inputs.weights(w1, w2, main_grads);
   inputs.b1(b1);
   inputs.b2(b2);
+  x = aligned(x);
 
   const Tensor o = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
   const Tensor logits = empty(x, {desc.tokens, desc.experts}, x.scalar_type());
@@ -214,6 +215,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   inputs.logits("logits", logits);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(dpreact);
+  x = aligned(x);
+  dout = aligned(dout);
+  dlogits = aligned(dlogits);
 
   const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
   const Tensor drouter_w = empty(x, {desc.experts, desc.hidden}, x.scalar_type());
@@ -256,6 +260,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
   inputs.weights(w1, w2, main_grads);
   inputs.b1(b1);
   inputs.b2(b2);
+  x = aligned(x);
 
   const Tensor o = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
   const Tensor counts = empty(x, {desc.experts}, ScalarType::Int);
@@ -294,6 +299,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
   inputs.b2(b2);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(dpreact);
+  x = aligned(x);
+  dout = aligned(dout);
 
   const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
   const Tensor dscores = empty(x, {desc.list_length}, ScalarType::Float);

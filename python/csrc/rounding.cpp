@@ -37,6 +37,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
   if (draws) check_tensor("draws", *draws, logits, ScalarType::Long, {2}, "(seed, offset)");
+  logits = aligned(logits);
   const std::int64_t* state = input<std::int64_t>(draws);
   const Tensor scores = empty(logits, {desc.capacity()}, ScalarType::Float);
   const Tensor token_ids = empty(logits, {desc.capacity()}, ScalarType::Int);
@@ -72,6 +73,7 @@ Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, 
   check_tensor("dscores", dscores, logits, ScalarType::Float, {desc.list_length}, "(capacity)");
   check_tensor("token_ids", token_ids, logits, ScalarType::Int, {desc.list_length}, "(capacity)");
   check_tensor("expert_ids", expert_ids, logits, ScalarType::Int, {desc.list_length}, "(capacity)");
+  logits = aligned(logits);
   const Tensor dlogits = empty(logits, {desc.tokens, desc.experts}, logits.scalar_type());
   check(plan.run({.logits = input<void>(logits),
                   .token_ids = input<std::int32_t>(token_ids),

@@ -24,6 +24,7 @@ PlanCache<AuxLossDesc>& aux_loss_plans() {
 
 Tensor aux_loss(Tensor logits, Tensor counts) {
   const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, false), logits);
+  logits = aligned(logits);
   const Tensor loss = empty(logits, {}, ScalarType::Float);
   check(plan.run({.logits = input<void>(logits),
                   .counts = input<std::int32_t>(counts),
@@ -35,6 +36,7 @@ Tensor aux_loss(Tensor logits, Tensor counts) {
 Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) {
   const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, true), logits);
   check_tensor("dloss", dloss, logits, ScalarType::Float, {}, "()");
+  logits = aligned(logits);
   const Tensor dlogits = empty(logits, {logits.size(0), logits.size(1)}, logits.scalar_type());
   check(plan.run({.logits = input<void>(logits),
                   .counts = input<std::int32_t>(counts),
@@ -58,6 +60,7 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::int64_t k, bool softmax_ove
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
+  logits = aligned(logits);
   const Tensor scores = empty(logits, {desc.tokens, k}, ScalarType::Float);
   const Tensor ids = empty(logits, {desc.tokens, k}, ScalarType::Int);
   check(plan.run({.logits = input<void>(logits),

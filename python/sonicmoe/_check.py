@@ -19,11 +19,15 @@ def tensors(**values: object) -> None:
             raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
 
 
+def supported(name: str, dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise TypeError(f"{name}: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
+
+
 def alike(x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """One floating type, one device."""
     dtype, device = x.dtype, x.device
-    if dtype not in _DTYPES:
-        raise TypeError(f"x: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
+    supported("x", dtype)
     if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"x: got a tensor on {device}, allowed: cpu, cuda")
     for name, tensor in others.items():
@@ -65,6 +69,25 @@ def scores(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name}: got {tensor.dtype}, allowed: any floating dtype")
 
 
+def logits(name: str, tensor: torch.Tensor) -> None:
+    tensors(**{name: tensor})
+    supported(name, tensor.dtype)
+
+
+def counts(name: str, tensor: torch.Tensor) -> None:
+    tensors(**{name: tensor})
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}: got {tensor.dtype}, allowed: torch.int32")
+
+
+def word(name: str, value: int) -> int:
+    """The 64 bits of the value, signed or not, as a signed integer."""
+    integer(name, value)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"{name}: got {value}, allowed: {-(2**63)} to {2**64 - 1}")
+    return value if value < 2**63 else value - 2**64
+
+
 def integer(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: got {value!r}, allowed: an int")
@@ -88,7 +111,7 @@ ROUNDING_RULES = {
 
 def rounding_rule(name: str, rule: str) -> str:
     """The library's name of a rounding rule."""
-    if rule not in ROUNDING_RULES:
+    if not isinstance(rule, str) or rule not in ROUNDING_RULES:
         raise ValueError(f"{name}: got {rule!r}, allowed: {', '.join(map(repr, ROUNDING_RULES))}")
     return ROUNDING_RULES[rule]
 

@@ -138,7 +138,7 @@ def token_rounding(
 def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The load-balancing loss () fp32 of logits (T, E) and counts (E) int32."""
     _ops.require()
-    return _ops.aux_loss(logits.contiguous(), counts)
+    return _ops.aux_loss(logits.contiguous(), counts.contiguous())
 
 
 def int32(ids: torch.Tensor) -> torch.Tensor:

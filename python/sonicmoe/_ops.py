@@ -171,6 +171,8 @@ def _save_for_layer_backward(ctx, inputs, output):
 
 
 def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
+    if dout is None and dlogits is None:
+        return (None,) * 14
     x, router_w, w1, w2, b2, logits, preact, routing = ctx.saved_tensors
     dx, drouter_w, dw1, db1, dw2, db2 = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
@@ -207,6 +209,8 @@ def _save_for_routed_backward(ctx, inputs, output):
 
 
 def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
+    if dout is None:
+        return (None,) * 13
     x, w1, w2, b2, preact, routing = ctx.saved_tensors
     dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
         dout.contiguous(),
@@ -246,6 +250,8 @@ def _save_for_token_rounding_backward(ctx, inputs, output):
 
 
 def _token_rounding_backward(ctx, dscores, *dlists):
+    if dscores is None:
+        return (None,) * 7
     dlogits = torch.ops.sonicmoe.token_rounding_backward(
         dscores.contiguous(), *ctx.saved_tensors, *ctx.options
     )

@@ -80,6 +80,8 @@ def moe_general_routing_inputs(
     """
     w1 = _check.expert_weights("w1", w1, "(2I or I, H, E)")
     w2 = _check.expert_weights("w2", w2, "(H, I, E)")
+    if E is not None:
+        _check.integer("E", E)
     if E is not None and E != w2.shape[0]:
         raise ValueError(f"E: got {E!r}, allowed: {w2.shape[0]}, the last dimension of w2")
     return _layer.routed_layer(
@@ -118,12 +120,14 @@ def token_rounding(
 
     `rule`: "nr" nearest, ties down; "sr" up with probability (f - floor) / tile; "nr_s" up with the
     share of score that rounding down would drop; "balance" nearest with the running error; "up";
-    "down". `seed` and `offset` fix the draws of "sr" and "nr_s": move `offset` on at every step.
+    "down". `seed` and `offset`, 64 bits each, fix the draws of "sr" and "nr_s": move `offset` on at
+    every step.
     """
-    _check.tensors(logits=logits)
+    _check.logits("logits", logits)
     _check.integer("K", K)
     _check.integer("tile", tile)
-    draws = torch.tensor([seed, offset], dtype=torch.int64, device=logits.device)
+    words = [_check.word("seed", seed), _check.word("offset", offset)]
+    draws = torch.tensor(words, dtype=torch.int64, device=logits.device)
     return _layer.token_rounding(
         logits, K, rule, tile, softmax_over_topk, norm_topk_probs, draws
     )[:4]
@@ -135,6 +139,8 @@ def switch_loss(router_logits: torch.Tensor, expert_frequency: torch.Tensor) -> 
     P (E) is the sum over tokens of the softmax of the logits (T, E), f the frequency, without
     gradient. 0 without tokens.
     """
+    _check.logits("router_logits", router_logits)
+    _check.counts("expert_frequency", expert_frequency)
     return _layer.switch_loss(router_logits, expert_frequency)
 
 

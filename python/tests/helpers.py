@@ -113,6 +113,22 @@ def run_plain(layer, ids, activation, router, concat_layout=False):
     return o, logits, counts, leaves
 
 
+def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that starts one element behind a multiple of 16 bytes, as a part of a tensor may."""
+    odd = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+    assert odd.data_ptr() % 16 != 0 and odd.is_contiguous()
+    return odd
+
+
+def everything_of(call, moe, x, dout):
+    """Output, loss and gradients of the module `moe`, called as `call`."""
+    leaf = x.detach().requires_grad_()
+    o, aux_loss = call(leaf)
+    leaves = [leaf, *moe.parameters()]
+    gradients = torch.autograd.grad((o, aux_loss), leaves, (dout, torch.ones_like(aux_loss)))
+    return o.detach(), aux_loss.detach(), *gradients
+
+
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return (got.double() - exact.double()).norm().item()
 

@@ -4,7 +4,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import ROUTERS, Layer, assert_as_good, make_layer, run, run_plain
+from helpers import (
+    ROUTERS,
+    Layer,
+    assert_as_good,
+    at_odd_address,
+    everything_of,
+    make_layer,
+    run,
+    run_plain,
+)
 
 from sonicmoe import ActivationType, MoE, functional
 
@@ -182,6 +191,17 @@ def test_waits_for_nothing_and_uses_the_current_stream():
         torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
     assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_inputs_and_gradients_that_start_anywhere(routing):
+    moe = module(routing=routing, tile=16).bfloat16()
+    x, dout = (torch.randn(300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    # With token rounding PyTorch multiplies x by the router's weights, to other bits from there.
+    odd_x = at_odd_address(x) if routing == "top_k" else x
+    got = everything_of(moe, moe, odd_x, at_odd_address(dout))
+    for a, b in zip(got, everything_of(moe, moe, x, dout), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_ours_may_be_the_first_cuda_call_of_a_thread():

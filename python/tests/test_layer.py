@@ -4,7 +4,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import ROUTERS, assert_as_good, make_layer, permuted, run, run_plain
+from helpers import (
+    ROUTERS,
+    assert_as_good,
+    at_odd_address,
+    everything_of,
+    make_layer,
+    permuted,
+    run,
+    run_plain,
+)
 
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu, reference
 
@@ -140,6 +149,78 @@ def test_strided_inputs_and_gradients():
     dense, _, _ = functional.moe_TC_softmax_topk_layer(leaf, layer.router_w, w1, None, w2, None, 2)
     dense.backward(do.contiguous())
     assert torch.equal(o, dense) and torch.equal(x.grad, leaf.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_inputs_and_gradients_that_start_anywhere(routing, compiled):
+    """A part of a tensor may start anywhere, and so may the gradient of torch.cat."""
+    moe = MoE(6, 2, 24, 16, ActivationType.SWIGLU, True, 0.2, routing=routing, tile=8)
+    call = torch.compile(moe, backend="aot_eager") if compiled else moe
+    x, dout = torch.randn(48, 24), torch.randn(48, 24)
+    # With token rounding PyTorch multiplies x by the router's weights, to other bits from there.
+    odd_x = at_odd_address(x) if routing == "top_k" else x
+    got = everything_of(call, moe, odd_x, at_odd_address(dout))
+    for a, b in zip(got, everything_of(moe, moe, x, dout), strict=True):
+        assert torch.equal(a, b)
+    y, aux_loss = moe(x)
+    torch.cat([aux_loss.view(1), y.flatten()]).sum().backward()
+
+
+def test_logits_and_their_gradients_that_start_anywhere():
+    layer = make_layer()
+    w1, w2 = permuted(layer.w1), permuted(layer.w2)
+    router_w = layer.router_w.requires_grad_()
+    _, logits, counts = functional.moe_TC_softmax_topk_layer(
+        layer.x, router_w, w1, None, w2, None, 2
+    )
+    dlogits = torch.randn(logits.shape)
+    aligned, odd = (
+        torch.autograd.grad(logits, router_w, place(dlogits), retain_graph=True)[0]
+        for place in (torch.clone, at_odd_address)
+    )
+    assert torch.equal(aligned, odd)
+    for function in (
+        lambda logits: functional.switch_loss(logits, counts),
+        lambda logits: functional.token_rounding(logits, 2, tile=8)[0].square().sum(),
+    ):
+        leaves = [place(logits.detach()).requires_grad_() for place in (torch.clone, at_odd_address)]
+        values = [function(leaf) for leaf in leaves]
+        gradients = [torch.autograd.grad(v, l)[0] for v, l in zip(values, leaves, strict=True)]
+        assert torch.equal(*values) and torch.equal(*gradients)
+    odd = at_odd_address(logits.detach())
+    for a, b in zip(*(torch.ops.sonicmoe.top_k(t, 2, True, False) for t in (logits.detach(), odd))):
+        assert torch.equal(a, b)
+
+
+class NoGradient(torch.autograd.Function):
+    """Its backward says that nothing comes back, as None."""
+
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, gradient: None)
+
+
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_no_gradient_of_the_output(routing):
+    moe = MoE(6, 2, 24, 16, ActivationType.SWIGLU, False, 0.2, routing=routing, tile=8)
+    x = torch.randn(48, 24, requires_grad=True)
+    o, aux_loss = moe(x)
+    (NoGradient.apply(o).sum() + aux_loss).backward()
+    leaf = x.detach().requires_grad_()
+    _, plain_loss = moe(leaf, KernelBackendMoE.torch)
+    plain_loss.backward()
+    torch.testing.assert_close(x.grad, leaf.grad)
+    # Nothing at all comes back: no gradient, and no mistake.
+    leaf = x.detach().requires_grad_()
+    NoGradient.apply(moe(leaf)[0]).sum().backward()
+    assert leaf.grad is None
+
+
+def test_no_gradient_of_rounded_scores():
+    logits = torch.randn(40, 4, requires_grad=True)
+    scores, *_ = functional.token_rounding(logits, 2, tile=8)
+    NoGradient.apply(scores).sum().backward()
+    assert logits.grad is None
 
 
 def test_loss_on_the_logits_alone():

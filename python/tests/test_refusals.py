@@ -43,10 +43,6 @@ def list_inputs():
     }
 
 
-def misaligned():
-    return torch.randn(T * D + 1)[1:].view(T, D)
-
-
 TOPK = [
     ({"x": 3}, TypeError, "x: got int, allowed: a tensor"),
     ({"b1": 3}, TypeError, "b1: got int, allowed: a tensor"),
@@ -139,6 +135,7 @@ TOPK = [
 
 LISTS = [
     ({"E": 5}, ValueError, "E: got 5, allowed: 4, the last dimension of w2"),
+    ({"E": 4.0}, TypeError, "E: got 4.0, allowed: an int"),
     (
         {"token_indices": torch.tensor([0, 1, 2, 3, T])},
         ValueError,
@@ -271,10 +268,12 @@ def test_backends():
         module(torch.ones(T, D), "torch")
 
 
-def test_misaligned_address():
-    pattern = r"^x: got address 0x[0-9a-f]+, allowed: multiples of 16 bytes$"
+def test_misaligned_weights():
+    """What is as large as weights is not copied at every call. Activations are, see test_layer."""
+    pattern = r"^w1: got address 0x[0-9a-f]+, allowed: multiples of 16 bytes$"
+    w1 = torch.randn(E * 2 * N * D + 1)[1:].view(E, 2 * N, D).permute(1, 2, 0)
     with pytest.raises(ValueError, match=pattern):
-        functional.moe_TC_softmax_topk_layer(**topk_inputs() | {"x": misaligned()})
+        functional.moe_TC_softmax_topk_layer(**topk_inputs() | {"w1": w1})
 
 
 def test_count_cumsum():
@@ -301,8 +300,19 @@ def test_switch_loss():
         functional.switch_loss(torch.ones(4), counts)
     with refused(ValueError, "counts: got shape (4,), allowed: (E) = (3,)"):
         functional.switch_loss(torch.ones(2, 3), counts)
-    with refused(ValueError, "counts: got float32, allowed: int32"):
-        functional.switch_loss(torch.ones(2, 4), counts.float())
+    types = "torch.float32, torch.bfloat16, torch.float16"
+    for logits, frequency, message in (
+        (
+            torch.ones(2, 4),
+            counts.float(),
+            "expert_frequency: got torch.float32, allowed: torch.int32",
+        ),
+        (torch.ones(2, 4), None, "expert_frequency: got NoneType, allowed: a tensor"),
+        (None, counts, "router_logits: got NoneType, allowed: a tensor"),
+        (torch.ones(2, 4).long(), counts, f"router_logits: got torch.int64, allowed: {types}"),
+    ):
+        with refused(TypeError, message):
+            functional.switch_loss(logits, frequency)
 
 
 def test_operators_refuse_in_the_same_words():

@@ -143,6 +143,10 @@ def test_no_tokens():
             "rule: got 'nearest', allowed: 'nr', 'sr', 'nr_s', 'balance', 'up', 'down'",
         ),
         (
+            {"rule": ["nr"]},
+            "rule: got ['nr'], allowed: 'nr', 'sr', 'nr_s', 'balance', 'up', 'down'",
+        ),
+        (
             {"logits": torch.tensor([[0.0, float("nan"), 0.0, 0.0]])},
             "logits: got a NaN in the row of token 0, allowed: numbers below +inf, at least one "
             "of them finite",
@@ -154,6 +158,37 @@ def test_refusals(changes, message):
     with pytest.raises(ValueError) as error:
         functional.token_rounding(**arguments)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1.7}, "seed: got 1.7, allowed: an int"),
+        ({"offset": None}, "offset: got None, allowed: an int"),
+        (
+            {"logits": torch.zeros(6, 4, dtype=torch.int64)},
+            "logits: got torch.int64, allowed: torch.float32, torch.bfloat16, torch.float16",
+        ),
+    ],
+)
+def test_refused_types(changes, message):
+    with pytest.raises(TypeError) as error:
+        functional.token_rounding(**{"logits": torch.zeros(6, 4), "K": 2, **changes})
+    assert str(error.value) == message
+
+
+def test_seeds_are_64_bits():
+    logits = torch.randn(200, 8)
+
+    def counts(seed, offset):
+        return functional.token_rounding(logits, 2, rule="sr", seed=seed, offset=offset)[3].tolist()
+
+    for word in (1, 2**31, 2**62):
+        assert counts(2**64 - word, 7) == counts(-word, 7)
+        assert counts(7, 2**64 - word) == counts(7, -word)
+    assert len({tuple(counts(seed, 0)) for seed in (0, 1, 2**63, 2**64 - 1)}) > 1
+    with pytest.raises(ValueError, match=f"^seed: got {2**64}, allowed: "):
+        counts(2**64, 0)
 
 
 def test_module_refusals():
