@@ -14,6 +14,7 @@ namespace sonicmoe::cli {
 namespace {
 
 constexpr const char* kNpyMagic = "\x93NUMPY";
+constexpr std::size_t kNpyLongest = 4096;  // NumPy writes some 120 bytes; std::regex recurses
 constexpr std::size_t kNpyPrefix = 10;  // magic, version (2 bytes), length of the header (2 bytes)
 
 [[noreturn]] void refuse(const std::string& path, const std::string& got,
@@ -31,6 +32,10 @@ std::size_t parse_npy(const std::string& path, const std::string& file, Logits* 
   if (file.size() < kNpyPrefix) refuse(path, ", .npy without a header", "version 1");
   if (byte(6) != 1) refuse(path, ", .npy version " + std::to_string(byte(6)), "version 1");
   const std::size_t end = kNpyPrefix + byte(8) + 256 * std::size_t{byte(9)};
+  if (end - kNpyPrefix > kNpyLongest) {
+    refuse(path, ", .npy with a header of " + std::to_string(end - kNpyPrefix) + " bytes",
+           "at most " + std::to_string(kNpyLongest));
+  }
   const std::string header = file.substr(kNpyPrefix, end - kNpyPrefix);
   const auto field = [&](const std::string& pattern, const char* what) {
     std::smatch match;

@@ -273,6 +273,7 @@ Subcommand add_route(CLI::App& app) {
   auto settings = std::make_shared<RouteSettings>();
   auto* thiek = settings->add_thiek(*parser, kDefaultShape);
   auto* logits = parser->add_option("--logits", settings->logits, "Route these, not random ones")
+                     ->check(file_name())
                      ->type_name("FILE")
                      ->excludes(thiek);
   const auto check_shape = [](std::string& text) {

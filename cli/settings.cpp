@@ -113,6 +113,14 @@ CLI::Validator no_value() {
       "");
 }
 
+CLI::Validator file_name() {
+  return CLI::Validator(
+      [](std::string& text) {
+        return text.empty() ? std::string("got '', allowed: the name of a file") : std::string();
+      },
+      "");
+}
+
 std::string join(const std::vector<std::string>& words) {
   std::string text;
   for (const auto& word : words) text += (text.empty() ? "" : ", ") + word;
@@ -173,7 +181,9 @@ void Settings::add_run(CLI::App& app) {
   add_integer(app, "--threads", threads, 1, 4096,
               "CPU threads (default: all this process may use)");
   add_integer(app, "--seed", seed, 0, kMaxSeed, "Of everything random (default: 0)");
-  app.add_option("--json", json, "Write the results to this file")->type_name("FILE");
+  app.add_option("--json", json, "Write the results to this file")
+      ->check(file_name())
+      ->type_name("FILE");
 }
 
 void Settings::add_to(CLI::App& app, const char* default_thiek) {
@@ -290,8 +300,11 @@ Json finite(double value) { return std::isfinite(value) ? Json(value) : Json(); 
 
 void write_json(const std::string& path, const Json& report) {
   if (path.empty()) return;
+  // A file's name need not be UTF-8. As text before the file is opened: what is there stays if it
+  // fails.
+  const std::string text = report.dump(2, ' ', false, Json::error_handler_t::replace);
   std::ofstream file(path);
-  file << report.dump(2) << '\n';
+  file << text << '\n';
   if (!file.flush()) throw std::runtime_error("--json: writing '" + path + "' failed");
 }
 

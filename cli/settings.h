@@ -85,6 +85,8 @@ std::optional<std::vector<std::int64_t>> parse_integers(const std::string& text,
 CLI::Validator one_of(std::vector<std::string> allowed);
 /// A check for flags: "--flag=value" is refused.
 CLI::Validator no_value();
+/// Of an option that names a file: an empty value, as of a variable that is not set, is a mistake.
+CLI::Validator file_name();
 
 /// "a, b, c".
 std::string join(const std::vector<std::string>& words);

@@ -191,6 +191,19 @@ TEST(RoundingDecisions, StochasticGoesUpForExactlyItsShareOfDraws) {
   }
 }
 
+TEST(RoundingDecisions, CountsAtTheirLimit) {
+  constexpr std::int32_t kMost = INT32_MAX;
+  for (const std::int32_t tile : {2, 3, 128, 1000, 1024}) {
+    const math::Candidates last = math::candidates(kMost, tile, kMost);
+    EXPECT_EQ(last.floor, kMost / tile * tile) << tile;
+    EXPECT_FALSE(last.open) << tile;
+    EXPECT_GE(last.ceil, last.count) << tile;
+    const math::Candidates before = math::candidates(last.floor - 1, tile, kMost);
+    EXPECT_EQ(before.ceil, last.floor) << tile;
+    EXPECT_TRUE(before.open) << tile;
+  }
+}
+
 TEST(RoundingDecisions, ScoresAtTheirLimits) {
   EXPECT_FALSE(math::score_up(0.0f, 0.0f, 0));           // nothing to gain or lose: down
   EXPECT_FALSE(math::score_up(0.0f, 1.0f, 0));           // never

@@ -218,6 +218,11 @@ BAD_FILES = [
         "",
         "--logits: got '{file}' of shape (24,), allowed: two dimensions (T, E)",
     ),
+    (
+        npy(raw(LOGITS), shape="(" + 60000 * " " + "8, 3)"),
+        "",
+        "--logits: got '{file}', .npy with a header of 60060 bytes, allowed: at most 4096",
+    ),
 ]
 
 
@@ -228,6 +233,19 @@ def test_bad_files(tmp_path, data, options, message):
         path.write_bytes(data)
     result = run("route", "--logits", path, "--top_k", 1, *options.split())
     assert_refused(result, message.format(file=path))
+
+
+def test_names_of_files(tmp_path):
+    path = tmp_path / "logits.npy"
+    path.write_bytes(npy(raw(LOGITS)))
+    for option in ("--logits", "--json"):
+        files = {"--logits": path, "--json": tmp_path / "report.json"} | {option: ""}
+        result = run("route", "--top_k", 1, *(text for pair in files.items() for text in pair))
+        assert_refused(result, f"{option}: got '', allowed: the name of a file")
+    # Not UTF-8, as JSON is.
+    odd = path.rename(f"{path}\udcff")
+    _, report = route(tmp_path, "--logits", odd, "--top_k", 1, "--tile", 4)
+    assert report["logits"] == f"{path}\N{REPLACEMENT CHARACTER}"
 
 
 def test_bad_logits(tmp_path):

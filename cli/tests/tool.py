@@ -13,6 +13,7 @@ def run(*arguments, timeout=300):
         [BINARY, *map(str, arguments)],
         capture_output=True,
         text=True,
+        errors="surrogateescape",
         timeout=timeout,
         check=False,
     )

@@ -297,10 +297,12 @@ Status validate(const LayerDesc& d, const ForwardArgs& a) {
   check.tensor("o", a.o, d.tokens, "(T, d)");
   if (!given) {
     check.tensor("logits", a.logits, d.tokens, "(T, E)");
-    check.optional("scores", a.scores, d.tokens, 4);
-    check.optional("expert_ids", a.expert_ids, d.tokens, 4);
-    check.optional("frequency", a.frequency, 1, 4);
-    check.optional("draws", a.draws, 1, 8);
+    if (d.rounding_tile > 0) {
+      check.optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
+    } else {
+      check.optional("scores", a.scores, d.tokens, 4);
+      check.optional("expert_ids", a.expert_ids, d.tokens, 4);
+    }
   }
   check.optional("error_word", a.error_word, 1, 4);
   check.ints("counts", a.counts, 1, "(E) int32");

@@ -11,14 +11,16 @@ namespace sonicmoe::math {
 struct Candidates {
   std::int32_t count;  ///< TC tokens f
   std::int32_t floor;
-  std::int32_t ceil;
-  bool open;  ///< both are possible: f is not a multiple of the tile, and ceil <= T
+  std::int32_t ceil;  ///< at most 2^31 - 1, which no expert's tokens exceed
+  bool open;          ///< both are possible: f is not a multiple of the tile, and ceil <= T
 };
 
 SONICMOE_HD Candidates candidates(std::int32_t count, std::int32_t tile, std::int64_t tokens) {
   const std::int32_t floor = count / tile * tile;
-  const std::int32_t ceil = floor == count ? count : floor + tile;
-  return {count, floor, ceil, ceil != floor && ceil <= tokens};
+  if (floor == count) return {count, count, count, false};
+  const std::int64_t ceil = std::int64_t{floor} + tile;
+  return {count, floor, static_cast<std::int32_t>(ceil < INT32_MAX ? ceil : INT32_MAX),
+          ceil <= tokens};
 }
 
 /// Nearer multiple, ties down.

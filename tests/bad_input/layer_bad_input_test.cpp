@@ -253,6 +253,38 @@ TEST(BadLayer, BackwardPointers) {
   check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
 }
 
+// What a plan does not use is ignored, wherever it points.
+TEST(BadLayer, PointersThatAPlanIgnores) {
+  const auto nowhere = []<class T>(T** pointer) { *pointer = reinterpret_cast<T*>(1); };
+  LayerDesc rounded = router_desc();
+  rounded.rounding_tile = 2;
+  for (const LayerDesc& desc : {router_desc(), rounded, given_desc()}) {
+    const bool given = desc.router == RouterMode::given, rounds = desc.rounding_tile > 0;
+    PlainLayer layer(make_case(desc), 2);
+    nowhere(&layer.forward.b1_up);
+    nowhere(&layer.forward.w1_up);
+    if (!rounds) {
+      nowhere(&layer.forward.frequency);
+      nowhere(&layer.forward.draws);
+    }
+    if (given || rounds) {
+      nowhere(&layer.forward.scores);
+      nowhere(&layer.forward.expert_ids);
+    }
+    if (given) {
+      nowhere(&layer.forward.router_w);
+      nowhere(&layer.forward.logits);
+    } else {
+      nowhere(&layer.forward.list_tokens);
+      nowhere(&layer.forward.list_experts);
+      nowhere(&layer.forward.list_scores);
+    }
+    const Status status = layer.plan.forward(layer.forward, layer.workspace);
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(layer.arena.damage(), "");
+  }
+}
+
 TEST(BadLayer, Workspaces) {
   PlainLayer layer(make_case(router_desc()), 2);
   const auto check = [&](std::size_t needed, auto expect) {

@@ -41,11 +41,12 @@ class EachKernel : public testing::TestWithParam<KernelInfo> {
     return options;
   }
 
-  /// f(case) for each that this kernel can run, at least `least`; the layer's plan names it.
+  /// f(case) for each that this kernel can run, at least `least` of each type; the layer's plan
+  /// names it.
   template <class F>
   void for_cases(std::span<const char* const> names, std::size_t least, F&& f) {
-    std::size_t runs = 0;
     for (const DType type : kTypes) {
+      std::size_t runs = 0;
       for (const char* name : names) {
         const Case& c = case_named(name, type);
         const auto plan = make_plan(c.desc, kDevice, forced());
@@ -60,13 +61,13 @@ class EachKernel : public testing::TestWithParam<KernelInfo> {
         if (HasFatalFailure()) return;
         ++runs;
       }
+      EXPECT_GE(runs, least) << name(type);
     }
-    EXPECT_GE(runs, least);
   }
 };
 
 TEST_P(EachKernel, AgreesWithTheOracle) {
-  for_cases(kCases, std::size(kCases), [](const Case& c) {
+  for_cases(kCases, std::size(kCases) / 2, [](const Case& c) {
     const Report report = check_layer(c, kDevice, forced());
     EXPECT_TRUE(report.pass()) << report.text();
   });
@@ -75,14 +76,14 @@ TEST_P(EachKernel, AgreesWithTheOracle) {
 class EachActivation : public EachKernel {};
 
 TEST_P(EachActivation, AgreesWithTheOracle) {
-  for_cases(kActivations, std::size(kTypes) * std::size(kActivations), [](const Case& c) {
+  for_cases(kActivations, std::size(kActivations), [](const Case& c) {
     const Report report = check_layer(c, kDevice, forced());
     EXPECT_TRUE(report.pass()) << report.text();
   });
 }
 
 TEST_P(EachKernel, SameBitsAgain) {
-  for_cases(kCases, std::size(kCases), [](const Case& c) {
+  for_cases(kCases, std::size(kCases) / 2, [](const Case& c) {
     const Problem problem = make_problem(c);
     const LayerRun first = run_layer(problem, kDevice, forced());
     ASSERT_TRUE(first.status.ok()) << first.status.message();
@@ -91,8 +92,7 @@ TEST_P(EachKernel, SameBitsAgain) {
 }
 
 TEST_P(EachKernel, ReplaysWithOtherRouting) {
-  for_cases(kReplayed, std::size(kReplayed),
-            [](const Case& c) { expect_replays(c, GetParam().name); });
+  for_cases(kReplayed, 2, [](const Case& c) { expect_replays(c, GetParam().name); });
 }
 
 std::set<std::string> products() {

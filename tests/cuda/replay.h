@@ -25,8 +25,9 @@ inline void expect_replays(const Case& c, const std::string& kernel = "") {
   constexpr const char* kInputs[] = {"x",    "router_w",    "w1",           "w1_up",
                                      "b1",   "b1_up",       "w2",           "b2",
                                      "dout", "list_tokens", "list_experts", "list_scores"};
-  constexpr const char* kOutputs[] = {"o",   "logits", "counts", "preact", "dx",  "drouter_w",
-                                      "dw1", "dw1_up", "db1",    "db1_up", "dw2", "db2"};
+  constexpr const char* kOutputs[] = {"o",         "logits", "counts", "preact",     "dx",
+                                      "drouter_w", "dw1",    "dw1_up", "db1",        "db1_up",
+                                      "dw2",       "db2",    "scores", "expert_ids", "dscores"};
   const OwnStream stream(kDevice);
   PlainLayer layer(c, 1, false, kernel);
   start(layer, stream);  // loads the kernels

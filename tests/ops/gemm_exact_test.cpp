@@ -110,6 +110,7 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
   const GemmOp op = op_of(kernel);
   int runs = 0;
   for (const DType dtype : kTypes) {
+    const int before = runs;
     for (const Shape& shape : shapes()) {
       LayerDesc desc = layer_of(shape, dtype);
       for (int a = 0; a < 9; ++a) {
@@ -135,6 +136,7 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
         }
       }
     }
+    EXPECT_TRUE(kOnCpu || runs > before) << name(dtype);
   }
   if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
 }

@@ -49,12 +49,17 @@ struct Key64 {  // of a value in fp32
   std::uint64_t bits = 0;
 
   static __device__ Key64 of(float x, std::int64_t expert) {
-    return {std::uint64_t{order_bits(x)} << 32 | (0xffffffffu - static_cast<unsigned>(expert))};
+    return {std::uint64_t{order_bits(x)} << 32 | (kFirst - static_cast<unsigned>(expert))};
   }
   __device__ float value() const { return from_order_bits(static_cast<std::uint32_t>(bits >> 32)); }
   __device__ std::int32_t expert() const {
-    return static_cast<std::int32_t>(0xffffffffu - static_cast<std::uint32_t>(bits));
+    return static_cast<std::int32_t>(kFirst - static_cast<std::uint32_t>(bits));
   }
+
+ private:
+  // Not all ones: the key of a NaN of expert 0 must lie below the bound that a search begins with,
+  // or there would be one key too few where K = E.
+  static constexpr std::uint32_t kFirst = 0xfffffffe;
 };
 
 __device__ __forceinline__ Key32 warp_max(Key32 key) {

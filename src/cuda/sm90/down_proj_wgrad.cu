@@ -72,12 +72,12 @@ std::string yield_large(const GroupedGemmDesc& d) {
 
 const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
     "down_proj_wgrad", "cuda.down_proj_wgrad.128x256",
-    DeviceType::cuda,  reject_gemm,
+    DeviceType::cuda,  reject_contraction,
     no_workspace,      Wide::run,
     Wide::prepare,     yield_large};
 const Kernel<GroupedGemmDesc> kDownProjWgrad128 = {
     "down_proj_wgrad", "cuda.down_proj_wgrad.128x128",
-    DeviceType::cuda,  reject_gemm,
+    DeviceType::cuda,  reject_contraction,
     no_workspace,      Small::run,
     Small::prepare};
 

@@ -75,7 +75,25 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 
-inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_dtype(d.dtype); }
+/// Stripes of an expert's rows are rounded up to pairs of 128, in 32 bits.
+inline std::string reject_gemm(const GroupedGemmDesc& d) {
+  constexpr std::int64_t kMostRows = INT32_MAX - 2 * kOwn + 1;
+  if (d.rows > kMostRows) {
+    return "rows: got " + std::to_string(d.rows) + ", allowed: at most " +
+           std::to_string(kMostRows) + " (on CUDA)";
+  }
+  return reject_dtype(d.dtype);
+}
+/// A gather along K counts 16-byte pieces in 32 bits: see kNoRow.
+inline std::string reject_contraction(const GroupedGemmDesc& d) {
+  const std::int64_t most = std::int64_t{kNoRow} / (d.hidden / 8);
+  if (d.tokens > most) {
+    return "tokens: got " + std::to_string(d.tokens) + ", allowed: at most " +
+           std::to_string(most) + " of " + std::to_string(d.hidden) +
+           " elements (weight gradients on CUDA: 64 GiB)";
+  }
+  return reject_gemm(d);
+}
 inline std::size_t no_workspace(const GroupedGemmDesc&, const Exec&) { return 0; }
 
 }  // namespace sonicmoe::cuda

@@ -81,11 +81,11 @@ std::string yield_large(const GroupedGemmDesc& d) {
 }  // namespace
 
 const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.256x128",
-                                                 DeviceType::cuda, reject_gemm,
+                                                 DeviceType::cuda, reject_contraction,
                                                  no_workspace,     Wide::run,
                                                  Wide::prepare,    yield_large};
 const Kernel<GroupedGemmDesc> kUpProjWgrad128 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.128x128",
-                                                 DeviceType::cuda, reject_gemm,
+                                                 DeviceType::cuda, reject_contraction,
                                                  no_workspace,     Small::run,
                                                  Small::prepare};
 
