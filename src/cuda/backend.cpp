@@ -99,6 +99,8 @@ std::vector<DeviceInfo> devices() {
 }
 
 int enter(int index) noexcept {
+  // An error that somebody else was told of, and left behind, is none of the launches that follow.
+  (void)cudaGetLastError();
   int current = 0;
   if (cudaGetDevice(&current) != cudaSuccess || current == index) return -1;
   return cudaSetDevice(index) == cudaSuccess ? current : -1;

@@ -1,6 +1,8 @@
 // What a plan on CUDA refuses, says, and takes from the device.
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <stdexcept>
 #include <thread>
 
 #include "sonicmoe/info.h"
@@ -101,6 +103,18 @@ TEST(CudaPlan, CallsTakeNoDeviceMemory) {
       EXPECT_EQ(layer.arena.damage(), "") << name;
     }
   }
+}
+
+// Nobody need ask CUDA again for an error that a call of theirs has returned.
+TEST(CudaPlan, ErrorsOfOthersAreNotOurs) {
+  const PlainLayer layer(case_named("router/topk_over_softmax-bias", DType::bf16), 1);
+  ASSERT_THROW((void)allocate(kDevice, std::size_t{1} << 50), std::runtime_error);
+  const Status forward = layer.plan.forward(layer.forward, layer.workspace);
+  EXPECT_TRUE(forward.ok()) << forward.message();
+  ASSERT_THROW((void)allocate(kDevice, std::size_t{1} << 50), std::runtime_error);
+  const Status backward = layer.plan.backward(layer.backward, layer.workspace);
+  EXPECT_TRUE(backward.ok()) << backward.message();
+  EXPECT_TRUE(synchronize(kDevice).ok());
 }
 
 // PyTorch runs backward in a thread of its own, of which ours may be the first call of CUDA.
