@@ -1,11 +1,13 @@
 // The one file of verify that knows CUDA.
 #include "verify/device_memory.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #if SONICMOE_HAS_CUDA
 #include <cuda_runtime_api.h>
@@ -31,6 +33,20 @@ void check(cudaError_t error, const char* what) {
 }
 
 void enter(Device device) { check(cudaSetDevice(device.index), "cudaSetDevice"); }
+
+/// A call must not take memory from the device, nor come back to the host.
+bool only_work(cudaGraph_t graph) {
+  std::size_t count = 0;
+  check(cudaGraphGetNodes(graph, nullptr, &count), "cudaGraphGetNodes");
+  std::vector<cudaGraphNode_t> nodes(count);
+  check(cudaGraphGetNodes(graph, nodes.data(), &count), "cudaGraphGetNodes");
+  return std::ranges::all_of(nodes, [](cudaGraphNode_t node) {
+    cudaGraphNodeType type{};
+    check(cudaGraphNodeGetType(node, &type), "cudaGraphNodeGetType");
+    return type == cudaGraphNodeTypeKernel || type == cudaGraphNodeTypeMemcpy ||
+           type == cudaGraphNodeTypeMemset;
+  });
+}
 
 cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
 #endif
@@ -132,9 +148,14 @@ Graph::Graph(Device device, Stream stream) : device_(device) {
   cudaGraph_t recorded = nullptr;
   check(cudaStreamEndCapture(native(stream), &recorded), "end capture");
   cudaGraphExec_t executable = nullptr;
+  const bool bare = only_work(recorded);
   const cudaError_t error = cudaGraphInstantiate(&executable, recorded, 0);
   (void)cudaGraphDestroy(recorded);
   check(error, "cudaGraphInstantiate");
+  if (!bare) {
+    (void)cudaGraphExecDestroy(executable);
+    fail("graph", "something was recorded that is no kernel, copy or memset");
+  }
   graph_ = executable;
 }
 

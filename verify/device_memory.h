@@ -38,8 +38,9 @@ class OwnStream {
 /// only.
 class Graph {
  public:
-  /// Ends the recording of what has been started on `stream` since begin().
   static void begin(Device device, Stream stream);
+  /// Ends the recording of what has been started on `stream` since begin(). Throws if that is more
+  /// than kernels, copies and memsets: memory taken from the device, say, or a call of the host.
   Graph(Device device, Stream stream);
   ~Graph();
   Graph(const Graph&) = delete;
