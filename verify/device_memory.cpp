@@ -34,7 +34,7 @@ void check(cudaError_t error, const char* what) {
 
 void enter(Device device) { check(cudaSetDevice(device.index), "cudaSetDevice"); }
 
-/// A call must not take memory from the device, nor come back to the host.
+/// A call must not take memory from the device, nor call the host.
 bool only_work(cudaGraph_t graph) {
   std::size_t count = 0;
   check(cudaGraphGetNodes(graph, nullptr, &count), "cudaGraphGetNodes");

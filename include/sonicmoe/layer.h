@@ -63,7 +63,7 @@ struct SavedBytes {
 
 /// All pointers are to memory of the plan's device, tensors are contiguous, bases aligned to 16
 /// bytes. A pointer may be null where its tensor has no elements or the plan does not use it; one
-/// that the plan does not use is ignored. `dtype` below is LayerDesc::dtype.
+/// that the plan does not use is ignored, but for error_word. `dtype` below is LayerDesc::dtype.
 struct ForwardArgs {
   const void* x = nullptr;         ///< (T, d) dtype
   const void* router_w = nullptr;  ///< (E, d) dtype; unused when the routing is given

@@ -4,6 +4,8 @@ Shapes, sizes and contents are checked by the operators, whose text reaches Pyth
 All messages read `argument: got value, allowed: values`.
 """
 
+import numbers
+
 import torch
 
 from .enums import ActivationType
@@ -83,13 +85,16 @@ def counts(name: str, tensor: torch.Tensor) -> None:
 def word(name: str, value: int) -> int:
     """The 64 bits of the value, signed or not, as a signed integer."""
     integer(name, value)
+    if not isinstance(value, (int, torch.SymInt)):
+        value = int(value)  # NumPy's have 64 bits themselves
     if not -(2**63) <= value < 2**64:
         raise ValueError(f"{name}: got {value}, allowed: {-(2**63)} to {2**64 - 1}")
     return value if value < 2**63 else value - 2**64
 
 
 def integer(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    whole = isinstance(value, (int, torch.SymInt)) or isinstance(value, numbers.Integral)
+    if isinstance(value, bool) or not whole:
         raise TypeError(f"{name}: got {value!r}, allowed: an int")
 
 
@@ -111,7 +116,9 @@ ROUNDING_RULES = {
 
 def rounding_rule(name: str, rule: str) -> str:
     """The library's name of a rounding rule."""
-    if not isinstance(rule, str) or rule not in ROUNDING_RULES:
+    if not isinstance(rule, str):
+        raise TypeError(f"{name}: got {rule!r}, allowed: a str")
+    if rule not in ROUNDING_RULES:
         raise ValueError(f"{name}: got {rule!r}, allowed: {', '.join(map(repr, ROUNDING_RULES))}")
     return ROUNDING_RULES[rule]
 

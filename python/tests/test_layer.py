@@ -120,6 +120,8 @@ def test_switch_loss(dtype):
         (3 * loss).backward()
         runs.append((loss.detach(), leaf.grad))
     (loss, grad), (plain, plain_grad), (exact, exact_grad) = runs
+    strided = counts.repeat_interleave(2)[::2]
+    assert torch.equal(functional.switch_loss(logits, strided), loss)
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert_as_good("loss", loss, plain, exact)
     assert_as_good("dlogits", grad, plain_grad, exact_grad)

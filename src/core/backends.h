@@ -55,7 +55,8 @@ namespace cuda {
 std::vector<DeviceInfo> devices();
 /// Why this build runs nothing on the device, or empty.
 std::string device_reason(int index);
-/// Makes a device current; returns the one that was, or -1 if nothing is to be put back.
+/// Makes a device current and forgets an earlier error; returns the device that was, or -1 if
+/// nothing is to be put back.
 int enter(int index) noexcept;
 void leave(int previous) noexcept;
 Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;

@@ -182,6 +182,11 @@ Status validate(Device device) {
 }
 
 Status validate(const Options& options) {
+  if (options.kernel.find('\0') != std::string::npos) {
+    return Status::error(StatusCode::invalid_argument,
+                         "kernel: got a name with a zero byte, allowed: a name or backend of "
+                         "sonicmoe::kernels()");
+  }
   return Checker().range("threads", options.threads, 0, 4096).status();
 }
 

@@ -99,7 +99,8 @@ std::vector<DeviceInfo> devices() {
 }
 
 int enter(int index) noexcept {
-  // An error that somebody else was told of, and left behind, is none of the launches that follow.
+  // An error that somebody else's call returned, and left behind, is none of the launches that
+  // follow. One that nobody has asked for yet is lost with it.
   (void)cudaGetLastError();
   int current = 0;
   if (cudaGetDevice(&current) != cudaSuccess || current == index) return -1;

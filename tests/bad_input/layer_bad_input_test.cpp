@@ -253,7 +253,7 @@ TEST(BadLayer, BackwardPointers) {
   check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
 }
 
-// What a plan does not use is ignored, wherever it points.
+// What a plan does not use is ignored, wherever it points (but for the error word).
 TEST(BadLayer, PointersThatAPlanIgnores) {
   const auto nowhere = []<class T>(T** pointer) { *pointer = reinterpret_cast<T*>(1); };
   LayerDesc rounded = router_desc();

@@ -53,6 +53,16 @@ TEST(CudaPlan, RefusesWhatOffsetsCannotReach) {
         "tokens: got 16777216, allowed: at most 16777215 of 2048 elements (weight gradients "
         "on CUDA: 64 GiB)");
   }
+  RouterGemmDesc router;
+  router.hidden = 8, router.experts = 1;
+  for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad}) {
+    router.pass = pass;
+    router.tokens = 2147483392;
+    EXPECT_TRUE(make_plan(router, kDevice).ok());
+    router.tokens = 2147483393;
+    EXPECT_STREQ(make_plan(router, kDevice).status().message(),
+                 "tokens: got 2147483393, allowed: at most 2147483392 (on CUDA)");
+  }
   d.op = GemmOp::down_proj;
   d.tokens = 64, d.hidden = d.intermediate = 8;
   d.rows = 2147483392;

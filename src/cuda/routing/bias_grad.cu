@@ -17,9 +17,12 @@ constexpr int kMaxWarps = kThreads / kWarp;
 /// first_chunk[e] = chunks of the experts before e; first_chunk[E] = all.
 __global__ void __launch_bounds__(1024)
     cut_rows(const std::int32_t* offsets, int experts, std::int32_t* first_chunk) {
-  const std::int32_t all = exclusive_sums<1024>(
-      experts, [&](int e) { return (offsets[e + 1] - offsets[e] + kChunk - 1) / kChunk; },
-      [&](int e, std::int32_t sum) { first_chunk[e] = sum; });
+  const auto chunks = [&](int e) {
+    const std::int32_t rows = offsets[e + 1] - offsets[e];
+    return rows / kChunk + (rows % kChunk > 0);  // up to 2^31 - 1 rows
+  };
+  const std::int32_t all =
+      exclusive_sums<1024>(experts, chunks, [&](int e, std::int32_t sum) { first_chunk[e] = sum; });
   if (threadIdx.x == 0) first_chunk[experts] = all;
 }
 

@@ -6,10 +6,10 @@
 
 /// A token's K experts: larger value first, ties to the lower expert id; and their scores.
 ///
-/// A value and its expert travel as one integer key, [bits that ascend with the value | ~expert],
-/// so the largest key is the next expert with ties broken. No bit of the value is lost: a 16-bit
-/// logit fits the upper 19 bits of a float and leaves 13 for the expert, an fp32 value takes a
-/// 64-bit key. The part of the expert keeps keys from being 0, which means none.
+/// A value and its expert travel as one integer key, [bits that ascend with the value | expert,
+/// counted down], so the largest key is the next expert with ties broken. No bit of the value is
+/// lost: a 16-bit logit fits the upper 19 bits of a float and leaves 13 for the expert, an fp32
+/// value takes a 64-bit key. The part of the expert keeps keys from being 0, which means none.
 namespace sonicmoe::cuda {
 
 /// What of a descriptor decides a token's experts and scores.
@@ -58,7 +58,8 @@ struct Key64 {  // of a value in fp32
 
  private:
   // Not all ones: the key of a NaN of expert 0 must lie below the bound that a search begins with,
-  // or there would be one key too few where K = E.
+  // or there would be one key too few where K = E. (Key32 has no bit to spare for that; it is
+  // searched with a bound only where E > 128, and K is at most 64 there.)
   static constexpr std::uint32_t kFirst = 0xfffffffe;
 };
 

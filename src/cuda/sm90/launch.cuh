@@ -75,13 +75,15 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 
-/// Stripes of an expert's rows are rounded up to pairs of 128, in 32 bits.
+/// Stripes of rows are rounded up to pairs of 128, in 32 bits.
+inline std::string reject_rows(const char* argument, std::int64_t rows) {
+  constexpr std::int64_t kMost = INT32_MAX - 2 * kOwn + 1;
+  if (rows <= kMost) return {};
+  return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
+         std::to_string(kMost) + " (on CUDA)";
+}
 inline std::string reject_gemm(const GroupedGemmDesc& d) {
-  constexpr std::int64_t kMostRows = INT32_MAX - 2 * kOwn + 1;
-  if (d.rows > kMostRows) {
-    return "rows: got " + std::to_string(d.rows) + ", allowed: at most " +
-           std::to_string(kMostRows) + " (on CUDA)";
-  }
+  if (std::string reason = reject_rows("rows", d.rows); !reason.empty()) return reason;
   return reject_dtype(d.dtype);
 }
 /// A gather along K counts 16-byte pieces in 32 bits: see kNoRow.

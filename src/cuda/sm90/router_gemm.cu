@@ -160,7 +160,12 @@ Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
   return launched("router_gemm: sums");
 }
 
-std::string reject(const RouterGemmDesc& d) { return reject_dtype(d.dtype); }
+std::string reject(const RouterGemmDesc& d) {
+  if (d.pass != GemmPass::wgrad) {
+    if (std::string reason = reject_rows("tokens", d.tokens); !reason.empty()) return reason;
+  }
+  return reject_dtype(d.dtype);
+}
 
 template <int kN>
 struct Entry {
