@@ -203,6 +203,45 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
 }
 
 // By the model, which docs/findings/router-gemm.md compares with measured times.
+/// The last kernel of CUDA for it, device or not, must refuse it in these words; "": must take it.
+template <class Desc>
+void expect_of_cuda(const Desc& desc, const std::string& refusal) {
+  const auto choice = choose_kernel(desc, Device{DeviceType::cuda, 0}, "");
+  EXPECT_EQ(choice.kernel == nullptr, !refusal.empty()) << choice.walk;
+  EXPECT_TRUE(choice.walk.ends_with(refusal.empty() ? "\n" : refusal + "\n")) << choice.walk;
+}
+
+// Rows are rounded up to pairs of 128, and a gather along K counts pieces of 16 bytes, in 32 bits.
+TEST(Kernels, CudaRefusesWhatOffsetsCannotReach) {
+  const GroupedGemmDesc any;
+  if (choose_kernel(any, {DeviceType::cuda, 0}, "").walk.empty()) {
+    GTEST_SKIP() << "this build has no CUDA";
+  }
+  const std::string most = ": got 2147483393, allowed: at most 2147483392 (on CUDA)";
+  for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad, GemmPass::wgrad}) {
+    RouterGemmDesc d{pass, 2147483392, 8, 1, DType::bf16};
+    expect_of_cuda(d, "");
+    ++d.tokens;
+    expect_of_cuda(d, pass == GemmPass::wgrad ? "" : "tokens" + most);
+  }
+  for (const GemmOp op : {GemmOp::up_proj, GemmOp::down_proj, GemmOp::down_proj_dgrad,
+                          GemmOp::up_proj_dgrad, GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad}) {
+    SCOPED_TRACE(static_cast<int>(op));
+    GroupedGemmDesc d;
+    d.op = op;
+    d.rows = 2147483392, d.hidden = 2048, d.intermediate = 8, d.experts = 1;
+    d.tokens = 16777215;
+    expect_of_cuda(d, "");
+    ++d.rows;
+    expect_of_cuda(d, "rows" + most);
+    --d.rows, ++d.tokens;
+    const bool gathers_along_k = op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad;
+    expect_of_cuda(d, gathers_along_k ? "tokens: got 16777216, allowed: at most 16777215 of 2048 "
+                                        "elements (weight gradients on CUDA: 64 GiB)"
+                                      : "");
+  }
+}
+
 TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
   struct Row {
     std::int64_t tokens, hidden, experts;
@@ -222,7 +261,7 @@ TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
       // More tiles of dWr than pairs: one part, in rounds.
       {16384, 7168, 256, "256", "256"},
       {16384, 7168, 384, "256", "256"},
-      {INT32_MAX, 1 << 20, 65536, "256", "256"},
+      {INT32_MAX - 255, 1 << 20, 65536, "256", "256"},
       {1, 8, 1, "64", "64"},
       {0, 8, 300, "256", "256"},
   };

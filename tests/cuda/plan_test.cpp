@@ -40,38 +40,6 @@ TEST(CudaPlan, RefusesDevicesThatAreNotThere) {
   expect_refused(some_layer(), {DeviceType::cuda, 1000}, "device.index: got 1000, allowed: 0");
 }
 
-TEST(CudaPlan, RefusesWhatOffsetsCannotReach) {
-  GroupedGemmDesc d;
-  d.rows = 128, d.hidden = 2048, d.intermediate = 64, d.experts = 4;
-  for (const GemmOp op : {GemmOp::up_proj_wgrad, GemmOp::down_proj_wgrad}) {
-    d.op = op;
-    d.tokens = 16777215;
-    EXPECT_TRUE(make_plan(d, kDevice).ok());
-    d.tokens = 16777216;
-    EXPECT_STREQ(
-        make_plan(d, kDevice).status().message(),
-        "tokens: got 16777216, allowed: at most 16777215 of 2048 elements (weight gradients "
-        "on CUDA: 64 GiB)");
-  }
-  RouterGemmDesc router;
-  router.hidden = 8, router.experts = 1;
-  for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad}) {
-    router.pass = pass;
-    router.tokens = 2147483392;
-    EXPECT_TRUE(make_plan(router, kDevice).ok());
-    router.tokens = 2147483393;
-    EXPECT_STREQ(make_plan(router, kDevice).status().message(),
-                 "tokens: got 2147483393, allowed: at most 2147483392 (on CUDA)");
-  }
-  d.op = GemmOp::down_proj;
-  d.tokens = 64, d.hidden = d.intermediate = 8;
-  d.rows = 2147483392;
-  EXPECT_TRUE(make_plan(d, kDevice).ok());
-  d.rows = 2147483393;
-  EXPECT_STREQ(make_plan(d, kDevice).status().message(),
-               "rows: got 2147483393, allowed: at most 2147483392 (on CUDA)");
-}
-
 TEST(CudaPlan, DevicesAreListed) {
   bool found = false;
   for (const DeviceInfo& info : devices()) {
