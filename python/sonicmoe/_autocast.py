@@ -1,10 +1,19 @@
 import torch
 
 
+_TYPES = (torch.bfloat16, torch.float16)
+
+
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors in autocast's type where it is on, so that gradients come back in their own."""
+    """The tensors in autocast's type where it is on, so that gradients come back in their own.
+
+    Autocast to fp32, which CUDA has, is for operations that lose too much in 16 bits: not for this
+    layer, which sums in fp32 anyway.
+    """
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
         return x, *others
     dtype = torch.get_autocast_dtype(device)
+    if dtype not in _TYPES:
+        return x, *others
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in (x, *others))

@@ -11,6 +11,7 @@ import torch
 from .enums import ActivationType
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ACTIVATIONS = {a.value: a for a in ActivationType}
 _OPTIONAL = ("b1", "b2", "w1_main_grad", "w2_main_grad")
 
 
@@ -98,9 +99,29 @@ def integer(name: str, value: int) -> None:
         raise TypeError(f"{name}: got {value!r}, allowed: an int")
 
 
-def activation(name: str, value: ActivationType) -> None:
-    if not isinstance(value, ActivationType):
-        raise TypeError(f"{name}: got {value!r}, allowed: {', '.join(map(str, ActivationType))}")
+def activation(name: str, value: ActivationType | str) -> ActivationType:
+    """The activation, by its value or its name."""
+    if isinstance(value, ActivationType):
+        return value
+    if isinstance(value, str) and value in _ACTIVATIONS:
+        return _ACTIVATIONS[value]
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f"{name}: got {value!r}, allowed: {', '.join(map(str, ActivationType))}")
+
+
+def layer_sizes(hidden: int, intermediate: int, experts: int, top_k: int) -> None:
+    """What the library would refuse, for where it is not there."""
+    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+        if size % 8 != 0 or not 8 <= size <= 2**20:
+            raise ValueError(f"{name}: got {size}, allowed: multiples of 8 from 8 to {2**20}")
+    if not 1 <= experts <= 2**16:
+        raise ValueError(f"experts: got {experts}, allowed: 1 to {2**16}")
+    chosen(top_k, experts)
+
+
+def chosen(top_k: int, experts: int) -> None:
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k: got {top_k}, allowed: 1 to experts ({experts})")
 
 
 #: The published names of the rules (NR-f, SR-f, NR-s, Balance-f, UP, DOWN), and the library's.

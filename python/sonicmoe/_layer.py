@@ -33,7 +33,7 @@ def topk_layer(
     """o (T, d), logits (T, E) and counts (E) int32."""
     _ops.require()
     _check.integer("K", top_k)
-    _check.activation("activation_type", activation)
+    activation = _check.activation("activation_type", activation)
     _check.tensors(x=x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
     x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
     _check.alike(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
@@ -79,7 +79,7 @@ def routed_layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of lists of length L."""
     _ops.require()
-    _check.activation("activation_type", activation)
+    activation = _check.activation("activation_type", activation)
     _check.tensors(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
     _check.scores("router_scores", scores)
     _check.ids("token_indices", token_ids)

@@ -21,7 +21,7 @@ def moe_TC_softmax_topk_layer(
     b2: torch.Tensor | None,
     K: int,
     stream_id: int = 0,
-    activation_type: ActivationType = ActivationType.SWIGLU,
+    activation_type: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode_enabled: bool = False,
     is_softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
@@ -64,7 +64,7 @@ def moe_general_routing_inputs(
     b2: torch.Tensor | None,
     E: int | None = None,
     stream_id: int = 0,
-    activation_type: ActivationType = ActivationType.SWIGLU,
+    activation_type: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode_enabled: bool = False,
     concat_layout: bool = False,
     *,
@@ -126,8 +126,11 @@ def token_rounding(
     _check.logits("logits", logits)
     _check.integer("K", K)
     _check.integer("tile", tile)
-    words = [_check.word("seed", seed), _check.word("offset", offset)]
-    draws = torch.tensor(words, dtype=torch.int64, device=logits.device)
+    seed, offset = _check.word("seed", seed), _check.word("offset", offset)
+    draws = None
+    if rule in ("sr", "nr_s"):  # made where the logits are: a copy from the host cannot be captured
+        draws = torch.full((2,), seed, dtype=torch.int64, device=logits.device)
+        draws[1] = offset
     return _layer.token_rounding(
         logits, K, rule, tile, softmax_over_topk, norm_topk_probs, draws
     )[:4]

@@ -107,7 +107,7 @@ class MoE(nn.Module):
         num_experts_per_tok: int,
         hidden_size: int,
         intermediate_size: int,
-        activation_function: ActivationType,
+        activation_function: ActivationType | str,
         add_bias: bool,
         std: float,
         *,
@@ -124,7 +124,7 @@ class MoE(nn.Module):
         _check.integer("num_experts_per_tok", num_experts_per_tok)
         _check.integer("hidden_size", hidden_size)
         _check.integer("intermediate_size", intermediate_size)
-        _check.activation("activation_function", activation_function)
+        activation_function = _check.activation("activation_function", activation_function)
         _check.integer("tile", tile)
         _check.rounding_rule("rounding", rounding)
         if routing not in ("top_k", "token_rounding"):
@@ -138,6 +138,10 @@ class MoE(nn.Module):
                 num_experts,
                 num_experts_per_tok,
                 activation_function.value,
+            )
+        else:
+            _check.layer_sizes(
+                hidden_size, intermediate_size, num_experts, num_experts_per_tok
             )
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
@@ -183,6 +187,12 @@ class MoE(nn.Module):
                     "KernelBackendMoE.sonicmoe, with gradient_accumulation_fusion"
                 )
             if torch.is_grad_enabled() and not is_inference_mode:
+                if w1.requires_grad != w2.requires_grad:
+                    raise ValueError(
+                        f"{'c_proj' if w1.requires_grad else 'c_fc'}.weight.requires_grad: got "
+                        "False, allowed: the same of both weights, with "
+                        "gradient_accumulation_fusion"
+                    )
                 w1, main_grads["w1_main_grad"] = self.c_fc.accumulating("c_fc")
                 w2, main_grads["w2_main_grad"] = self.c_proj.accumulating("c_proj")
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
@@ -215,7 +225,7 @@ class MoE(nn.Module):
         main_grads: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
-        x, router_w = autocast(x, self.router.weight)
+        x, router_w = autocast(x.contiguous(), self.router.weight)  # kept once, by both
         logits = nn.functional.linear(x, router_w)
         # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
         draws = None

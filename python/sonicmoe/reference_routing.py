@@ -20,6 +20,7 @@ def route(
 
     A stable sort, because ties go to the lower expert id, which `torch.topk` does not promise.
     """
+    _check.chosen(k, logits.shape[-1])
     logits = logits.to(wide_type(logits.dtype))
     values = logits if softmax_over_topk else logits.softmax(dim=-1)
     values, ids = values.sort(dim=-1, descending=True, stable=True)

@@ -204,6 +204,32 @@ def test_inputs_and_gradients_that_start_anywhere(routing):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("rule", ["nr", "sr"])
+def test_token_rounding_waits_for_nothing_and_can_be_captured(rule):
+    logits = torch.randn(300, 8, device="cuda", dtype=torch.bfloat16)
+    expected = functional.token_rounding(logits, K, rule=rule, tile=16, seed=2**64 - 3, offset=5)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        functional.token_rounding(logits, K, rule=rule, tile=16, seed=2**64 - 3, offset=5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lists = functional.token_rounding(logits, K, rule=rule, tile=16, seed=2**64 - 3, offset=5)
+    graph.replay()
+    for a, b in zip(lists, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_to_fp32_is_none():
+    moe = module().bfloat16()
+    x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.float32):
+        o, _ = moe(x)
+    assert torch.equal(o, moe(x)[0])
+
+
 def test_ours_may_be_the_first_cuda_call_of_a_thread():
     moe = module().bfloat16()
     x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)

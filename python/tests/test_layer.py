@@ -140,6 +140,14 @@ def test_module_takes_any_leading_shape(shape):
     assert x.grad.shape == shape
 
 
+@pytest.mark.parametrize("activation", ActivationType)
+def test_activations_by_name(activation):
+    layer = make_layer(activation)
+    by_value = run(layer, 2, activation, "softmax_over_topk")[0]
+    assert torch.equal(by_value, run(layer, 2, activation.value, "softmax_over_topk")[0])
+    assert MoE(6, 2, 24, 16, activation.value, False, 0.2).activation_function is activation
+
+
 def test_strided_inputs_and_gradients():
     layer = make_layer()
     x = torch.randn(24, 48).t().requires_grad_()  # (48, 24), not contiguous
@@ -186,7 +194,8 @@ def test_logits_and_their_gradients_that_start_anywhere():
         lambda logits: functional.switch_loss(logits, counts),
         lambda logits: functional.token_rounding(logits, 2, tile=8)[0].square().sum(),
     ):
-        leaves = [place(logits.detach()).requires_grad_() for place in (torch.clone, at_odd_address)]
+        places = (torch.clone, at_odd_address)
+        leaves = [place(logits.detach()).requires_grad_() for place in places]
         values = [function(leaf) for leaf in leaves]
         gradients = [torch.autograd.grad(v, l)[0] for v, l in zip(values, leaves, strict=True)]
         assert torch.equal(*values) and torch.equal(*gradients)

@@ -264,9 +264,12 @@ def test_refused_options():
     with pytest.raises(ValueError, match="^c_proj.weight.overwrite_main_grad: got True, "):
         moe(x)
     del moe.c_proj.weight.overwrite_main_grad
-    moe.c_proj.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="^w2_main_grad: got None, allowed: w1_main_grad and "):
-        moe(x)
+    for name in ("c_fc", "c_proj"):
+        weight = getattr(moe, name).weight.requires_grad_(False)
+        pattern = f"^{name}.weight.requires_grad: got False, allowed: the same of both weights, "
+        with pytest.raises(ValueError, match=pattern):
+            moe(x)
+        weight.requires_grad_(True)
     layer = make_layer()
     with pytest.raises(ValueError, match="^w1_main_grad: got a tensor, allowed: None, for the "):
         functional.moe_TC_softmax_topk_layer(

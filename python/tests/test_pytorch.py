@@ -13,7 +13,16 @@ import torch.utils.checkpoint
 from helpers import ROUTERS, make_layer, permuted, run
 
 import sonicmoe
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu
+from sonicmoe import (
+    ActivationType,
+    KernelBackendMoE,
+    MoE,
+    _autocast,
+    _ops,
+    functional,
+    is_glu,
+    reference,
+)
 
 T, D, N, E, K = 40, 24, 16, 6, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -468,6 +477,42 @@ def test_threads_are_those_of_torch():
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.count("libgomp") + run.stdout.count("libiomp") == 1, run.stdout
+
+
+def test_autocast_to_fp32_is_none(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    x, weight = torch.randn(2, 3).bfloat16(), torch.randn(3)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda device, dtype=dtype: dtype)
+        got = _autocast.autocast(x, weight, None)
+        if dtype == torch.bfloat16:
+            assert got[1].dtype == torch.bfloat16
+        else:
+            assert got == (x, weight, None)
+
+
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_kept_bytes_of_a_view(routing):
+    """A view is copied once, and the copy is what is kept."""
+    moe = make_module(routing=routing, tile=8)
+    x = torch.randn(T, 3 * D)[:, :D].requires_grad_()
+    kept, _ = kept_bytes(lambda: moe(x)[0], list(moe.parameters()))
+    assert kept.count(T * D * 4) == 1 and T * 3 * D * 4 not in kept
+
+
+def test_without_the_extension_sizes_are_refused_in_the_same_words(monkeypatch):
+    bad = [(4, 5, 16, 8), (4, 0, 16, 8), (0, 1, 16, 8), (2**16 + 1, 1, 16, 8), (4, 2, 12, 8)]
+    bad += [(4, 2, 0, 8), (4, 2, 16, 5), (4, 2, 2**20 + 8, 8)]
+    for sizes in bad:
+        messages = []
+        for available in (True, False):
+            monkeypatch.setattr(_ops, "AVAILABLE", available)
+            with pytest.raises(ValueError) as refusal:
+                MoE(*sizes, ActivationType.SWIGLU, False, 0.02)
+            messages.append(str(refusal.value))
+        assert messages[0] == messages[1]
+    with pytest.raises(ValueError, match="^top_k: got 5, allowed: 1 to experts \\(4\\)$"):
+        reference.route(torch.randn(3, 4), 5)
 
 
 def test_without_the_extension_the_torch_backend_works(tmp_path):

@@ -121,9 +121,14 @@ TOPK = [
     ({"K": 2.0}, TypeError, "K: got 2.0, allowed: an int"),
     ({"K": True}, TypeError, "K: got True, allowed: an int"),
     (
-        {"activation_type": "swiglu"},
+        {"activation_type": "tanh"},
+        ValueError,
+        f"activation_type: got 'tanh', allowed: {ACTIVATIONS}",
+    ),
+    (
+        {"activation_type": 3},
         TypeError,
-        f"activation_type: got 'swiglu', allowed: {ACTIVATIONS}",
+        f"activation_type: got 3, allowed: {ACTIVATIONS}",
     ),
     (
         {"x": torch.full((T, D), torch.nan)},
@@ -200,9 +205,9 @@ MODULE = [
     ),
     ({"hidden_size": 16.0}, TypeError, "hidden_size: got 16.0, allowed: an int"),
     (
-        {"activation_function": "swiglu"},
-        TypeError,
-        f"activation_function: got 'swiglu', allowed: {ACTIVATIONS}",
+        {"activation_function": "tanh"},
+        ValueError,
+        f"activation_function: got 'tanh', allowed: {ACTIVATIONS}",
     ),
 ]
 

@@ -185,6 +185,13 @@ def test_seeds_are_64_bits():
         assert counts(2**64 - word, 7) == counts(-word, 7)
         assert counts(7, 2**64 - word) == counts(7, -word)
     assert len({tuple(counts(seed, 0)) for seed in (0, 1, 2**63, 2**64 - 1)}) > 1
+    moving = torch.compile(functional.token_rounding, fullgraph=True, backend="aot_eager")
+    for offset in (3, 4, 2**62, 2**64 - 2):
+        got = moving(logits, 2, rule="sr", tile=8, seed=2**64 - 1, offset=offset)
+        want = functional.token_rounding(
+            logits, 2, rule="sr", tile=8, seed=2**64 - 1, offset=offset
+        )
+        assert torch.equal(got[3], want[3])
     # NumPy's integers are integers.
     assert counts(numpy.int64(7), numpy.uint64(2**64 - 9)) == counts(7, -9)
     with pytest.raises(ValueError, match=f"^seed: got {2**64}, allowed: "):
