@@ -147,15 +147,14 @@ void Graph::begin(Device device, Stream stream) {
 Graph::Graph(Device device, Stream stream) : device_(device) {
   cudaGraph_t recorded = nullptr;
   check(cudaStreamEndCapture(native(stream), &recorded), "end capture");
+  if (!only_work(recorded)) {
+    (void)cudaGraphDestroy(recorded);
+    fail("graph", "something was recorded that is no kernel, copy or memset");
+  }
   cudaGraphExec_t executable = nullptr;
-  const bool bare = only_work(recorded);
   const cudaError_t error = cudaGraphInstantiate(&executable, recorded, 0);
   (void)cudaGraphDestroy(recorded);
   check(error, "cudaGraphInstantiate");
-  if (!bare) {
-    (void)cudaGraphExecDestroy(executable);
-    fail("graph", "something was recorded that is no kernel, copy or memset");
-  }
   graph_ = executable;
 }
 
