@@ -29,7 +29,7 @@ TEST(FuzzFinds, RowsOfRouterModesAreExact) {
 }
 
 // A zero byte after a whole name ended the comparison early, and the byte behind the name was read.
-TEST(FuzzFinds, NamesOfKernelsMayHoldZeroBytes) {
+TEST(FuzzFinds, ZeroBytesInNamesOfKernels) {
   for (const std::size_t length : {3, 12, 13, 14, 20, 200}) {
     std::string kernel = "cpu.metadata";
     kernel.resize(length, '\0');

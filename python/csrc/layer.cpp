@@ -320,16 +320,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
   return {dx, dscores, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
 }
 
-void check_layer(std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
-                 std::int64_t top_k, std::string activation) {
-  LayerDesc desc;
-  desc.hidden = hidden;
-  desc.intermediate = intermediate;
-  desc.experts = experts;
-  desc.top_k = top_k;
-  desc.activation = parse_activation(activation);
-  desc.dtype = DType::f32;  // the CPU runs it whatever the instruction set
-  check(make_plan(desc).status());
-}
-
 }  // namespace sonicmoe::python

@@ -27,8 +27,6 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
-  library.def(
-      "check_layer(int hidden, int intermediate, int experts, int top_k, str activation) -> ()");
   library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
   library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");
   library.def(
@@ -65,8 +63,3 @@ void implement(torch::stable::detail::StableLibrary& library) {
 
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) { implement(library); }
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CUDA, library) { implement(library); }
-
-// No tensor among its arguments that could choose a device.
-STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CompositeExplicitAutograd, library) {
-  library.impl("check_layer", TORCH_BOX(&sonicmoe::python::check_layer));
-}

@@ -41,10 +41,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     std::string activation, bool concat_layout, OptionalTensor w1_main_grad,
     OptionalTensor w2_main_grad, OptionalTensor dpreact);
 
-/// Refuses sizes and names that no layer can have.
-void check_layer(std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
-                 std::int64_t top_k, std::string activation);
-
 /// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
 Tensor aux_loss(Tensor logits, Tensor counts);
 /// dlogits (T, E) from the loss's gradient () float32.

@@ -94,8 +94,7 @@ def word(name: str, value: int) -> int:
 
 
 def integer(name: str, value: int) -> None:
-    whole = isinstance(value, (int, torch.SymInt)) or isinstance(value, numbers.Integral)
-    if isinstance(value, bool) or not whole:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name}: got {value!r}, allowed: an int")
 
 
@@ -110,7 +109,7 @@ def activation(name: str, value: ActivationType | str) -> ActivationType:
 
 
 def layer_sizes(hidden: int, intermediate: int, experts: int, top_k: int) -> None:
-    """What the library would refuse, for where it is not there."""
+    """In the library's words, which is not asked here: it may be missing, and has no device yet."""
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         if size % 8 != 0 or not 8 <= size <= 2**20:
             raise ValueError(f"{name}: got {size}, allowed: multiples of 8 from 8 to {2**20}")
@@ -133,6 +132,8 @@ ROUNDING_RULES = {
     "up": "up",
     "down": "down",
 }
+#: Those that need random numbers.
+DRAWING_RULES = ("sr", "nr_s")
 
 
 def rounding_rule(name: str, rule: str) -> str:

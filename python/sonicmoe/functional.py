@@ -82,8 +82,8 @@ def moe_general_routing_inputs(
     w2 = _check.expert_weights("w2", w2, "(H, I, E)")
     if E is not None:
         _check.integer("E", E)
-    if E is not None and E != w2.shape[0]:
-        raise ValueError(f"E: got {E!r}, allowed: {w2.shape[0]}, the last dimension of w2")
+        if E != w2.shape[0]:
+            raise ValueError(f"E: got {E!r}, allowed: {w2.shape[0]}, the last dimension of w2")
     return _layer.routed_layer(
         x,
         router_scores,
@@ -128,7 +128,7 @@ def token_rounding(
     _check.integer("tile", tile)
     seed, offset = _check.word("seed", seed), _check.word("offset", offset)
     draws = None
-    if rule in ("sr", "nr_s"):  # made where the logits are: a copy from the host cannot be captured
+    if rule in _check.DRAWING_RULES:  # made where the logits are: a copy from the host cannot be captured
         draws = torch.full((2,), seed, dtype=torch.int64, device=logits.device)
         draws[1] = offset
     return _layer.token_rounding(

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from . import _check, _layer, _ops, reference
+from . import _check, _layer, reference
 from ._autocast import autocast
 from .enums import ActivationType, KernelBackendMoE, is_glu
 
@@ -131,18 +131,7 @@ class MoE(nn.Module):
             raise ValueError(f"routing: got {routing!r}, allowed: 'top_k', 'token_rounding'")
         if not 1 <= tile <= 1024:
             raise ValueError(f"tile: got {tile}, allowed: 1 to 1024")
-        if _ops.AVAILABLE:
-            torch.ops.sonicmoe.check_layer(
-                hidden_size,
-                intermediate_size,
-                num_experts,
-                num_experts_per_tok,
-                activation_function.value,
-            )
-        else:
-            _check.layer_sizes(
-                hidden_size, intermediate_size, num_experts, num_experts_per_tok
-            )
+        _check.layer_sizes(hidden_size, intermediate_size, num_experts, num_experts_per_tok)
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
@@ -229,7 +218,7 @@ class MoE(nn.Module):
         logits = nn.functional.linear(x, router_w)
         # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
         draws = None
-        if self.rounding in ("sr", "nr_s"):
+        if self.rounding in _check.DRAWING_RULES:
             draws = torch.randint(2**62, (2,), device=x.device)
         scores, token_ids, expert_ids, _, frequency = backend.token_rounding(
             logits,

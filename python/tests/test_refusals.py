@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, reference
 
 T, D, N, E, L = 6, 16, 8, 4, 5
 ACTIVATIONS = ", ".join(f"ActivationType.{a.name}" for a in ActivationType)
@@ -192,7 +192,14 @@ LISTS = [
 
 MODULE = [
     ({"num_experts_per_tok": 5}, ValueError, "top_k: got 5, allowed: 1 to experts (4)"),
+    ({"num_experts_per_tok": 0}, ValueError, "top_k: got 0, allowed: 1 to experts (4)"),
     ({"num_experts": 0}, ValueError, "experts: got 0, allowed: 1 to 65536"),
+    ({"num_experts": 65537}, ValueError, "experts: got 65537, allowed: 1 to 65536"),
+    (
+        {"hidden_size": 1048584},
+        ValueError,
+        "hidden: got 1048584, allowed: multiples of 8 from 8 to 1048576",
+    ),
     (
         {"hidden_size": 12},
         ValueError,
@@ -248,6 +255,11 @@ def test_module(change, error, message):
     MoE(**options)
     with refused(error, message):
         MoE(**options | change)
+
+
+def test_reference_refuses_more_experts_than_there_are():
+    with refused(ValueError, "top_k: got 5, allowed: 1 to experts (4)"):
+        reference.route(torch.randn(3, 4), 5)
 
 
 @pytest.mark.parametrize("backend", [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch])

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "sonicmoe/ops.h"
-#include "sonicmoe/token_rounding.h"
 #include "tests/device.h"
 #include "tests/plain_layer.h"
 #include "verify/buffer.h"
 #include "verify/cases.h"
 #include "verify/device_memory.h"
 #include "verify/inputs.h"
+#include "verify/rounding.h"
 
 namespace sonicmoe::verify {
 namespace {
@@ -176,7 +176,7 @@ TEST(ErrorWord, TopKReportsBadLogits) {
 // A token per warp, and a token per thread block with all experts chosen, where a NaN of the first
 // expert was once taken for none. What a bad row makes of the counts is open; that they are counts
 // is not.
-TEST(ErrorWord, TokenRoundingReportsBadLogits) {
+TEST(ErrorWord, TokenRoundingSurvivesBadLogits) {
   struct Shape {
     std::int64_t experts, top_k;
   };
@@ -185,69 +185,30 @@ TEST(ErrorWord, TokenRoundingReportsBadLogits) {
       for (const BadRow& bad : kBadRows) {
         SCOPED_TRACE(testing::Message()
                      << bad.what << ", E " << E << ", K " << K << ", " << name(mode));
-        TopKDesc shape;
-        shape.tokens = 67, shape.experts = E, shape.top_k = K, shape.dtype = DType::bf16;
-        Tensor logits = good_logits(shape);
-        bad.spoil(std::span(logits).subspan(5 * E, E));
-        bad.spoil(std::span(logits).first(E));
-        TokenRoundingDesc desc;
-        desc.tokens = shape.tokens, desc.experts = E, desc.top_k = K, desc.dtype = shape.dtype;
-        desc.mode = mode;
-        desc.tile = 16;
-        Arena arena(kDevice);
-        TokenRoundingArgs args;
-        args.logits = arena.input("logits", logits, desc.dtype);
-        args.scores = arena.output_float("scores", desc.capacity());
-        args.token_ids = arena.output_int32("token_ids", desc.capacity());
-        args.expert_ids = arena.output_int32("expert_ids", desc.capacity());
-        args.counts = arena.output_int32("counts", E);
-        const std::int32_t none = 0;
-        args.error_word = arena.output_int32("error_word", 1);
-        arena["error_word"].put(std::as_bytes(std::span(&none, 1)));
-        const auto plan = make_plan(desc, kDevice);
-        ASSERT_TRUE(plan.ok()) << plan.status().message();
-        const std::size_t bytes = plan.value().workspace_bytes();
-        const Status status =
-            plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
-        ASSERT_TRUE(status.ok()) << status.message();
-        ASSERT_TRUE(synchronize(kDevice).ok());
-        EXPECT_EQ(arena.int32("error_word")[0], kBadLogits);
+        TokenRoundingDesc d;
+        d.tokens = 67, d.experts = E, d.top_k = K, d.mode = mode, d.tile = 16;
+        Tensor logits = good_logits({.tokens = d.tokens, .experts = E});
+        for (const std::int64_t token : {0, 5}) {
+          bad.spoil(std::span(logits).subspan(token * E, E));
+        }
+        const RoundingRunner runner(d, encode(logits, d.dtype), kDevice);
+        const auto lists = runner.round(0, 0);
+        ASSERT_TRUE(lists.ok()) << lists.status().message();
         std::int64_t entries = 0;
-        for (const std::int32_t count : arena.int32("counts")) {
-          ASSERT_TRUE(count >= 0 && count <= desc.tokens && count % desc.tile == 0) << count;
+        for (const std::int32_t count : lists.value().counts) {
+          ASSERT_TRUE(count >= 0 && count <= d.tokens && count % d.tile == 0) << count;
           entries += count;
         }
-        const std::vector<std::int32_t> experts = arena.int32("expert_ids");
-        for (std::int64_t i = 0; i < desc.capacity(); ++i) {
-          ASSERT_EQ(experts[i] == E, i >= entries) << i;
-          ASSERT_TRUE(experts[i] >= 0 && experts[i] <= E) << experts[i];
+        for (std::int64_t i = 0; i < d.capacity(); ++i) {
+          const std::int32_t expert = lists.value().expert_ids[i];
+          ASSERT_TRUE(i < entries ? expert >= 0 && expert < E : expert == E) << i << ": " << expert;
         }
-
-        TokenRoundingGradDesc grad;
-        grad.tokens = desc.tokens, grad.experts = E, grad.top_k = K, grad.dtype = desc.dtype;
-        grad.mode = mode;
-        grad.list_length = desc.capacity();
-        TokenRoundingGradArgs back;
-        back.logits = args.logits;
-        back.token_ids = args.token_ids;
-        back.expert_ids = args.expert_ids;
-        back.dscores = static_cast<const float*>(
-            arena.input("dscores", Tensor(desc.capacity(), 1.0), DType::f32));
-        back.dlogits = arena.output("dlogits", desc.tokens * E, desc.dtype);
-        const auto grad_plan = make_plan(grad, kDevice);
-        ASSERT_TRUE(grad_plan.ok()) << grad_plan.status().message();
-        const std::size_t more = grad_plan.value().workspace_bytes();
-        const Status ran =
-            grad_plan.value().run(back, {arena.output("grad_workspace", more, 256), more});
-        ASSERT_TRUE(ran.ok()) << ran.message();
-        ASSERT_TRUE(synchronize(kDevice).ok());
-        EXPECT_EQ(arena.damage(), "");
-        // The rows of other tokens stay numbers.
-        const Tensor dlogits = arena.tensor("dlogits", desc.dtype);
-        for (std::int64_t i = 0; i < desc.tokens * E; ++i) {
+        const auto dlogits = runner.gradient(lists.value(), Tensor(d.capacity(), 1.0), {});
+        ASSERT_TRUE(dlogits.ok()) << dlogits.status().message();
+        for (std::int64_t i = 0; i < d.tokens * E; ++i) {  // other tokens' are numbers
           const std::int64_t token = i / E;
-          const bool bad_row = token == 0 || token == 5;
-          ASSERT_TRUE(bad_row || std::isfinite(dlogits[i])) << token;
+          const bool spoilt = token == 0 || token == 5;
+          ASSERT_TRUE(spoilt || std::isfinite(dlogits.value()[i])) << token;
         }
       }
     }
@@ -278,16 +239,19 @@ LayerDesc small_layer() {
 TEST(ErrorWord, LayersReportBadLogits) {
   for (const std::int64_t tile : {0, 16}) {
     for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
-      SCOPED_TRACE(testing::Message() << "tile " << tile << ", " << name(mode));
-      LayerDesc d = small_layer();
-      d.router = mode;
-      d.rounding_tile = tile;
-      PlainLayer layer(custom_case(d, 3), 1, false);
-      EXPECT_EQ(forward_says(&layer), 0);
-      Tensor x = layer.problem.x;
-      x[5 * d.hidden] = kNan;
-      layer.arena.replace("x", encode(x, d.dtype));
-      EXPECT_EQ(forward_says(&layer), kBadLogits);
+      for (const bool all : {false, true}) {  // of 72: a token per thread block
+        SCOPED_TRACE(testing::Message() << "tile " << tile << ", " << name(mode) << ", " << all);
+        LayerDesc d = small_layer();
+        if (all) d.experts = d.top_k = 72;
+        d.router = mode;
+        d.rounding_tile = tile;
+        PlainLayer layer(custom_case(d, 3), 1, false);
+        EXPECT_EQ(forward_says(&layer), 0);
+        Tensor x = layer.problem.x;
+        x[5 * d.hidden] = kNan;
+        layer.arena.replace("x", encode(x, d.dtype));
+        EXPECT_EQ(forward_says(&layer), kBadLogits);
+      }
     }
   }
 }
