@@ -130,7 +130,7 @@ def token_rounding(
     draws = None
     if rule in _check.DRAWING_RULES:  # made where the logits are: a copy from the host cannot be captured
         draws = torch.full((2,), seed, dtype=torch.int64, device=logits.device)
-        draws[1] = offset
+        draws[1:].fill_(offset)  # draws[1] = offset waits for the stream
     return _layer.token_rounding(
         logits, K, rule, tile, softmax_over_topk, norm_topk_probs, draws
     )[:4]
