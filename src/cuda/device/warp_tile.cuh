@@ -238,14 +238,13 @@ struct Box {
   int column, row, expert;
 };
 
-/// A warp's staging tiles, filled and sent away in turn. A warp makes one for each output tile.
+/// A warp's staging tiles, filled and sent away in turn. A warp makes one for each output tile,
+/// once the copy engine has read all that it sent before.
 template <int kTiles>
 class Staging {
  public:
   __device__ __forceinline__ Staging(std::uint32_t address, int lane)
-      : address_(address), lane_(lane) {
-    if (lane_ == 0) store_wait_read<0>();
-  }
+      : address_(address), lane_(lane) {}
   /// The next tile, once the copy engine has read what it held.
   __device__ __forceinline__ WarpTile next() {
     if (lane_ == 0) store_wait_read<kTiles - 1>();

@@ -15,22 +15,25 @@ struct Place {
 };
 
 struct StoreParams {
-  CUtensorMap boxes[2];        ///< of `out`, boxes of the epilogue's tile, if `boxed`
-  bool boxed;                  ///< 16-bit rows that start at multiples of 16 bytes
-  void* out[2];                ///< the matrix; its second half, where the shared axis has two
+  CUtensorMap boxes[2];  ///< of 16-bit `out`, boxes of the epilogue's tile
+  bool boxed;            ///< by rows: these start at multiples of 16 bytes, and there are boxes
+  void* out[2];          ///< the matrix; its second half, where the shared axis has two
   std::int64_t expert_stride;  ///< elements; 0 where the experts share one matrix by rows
   std::int64_t row_stride;
   int rows, columns;  ///< of one expert's matrix (rows: not where experts share one)
   bool biased;
   const void* bias;  ///< (E, columns) if biased
-  bool f32;          ///< the output's type, else the operands'
-  bool accumulate;   ///< add to what is there
+  bool f32;          ///< the output's type, else the operands'; a plain epilogue does not look
+  bool accumulate;   ///< add to what is there; a plain epilogue does not look
 };
+
+// A plain epilogue writes the operands' type over what is there. For weight gradients it is a
+// kernel of its own: without the code for the others in between, dW2 takes 1 to 2 % less time.
 
 /// Rows of the output are the expert's grouped rows.
 struct AtRows {
-  static constexpr bool kGradient = false;  // always overwritten, in the operands' type
-  static constexpr bool kClips = false;     // other rows follow in the same matrix
+  static constexpr bool kPlain = true;
+  static constexpr bool kClips = false;  // other rows follow in the same matrix
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
     const int column = tile.shared * Traits::kN;
@@ -58,8 +61,9 @@ __device__ __forceinline__ Place in_expert(const StoreParams& e, const Tile& til
 }
 
 /// Each expert has a matrix (own axis, shared axis).
+template <bool kPlain_>
 struct AtOwnByShared {
-  static constexpr bool kGradient = true;
+  static constexpr bool kPlain = kPlain_;
   static constexpr bool kClips = true;  // at the map's extents
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
@@ -139,7 +143,11 @@ struct StoreTile {
       });
     }
 
-    __device__ __forceinline__ void prefetch() {}
+    /// Beside the main loop: the copy engine has read what the tile before has left in staging.
+    __device__ __forceinline__ void prefetch() {
+      if (threadIdx.x % 32 == 0) store_wait_read<0>();
+      __syncwarp();
+    }
 
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
                                            const EpilogueBlocks<Traits>&) {
@@ -151,7 +159,7 @@ struct StoreTile {
         const int row = (m_first_ + m) * 64 + t / 32 * 16;
         if (row < at.rows) {
           const std::int64_t start = at.start + row * at.row_stride;
-          if (At::kGradient && e_.f32) {
+          if (!At::kPlain && e_.f32) {
             store_f32(static_cast<float*>(e_.out[0]) + start, at, at.rows - row, t % 32, acc[m]);
           } else {
             store_16(static_cast<T*>(e_.out[0]) + start, &e_.boxes[0], at, row, acc[m], staging);
@@ -166,13 +174,13 @@ struct StoreTile {
                                              int row, float (&acc)[kCount],
                                              Staging<kTiles>& staging) const {
       const int rows = at.rows - row;
-      const bool whole = e_.boxed && (At::kClips || rows >= WarpTile::kRows);
+      const bool whole = At::kClips || (e_.boxed && rows >= WarpTile::kRows);
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int columns = at.columns - chunk * 64;
         if (columns <= 0) return staging.skip();
         const WarpTile tile = staging.next();
-        fill<chunk>(tile, acc, At::kGradient && e_.accumulate ? out + chunk * 64 : nullptr,
+        fill<chunk>(tile, acc, !At::kPlain && e_.accumulate ? out + chunk * 64 : nullptr,
                     at.row_stride, rows, columns);
         const Box box{map, at.column0 + chunk * 64, at.row0 + row, at.expert0};
         staging.send(tile, box, whole, [&] {

@@ -11,6 +11,7 @@ namespace sonicmoe::cuda {
 
 /// Each expert has a matrix (shared axis, own axis), or two, one after the other along the shared
 /// axis. 16-bit outputs leave through `boxes` of 64 x 64, clipped at their extents.
+template <bool kPlain>
 struct StoreTransposed {
   using Params = StoreParams;
   static constexpr bool kAdds = false;
@@ -32,7 +33,11 @@ struct StoreTransposed {
         : e_(e), p_(p), tile_(tile), m_first_(m_first), staging_(staging) {}
 
     __device__ __forceinline__ void begin(float (&)[1][kCount]) {}
-    __device__ __forceinline__ void prefetch() {}
+    /// Beside the main loop: the copy engine has read what the tile before has left in staging.
+    __device__ __forceinline__ void prefetch() {
+      if (threadIdx.x % 128 == 0) store_wait_read<0>();
+      everyone();
+    }
 
     __device__ __forceinline__ void finish(float (&acc)[1][kCount], const EpilogueBlocks<Traits>&) {
       const int half = tile_.shared >= p_.shared_half;
@@ -40,7 +45,7 @@ struct StoreTransposed {
       const int column = tile_.own * kOwn + m_first_ * 64;
       if (column >= e_.columns) return;
       const Place at = in_expert(e_, tile_, row, column);
-      if (e_.f32) {
+      if (!kPlain && e_.f32) {
         store_f32(static_cast<float*>(e_.out[half]) + at.start, at, acc[0]);
       } else {
         store_16(static_cast<T*>(e_.out[half]) + at.start, &e_.boxes[half], at, acc[0]);
@@ -48,29 +53,27 @@ struct StoreTransposed {
     }
 
    private:
+    /// All warps of the warpgroup are here.
+    __device__ __forceinline__ void everyone() const { named_barrier(2 + m_first_, 128); }
+
     /// Together with the other warps of the warpgroup, 64 rows of the output at a time.
     __device__ __forceinline__ void store_16(const T* out, const CUtensorMap* map, const Place& at,
                                              float (&acc)[kCount]) const {
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int warp = t / 32;
-      const auto wait_until_read = [&] {
-        if (t == 0) store_wait_read<0>();
-      };
-      const auto everyone = [&] { named_barrier(2 + m_first_, 128); };
-      wait_until_read();  // what the tile before has left
-      everyone();
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int rows = at.rows - chunk * 64;
         if (rows <= 0) return;
         const WarpgroupTile tile(
             staging_ - warp * kWarpBytes + chunk % kTiles * WarpgroupTile::kBytes, warp, t % 32);
-        fill<chunk>(tile, acc, e_.accumulate ? out + chunk * 64 * at.row_stride : nullptr,
+        fill<chunk>(tile, acc,
+                    !kPlain && e_.accumulate ? out + chunk * 64 * at.row_stride : nullptr,
                     at.row_stride, rows, at.columns);
         fence_async_proxy();
         // Past the barrier this tile is full, and the other one, which the chunk before left
         // through, is free.
-        wait_until_read();
+        if (t == 0) store_wait_read<0>();
         everyone();
         if (t == 0) {
           store_box(map, tile.address(), at.column0, at.row0 + chunk * 64, at.expert0);

@@ -6,9 +6,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, int kN, int kStages>
+template <class T, bool kPlain, int kN, int kStages>
 struct DownProjWgrad : Traits<T, Own::gather_contraction, Major::mn, kN, Schedule::cooperative,
-                              kStages, StoreTile<AtOwnByShared, false>> {};
+                              kStages, StoreTile<AtOwnByShared<kPlain>, false>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -20,8 +20,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   const void* const scaled_act = d.rows > 0 ? a.scaled_act : a.dw2;
   p.shared[0] = p.shared[1] = maps.encode({scaled_act, n, d.rows, 1, n, 0, kK / 2});
   StoreParams e{};
-  e.boxed = !d.f32_weight_grads;
-  if (e.boxed) {
+  if (!d.f32_weight_grads) {
     e.boxes[0] = maps.encode({a.dw2, n, d.hidden, d.experts, n, d.hidden * n, WarpTile::kRows});
   }
   if (!maps.status().ok()) return maps.status();
@@ -48,8 +47,13 @@ template <int kN, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype,
-                      [&](auto type) { return f(DownProjWgrad<decltype(type), kN, kStages>{}); });
+    return visit_type(d.dtype, [&](auto type) {
+      using T = decltype(type);
+      if (d.f32_weight_grads || d.accumulate_weight_grads) {
+        return f(DownProjWgrad<T, false, kN, kStages>{});
+      }
+      return f(DownProjWgrad<T, true, kN, kStages>{});
+    });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });

@@ -41,6 +41,9 @@ struct Traits {
       kOwnLoad == Own::gather_rows || kOwnLoad == Own::gather_contraction;
   using Gather = std::conditional_t<kOwnLoad == Own::gather_rows, RowGather,
                                     std::conditional_t<kGathers, ContractionGather, NoGather>>;
+  /// The own operand's part of a stage has a barrier of its own, which nobody but this CTA's
+  /// consumers arrive on: a gather along K does not wait for the peer.
+  static constexpr bool kOwnEmpties = kOwnLoad == Own::gather_contraction;
   static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
   static constexpr Major kOwnMajor = kRows ? Major::k : Major::mn;
   static constexpr int kMBlocks = kOwn / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
@@ -48,7 +51,7 @@ struct Traits {
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
   static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
-  static constexpr int kBarriers = 2 * kStages + 2 * kTiles + 2;
+  static constexpr int kBarriers = (kOwnEmpties ? 3 : 2) * kStages + 2 * kTiles + 2;
   static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8;
   static constexpr int kThreads = 384;
@@ -131,6 +134,9 @@ struct SharedMemory {
   __device__ __forceinline__ std::uint32_t turn(int consumer) const {
     return barrier(2 * Traits::kStages + 2 * Traits::kTiles + consumer);
   }
+  __device__ __forceinline__ std::uint32_t own_empty(int stage) const {
+    return barrier(2 * Traits::kStages + 2 * Traits::kTiles + 2 + stage);
+  }
 };
 
 /// An expert without rows has a block of zeros: its gradient is written, too.
@@ -201,7 +207,8 @@ __device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Trait
 }
 
 /// The next tile; false at the end. Every lane says that it has read it: for racecheck, to which
-/// the arrival of one says nothing about the others of its warp.
+/// the arrival of one says nothing about the others of its warp. The first lane's copy goes to all,
+/// though they are the same: what the compiler sees to be so, it computes once for the warp.
 template <class Traits>
 __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles,
                                      Tile* tile) {
@@ -215,6 +222,12 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
       : "r"(at)
       : "memory");
   mbarrier_arrive(memory.taken(tiles.slot()));
+  const auto from_first = [](int& field) { field = __shfl_sync(~0u, field, 0); };
+  from_first(tile->expert);
+  from_first(tile->own);
+  from_first(tile->shared);
+  from_first(tile->first_row);
+  from_first(tile->rows);
   ++tiles.count;
   return tile->expert >= 0;
 }
@@ -246,13 +259,22 @@ __device__ __forceinline__ void produce(const GemmParams& p,
     for (int block = 0; block < blocks; ++block) {
       const std::uint32_t own = memory.own(pipe.slot());
       const std::uint32_t full = memory.full(pipe.slot());
-      mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
+      if constexpr (Traits::kOwnEmpties) {
+        mbarrier_wait(memory.own_empty(pipe.slot()), pipe.phase() ^ 1);
+        gather.load(own, block);
+        copy_async_arrive(full);
+      }
+      if (!Traits::kOwnEmpties || leader_warp) {
+        mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
+      }
       if (leader_warp && elect_one()) {
         load_boxes<Traits>(p, tile, block, own, memory.shared(pipe.slot()), full, rank);
       }
       __syncwarp();
-      gather.load(own, block);
-      if constexpr (Traits::kGathers) copy_async_arrive(full);
+      if constexpr (!Traits::kOwnEmpties) {
+        gather.load(own, block);
+        if constexpr (Traits::kGathers) copy_async_arrive(full);
+      }
       ++pipe.count;
     }
     Tile next;
@@ -289,6 +311,9 @@ template <class Traits>
 __device__ __forceinline__ void release(SharedMemory<Traits> memory, int stage) {
   const unsigned lane = threadIdx.x % 32;
   if (lane < Traits::kCluster) mbarrier_arrive_at(memory.empty(stage), lane);
+  if constexpr (Traits::kOwnEmpties) {
+    if (lane == Traits::kCluster) mbarrier_arrive(memory.own_empty(stage));
+  }
 }
 
 /// The stages after those of a tile's k blocks, which belong to its epilogue: for what it reads,
@@ -528,6 +553,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(memory.full(i), 1 + (Traits::kGathers ? kProducerThreads : 0));
       // Every warp that reads the stage, in every CTA that wrote into it.
       mbarrier_init(memory.empty(i), Traits::kCluster * (Traits::kPingpong ? 4 : 8));
+      if constexpr (Traits::kOwnEmpties) mbarrier_init(memory.own_empty(i), 8);
     }
     for (int i = 0; i < Traits::kTiles; ++i) {
       mbarrier_init(memory.announced(i), 1);

@@ -171,24 +171,24 @@ class ContractionGather {
     left_ = width - column - piece * 8;
     full_ = column + kOwn <= width;
     place_ = line_ * kLineBytes + (piece ^ (line_ % 8)) * 16;
-    next_ = offset_of(0);
-    later_ = offset_of(2);
+    first_ = token_of(0);
+    second_ = token_of(2);
   }
 
   /// Calls with block = 0, 1, 2, ... in order.
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
-    // A warp serves 16 k of a block, so its 32 lanes hold the offsets of two blocks, and four more
-    // are on their way: they come no sooner than the copies asked for before them.
-    if (block % 2 == 0) {
-      now_ = next_;
-      next_ = later_;
-      later_ = offset_of(block + 4);
+    // A warp serves 16 k of a block, so its 32 lanes hold the offsets of two blocks, and the tokens
+    // of four more are asked for: they come no sooner than the copies asked for before them.
+    if (block % 4 == 0) {
+      take(&first_, block);
+    } else if (block % 4 == 2) {
+      take(&second_, block);
     }
     const char* from[4];
     unsigned rows = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const std::uint32_t row = __shfl_sync(~0u, now_, block % 2 * 16 + 4 * i + line_ % 4);
+      const std::uint32_t row = __shfl_sync(~0u, offset_, block % 2 * 16 + 4 * i + line_ % 4);
       from[i] = base_ + static_cast<std::uint64_t>(row) * 16;
       rows |= (row != kNoRow) << i;
     }
@@ -215,15 +215,20 @@ class ContractionGather {
     }
   }
 
-  /// This lane's row of blocks `block` and `block` + 1.
-  __device__ __forceinline__ std::uint32_t offset_of(int block) const {
+  /// Uses a token that has come, and asks for the one four blocks on. Nothing but this may touch it
+  /// in between, not even to move it to another register: that would wait for memory.
+  __device__ __forceinline__ void take(int* token, int block) {
+    offset_ = *token < 0 ? kNoRow : static_cast<std::uint32_t>(*token) * row_pieces_;
+    *token = token_of(block + 4);
+  }
+
+  /// The token of this lane's row of blocks `block` and `block` + 1; negative: there is none.
+  __device__ __forceinline__ int token_of(int block) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int line = line_ / 4 * 4 + lane % 4 + lane % 16 / 4 * 16;
     // Past 2^31 where an expert has nearly as many rows.
     const unsigned row = static_cast<unsigned>(block + lane / 16) * kK + line;
-    if (row >= static_cast<unsigned>(rows_)) return kNoRow;
-    const std::int64_t grouped = first_row_ + row;
-    return static_cast<std::uint32_t>(row_tokens_[grouped]) * row_pieces_;
+    return row < static_cast<unsigned>(rows_) ? row_tokens_[first_row_ + row] : -1;
   }
 
   const char* base_;
@@ -235,7 +240,8 @@ class ContractionGather {
   int left_;  // columns from this thread's piece on
   bool full_;
   std::uint32_t place_;
-  std::uint32_t now_ = kNoRow, next_, later_;
+  std::uint32_t offset_ = kNoRow;
+  int first_, second_;  // tokens of the next blocks 4 i and 4 i + 1, and 4 i + 2 and 4 i + 3
 };
 
 }  // namespace sonicmoe::cuda

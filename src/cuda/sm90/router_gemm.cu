@@ -24,7 +24,7 @@ struct Logits : Traits<T, Own::load_rows, Major::k, kN,
                        StoreTile<AtRows, false>> {};
 template <class T, int kN>
 struct RouterWgrad : Traits<T, Own::load_contraction, Major::mn, kN, Schedule::cooperative,
-                            kDepth<kN>, StoreTransposed> {};
+                            kDepth<kN>, StoreTransposed<false>> {};
 /// Here N is the hidden size.
 template <class T>
 struct RouterDgrad

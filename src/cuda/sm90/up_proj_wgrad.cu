@@ -7,9 +7,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, int kN, int kStages>
+template <class T, bool kPlain, int kN, int kStages>
 struct UpProjWgrad : Traits<T, Own::gather_contraction, Major::mn, kN, Schedule::cooperative,
-                            kStages, StoreTransposed> {};
+                            kStages, StoreTransposed<kPlain>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -28,8 +28,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   StoreParams e{};
   e.out[0] = a.dw1;
   e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : nullptr;
-  e.boxed = !d.f32_weight_grads;
-  for (int half = 0; half < (gated ? 2 : 1) && e.boxed; ++half) {
+  for (int half = 0; half < (gated ? 2 : 1) && !d.f32_weight_grads; ++half) {
     e.boxes[half] = maps.encode({e.out[half], d.hidden, n, d.experts, dw1.row_stride,
                                  dw1.expert_stride, WarpgroupTile::kRows});
   }
@@ -57,8 +56,13 @@ template <int kN, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype,
-                      [&](auto type) { return f(UpProjWgrad<decltype(type), kN, kStages>{}); });
+    return visit_type(d.dtype, [&](auto type) {
+      using T = decltype(type);
+      if (d.f32_weight_grads || d.accumulate_weight_grads) {
+        return f(UpProjWgrad<T, false, kN, kStages>{});
+      }
+      return f(UpProjWgrad<T, true, kN, kStages>{});
+    });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
