@@ -266,25 +266,28 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
   for (const DType dtype : kTypes) {
     if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
     desc.dtype = dtype;
-    const GemmInputs clean = integer_inputs(desc, lists, 3);
-    const LayerTensors expected = oracle_gemm(op, desc, clean, Precision::rounded);
-    for (std::size_t bad = 0; bad < 2; ++bad) {  // every other expert has nothing but NaN
-      GemmInputs inputs = clean;
-      for (std::size_t e = bad; e + 1 < first.size(); e += 2) {
-        for (Tensor* rows : {&inputs.dpreact, &inputs.scaled_act}) {
-          const auto width = static_cast<std::int64_t>(rows->size()) / desc.list_length;
-          std::fill(rows->begin() + first[e] * width, rows->begin() + first[e + 1] * width,
-                    std::numeric_limits<double>::quiet_NaN());
+    for (const bool f32 : {false, true}) {  // on CUDA a kernel of its own
+      desc.f32_weight_grads = f32;
+      const GemmInputs clean = integer_inputs(desc, lists, 3);
+      const LayerTensors expected = oracle_gemm(op, desc, clean, Precision::rounded);
+      for (std::size_t bad = 0; bad < 2; ++bad) {  // every other expert has nothing but NaN
+        GemmInputs inputs = clean;
+        for (std::size_t e = bad; e + 1 < first.size(); e += 2) {
+          for (Tensor* rows : {&inputs.dpreact, &inputs.scaled_act}) {
+            const auto width = static_cast<std::int64_t>(rows->size()) / desc.list_length;
+            std::fill(rows->begin() + first[e] * width, rows->begin() + first[e + 1] * width,
+                      std::numeric_limits<double>::quiet_NaN());
+          }
         }
-      }
-      Options options;
-      options.kernel = kernel.name;
-      options.threads = 2;
-      const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
-      ASSERT_EQ(run.failure, "");
-      for (std::size_t e = 1 - bad; e < std::size(kCounts); e += 2) {
-        SCOPED_TRACE(std::to_string(kCounts[e]) + " rows, " + name(dtype));
-        expect_same_expert(gradient(run.tensors), gradient(expected), e, std::size(kCounts));
+        Options options;
+        options.kernel = kernel.name;
+        options.threads = 2;
+        const GemmRun run = run_gemm(op, desc, inputs, kDevice, options);
+        ASSERT_EQ(run.failure, "");
+        for (std::size_t e = 1 - bad; e < std::size(kCounts); e += 2) {
+          SCOPED_TRACE(std::to_string(kCounts[e]) + " rows, " + name(dtype) + (f32 ? " f32" : ""));
+          expect_same_expert(gradient(run.tensors), gradient(expected), e, std::size(kCounts));
+        }
       }
     }
     ++runs;
