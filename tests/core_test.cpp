@@ -159,7 +159,7 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::up_proj, 5120, 512, "128x128", kSwiglu, 1024, 8},
       {GemmOp::up_proj, 1536, 320, "128x128", kSwiglu, 2048, 16},
       {GemmOp::down_proj, 768, 256, "128x192"},
-      {GemmOp::down_proj, 4096, 1024, "128x192"},
+      {GemmOp::down_proj, 4096, 1024, "128x256"},
       {GemmOp::down_proj, 1024, 1024, "128x256"},
       {GemmOp::down_proj, 4096, 2048, "128x256"},
       {GemmOp::down_proj, 2880, 2880, "128x192"},

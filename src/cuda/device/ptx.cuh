@@ -41,6 +41,14 @@ __device__ __forceinline__ bool elect_one() {
   return chosen != 0;
 }
 
+/// The first lane's value. Where all have the same, the compiler sees so only now, and computes
+/// once for the warp what follows from it: an address for the copy engine, for one, without which
+/// it stores each box in a loop over the lanes.
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(~0u, value, 0);
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -123,17 +131,19 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from
                : "memory");
 }
 
-/// The same; if it must come from memory, the 256 bytes around it come to L2.
-__device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to),
-               "l"(__cvta_generic_to_global(from))
-               : "memory");
-}
-
-/// The same as the first, or zeros when `valid` is false (`from` is then not read).
+/// The same, or zeros when `valid` is false (`from` is then not read).
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from, bool valid) {
   const std::uint32_t size = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(size)
+               : "memory");
+}
+
+/// The same; if it must come from memory, the 256 bytes around it come to L2.
+__device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const void* from,
+                                                     bool valid) {
+  const std::uint32_t size = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to),
                "l"(__cvta_generic_to_global(from)), "r"(size)
                : "memory");
 }

@@ -95,6 +95,13 @@ class WarpTile {
 
   __device__ __forceinline__ std::uint32_t address() const { return address_; }
 
+  /// All four blocks along the columns.
+  __device__ __forceinline__ void put(const std::uint32_t* words) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      put(i, {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+    }
+  }
   /// Block `i` of four along the columns.
   __device__ __forceinline__ void put(int i, const Block& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at(i)),
@@ -119,14 +126,12 @@ class WarpTile {
     // tensors would not leave enough registers.
     const int lane = here(lane_);
     const int piece = lane % 8;
-    to += lane / 8 * row_stride + piece * 8;
-    uint4 v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = read(i * 4 + lane / 8, piece);
     if (piece * 8 >= columns) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i * 4 + lane / 8 < rows) *reinterpret_cast<uint4*>(to + i * 4 * row_stride) = v[i];
+    to += lane / 8 * row_stride + piece * 8;
+#pragma unroll 1
+    for (int row = lane / 8; row < min(rows, kRows); row += 4) {
+      *reinterpret_cast<uint4*>(to) = read(row, piece);
+      to += 4 * row_stride;
     }
   }
 
@@ -197,6 +202,13 @@ class WarpgroupTile {
 
   __device__ __forceinline__ std::uint32_t address() const { return address_; }
 
+  /// All four blocks along the columns of the accumulators.
+  __device__ __forceinline__ void put(const std::uint32_t* words) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      put(i, {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+    }
+  }
   /// Block `i` of four: columns 16 i to 16 i + 15 of the accumulators, rows here.
   __device__ __forceinline__ void put(int i, const Block& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
@@ -238,13 +250,15 @@ struct Box {
   int column, row, expert;
 };
 
-/// A warp's staging tiles, filled and sent away in turn. A warp makes one for each output tile,
-/// once the copy engine has read all that it sent before.
+/// A warp's staging tiles, filled and sent away in turn, one group of stores for each. Whoever
+/// makes one has seen to it that tiles up to `turn` have been read, or counts on from the groups
+/// before.
 template <int kTiles>
 class Staging {
  public:
-  __device__ __forceinline__ Staging(std::uint32_t address, int lane)
-      : address_(address), lane_(lane) {}
+  /// `turn`: which tile is next.
+  __device__ __forceinline__ Staging(std::uint32_t address, int lane, int turn = 0)
+      : address_(address), lane_(lane), turn_(turn) {}
   /// The next tile, once the copy engine has read what it held.
   __device__ __forceinline__ WarpTile next() {
     if (lane_ == 0) store_wait_read<kTiles - 1>();
@@ -259,6 +273,7 @@ class Staging {
     __syncwarp();
     if (!whole) {
       by_rows();
+      __syncwarp();
     } else if (lane_ == 0) {
       store_box(box.map, tile.address(), box.column, box.row, box.expert);
     }
@@ -273,7 +288,46 @@ class Staging {
  private:
   std::uint32_t address_;
   int lane_;
-  int turn_ = 0;
+  int turn_;
+};
+
+/// A tile rounded to 16 bits that waits in registers until the next one's products are under way:
+/// 64 columns a chunk. So tensor cores do not wait for stores, and these have a tile's time to
+/// leave.
+template <int kChunks>
+class HeldChunks {
+ public:
+  /// When none is left of the tile before.
+  template <class T>
+  __device__ __forceinline__ void keep(const float (&acc)[kChunks * 32]) {
+#pragma unroll
+    for (int i = 0; i < kChunks * 16; ++i) words_[i] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
+    next_ = 0;
+  }
+  /// Calls send(chunk, words) with the next chunk, known to the compiler; false if there is none.
+  template <class F>
+  __device__ __forceinline__ bool next(F&& send) {
+    if (next_ >= kChunks) return false;
+    static_for<kChunks>([&](auto chunk) {
+      if (next_ == decltype(chunk)::value) send(chunk, &words_[decltype(chunk)::value * 16]);
+    });
+    ++next_;
+    return true;
+  }
+
+ private:
+  std::uint32_t words_[kChunks * 16];
+  int next_ = kChunks;
+};
+
+/// Of epilogues that store a tile at once.
+struct HoldsNothing {
+  template <class Traits>
+  struct Held {};
+  template <class Traits, class Params>
+  static __device__ __forceinline__ bool send(const Params&, Held<Traits>&, std::uint32_t, int) {
+    return false;
+  }
 };
 
 /// Sum over the four lanes of a quad, the same in each, in one order.

@@ -23,7 +23,7 @@ struct ActivationParams {
 
 /// `kBias`: there may be one.
 template <class Activations, bool kBias>
-struct StoreActivation {
+struct StoreActivation : HoldsNothing {
   using Params = ActivationParams;
   static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr bool kGated = Activations::kGated;
@@ -86,7 +86,7 @@ struct StoreActivation {
 
     __device__ __forceinline__ void prefetch() {}
 
-    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount], Held<Traits>&,
                                            const EpilogueBlocks<Traits>& stages) {
       Activations::visit(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
     }
@@ -98,19 +98,33 @@ struct StoreActivation {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int lane = t % 32;
-      const int row = m_first_ * 64 + t / 32 * 16;  // this warp's first, in the tile
+      const int row = m_first_ * 64 + uniform(t / 32) * 16;  // this warp's first, in the tile
       const int rows = tile_.rows - tile_.own * kOwn - row;
       const int at = tile_.first_row + tile_.own * kOwn + row;
       const bool whole = rows >= WarpTile::kRows;
       static_for<kUnits / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int unit = tile_.shared * kUnits + chunk * 64;
-        const std::uint32_t stage = stages.wait(chunk) + row * kLineBytes;
+        const std::uint32_t stage = uniform(stages.wait(chunk)) + row * kLineBytes;
         const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
         const WarpTile act(staging_ + chunk % kActTiles * WarpTile::kBytes, lane);
         const bool keeps = e_.preact != nullptr;
-        if (keeps) put(gate, &acc[chunk * 32]);
-        if (keeps && kGated) put(up, &acc[kUp + chunk * 32]);
+        if (keeps) {
+          // H leaves first, and A is computed beside that: not before, says the empty asm.
+          put(gate, &acc[chunk * 32]);
+          if (kGated) put(up, &acc[kUp + chunk * 32]);
+          fence_async_proxy();
+          __syncwarp();
+          if (whole && lane == 0) {
+            store_box(&e_.preact_boxes[0], gate.address(), unit, at, 0);
+            if (kGated) store_box(&e_.preact_boxes[1], up.address(), unit, at, 0);
+          }
+          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < 32; ++i) {
+            asm volatile("" : "+f"(acc[chunk * 32 + i])::"memory");
+          }
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           Block block;
@@ -122,13 +136,15 @@ struct StoreActivation {
           }
           act.put(i, block);
         }
+        if (chunk > 0) {
+          // By now the stores of the chunk before have been read.
+          if (lane == 0) store_wait_read<0>();
+          __syncwarp();
+          stages.give_back(chunk - 1);
+        }
         fence_async_proxy();
         __syncwarp();
-        if (whole && lane == 0) {
-          if (keeps) store_box(&e_.preact_boxes[0], gate.address(), unit, at, 0);
-          if (keeps && kGated) store_box(&e_.preact_boxes[1], up.address(), unit, at, 0);
-          store_box(&e_.act_boxes, act.address(), unit, at, 0);
-        }
+        if (whole && lane == 0) store_box(&e_.act_boxes, act.address(), unit, at, 0);
         if (!whole) {
           const std::int64_t width = kGated ? 2 * n : n;
           if (keeps) {
@@ -142,11 +158,6 @@ struct StoreActivation {
           __syncwarp();
         }
         if (lane == 0) store_commit();
-        if (chunk > 0) {
-          if (lane == 0) store_wait_read<1>();
-          __syncwarp();
-          stages.give_back(chunk - 1);
-        }
       });
     }
 

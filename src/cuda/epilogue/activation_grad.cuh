@@ -24,10 +24,10 @@ struct ActivationGradParams {
 /// The tile is gone through in chunks of 64 columns, each in a stage of the pipeline of its own:
 /// the producer brings H there, gate beside up, as if it were another k block. dH takes the place
 /// of H on its way out. A warp has 16 rows of a chunk. Rows of H past the expert's end are other
-/// experts', or already their dH where that takes H's place: they are computed with, and what comes
-/// out is not stored.
+/// experts', or already their dH where that takes H's place, and dA' there may be anything: they
+/// are computed with, and what comes out is not stored.
 template <class Activations>
-struct StoreActivationGrad {
+struct StoreActivationGrad : HoldsNothing {
   using Params = ActivationGradParams;
   static constexpr bool kAdds = false;
   static constexpr int kParts = Activations::kGated ? 2 : 1;
@@ -76,7 +76,7 @@ struct StoreActivationGrad {
       }
     }
 
-    __device__ __forceinline__ void finish(float (&acc)[1][kCount],
+    __device__ __forceinline__ void finish(float (&acc)[1][kCount], Held<Traits>&,
                                            const EpilogueBlocks<Traits>& stages) {
       Activations::visit(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
     }
@@ -93,20 +93,24 @@ struct StoreActivationGrad {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int lane = t % 32;
-      const int row = first_row(t);
+      const int row = uniform(first_row(t));
       const int rows = valid() - row;
       float dot[2] = {0.0f, 0.0f};
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
-        const std::uint32_t stage = stages.wait(chunk) + row * kLineBytes;
+        const std::uint32_t stage = uniform(stages.wait(chunk)) + row * kLineBytes;
         const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
         // What was stored from here two chunks ago has been read: see below.
         const WarpTile scaled(staging_ + chunk % kScaledTiles * WarpTile::kBytes, lane);
+        Block next_g = gate.get(0), next_u = {};
+        if (kGated) next_u = up.get(0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const Block g = gate.get(i);
-          Block u = {};
-          if (kGated) u = up.get(i);
+          const Block g = next_g, u = next_u;
+          if (i < 3) {
+            next_g = gate.get(i + 1);
+            if (kGated) next_u = up.get(i + 1);
+          }
           Block dg, du, a;
 #pragma unroll
           for (int j = 0; j < 4; ++j) {

@@ -113,6 +113,46 @@ struct StoreTile {
   template <int kN>
   static constexpr int kBlocks = 0;
 
+  /// Whether a tile is held in registers until the next one's products. In ping-pong the other
+  /// warpgroup's run meanwhile, and wider tiles leave no registers.
+  template <class Traits>
+  static constexpr bool kHolds = At::kPlain && !Traits::kPingpong;
+  template <class Traits>
+  struct HeldTile {
+    HeldChunks<Traits::kN / 64> chunks;
+    int row, column, expert;  ///< of this warp's part in the tensor map
+    int rows;                 ///< left of the matrix from there on
+  };
+  template <class Traits>
+  using Held = std::conditional_t<kHolds<Traits>, HeldTile<Traits>, HoldsNothing::Held<Traits>>;
+
+  /// Sends the next chunk of a held tile, one warp at a time; false if there is none.
+  template <class Traits>
+  static __device__ __forceinline__ bool send(const Params& e, Held<Traits>& held,
+                                              std::uint32_t staging_address, int) {
+    if constexpr (!kHolds<Traits>) {
+      return false;
+    } else {
+      return held.chunks.next([&](auto index, const std::uint32_t* words) {
+        constexpr int chunk = decltype(index)::value;
+        // One group of stores a chunk, so that a tile's first comes after the last of the one
+        // before.
+        static_assert(Traits::kN / 64 % kTiles == 0);
+        Staging<kTiles> staging(uniform(staging_address), here(static_cast<int>(threadIdx.x)) % 32,
+                                chunk);
+        const int row = uniform(here(held.row)), rows = uniform(here(held.rows));
+        const int column = uniform(here(held.column)) + chunk * 64;
+        const int expert = At::kClips ? uniform(here(held.expert)) : 0;
+        if (rows <= 0 || column >= e.columns) return staging.skip();
+        const WarpTile tile = staging.next();
+        tile.put(words);
+        store_chunk(e, staging, tile, {&e.boxes[0], column, row, expert},
+                    static_cast<typename Traits::T*>(e.out[0]) + row * e.row_stride + column, rows,
+                    e.columns - column);
+      });
+    }
+  }
+
   template <class Traits>
   class Run {
    public:
@@ -145,36 +185,44 @@ struct StoreTile {
 
     /// Beside the main loop: the copy engine has read what the tile before has left in staging.
     __device__ __forceinline__ void prefetch() {
+      if (kHolds<Traits>) return;  // send() waits
       if (threadIdx.x % 32 == 0) store_wait_read<0>();
       __syncwarp();
     }
 
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
-                                           const EpilogueBlocks<Traits>&) {
+                                           Held<Traits>& held, const EpilogueBlocks<Traits>&) {
       const Place at = At::template place<Traits>(e_, tile_);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
-      Staging<kTiles> staging(staging_, t % 32);
-      static_for<Traits::kMBlocks>([&](auto index) {
-        constexpr int m = decltype(index)::value;
-        const int row = (m_first_ + m) * 64 + t / 32 * 16;
-        if (row < at.rows) {
-          const std::int64_t start = at.start + row * at.row_stride;
-          if (!At::kPlain && e_.f32) {
-            store_f32(static_cast<float*>(e_.out[0]) + start, at, at.rows - row, t % 32, acc[m]);
-          } else {
-            store_16(static_cast<T*>(e_.out[0]) + start, &e_.boxes[0], at, row, acc[m], staging);
+      if constexpr (kHolds<Traits>) {
+        const int row = m_first_ * 64 + uniform(t / 32) * 16;
+        held.row = at.row0 + row;
+        held.column = at.column0;
+        held.expert = at.expert0;
+        held.rows = at.rows - row;
+        held.chunks.template keep<T>(acc[0]);
+      } else {
+        Staging<kTiles> staging(staging_, t % 32);
+        static_for<Traits::kMBlocks>([&](auto index) {
+          constexpr int m = decltype(index)::value;
+          const int row = (m_first_ + m) * 64 + uniform(t / 32) * 16;
+          if (row < at.rows) {
+            const std::int64_t start = at.start + row * at.row_stride;
+            if (!At::kPlain && e_.f32) {
+              store_f32(static_cast<float*>(e_.out[0]) + start, at, at.rows - row, t % 32, acc[m]);
+            } else {
+              store_16(static_cast<T*>(e_.out[0]) + start, at, row, acc[m], staging);
+            }
           }
-        }
-      });
+        });
+      }
     }
 
    private:
     /// 16 rows of this warp, from the tile's row `row` on, 64 columns at a time.
-    __device__ __forceinline__ void store_16(T* out, const CUtensorMap* map, const Place& at,
-                                             int row, float (&acc)[kCount],
+    __device__ __forceinline__ void store_16(T* out, const Place& at, int row, float (&acc)[kCount],
                                              Staging<kTiles>& staging) const {
       const int rows = at.rows - row;
-      const bool whole = At::kClips || (e_.boxed && rows >= WarpTile::kRows);
       static_for<Traits::kN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int columns = at.columns - chunk * 64;
@@ -182,15 +230,9 @@ struct StoreTile {
         const WarpTile tile = staging.next();
         fill<chunk>(tile, acc, !At::kPlain && e_.accumulate ? out + chunk * 64 : nullptr,
                     at.row_stride, rows, columns);
-        const Box box{map, at.column0 + chunk * 64, at.row0 + row, at.expert0};
-        staging.send(tile, box, whole, [&] {
-          // Sixteen bytes at a time need rows that start at multiples of that.
-          if (at.row_stride % 8 == 0) {
-            tile.store(out + chunk * 64, at.row_stride, rows, columns);
-          } else {
-            tile.store_singly(out + chunk * 64, at.row_stride, rows, columns);
-          }
-        });
+        store_chunk(e_, staging, tile,
+                    {&e_.boxes[0], at.column0 + chunk * 64, at.row0 + row, at.expert0},
+                    out + chunk * 64, rows, columns);
       });
     }
 
@@ -214,6 +256,24 @@ struct StoreTile {
     int m_first_;
     std::uint32_t staging_;
   };
+
+ private:
+  /// A filled staging tile: as `box`, or by rows from `out` on where that would reach past the
+  /// expert's last row. `rows` and `columns` are what is left of the matrix.
+  template <class AnyStaging, class T>
+  static __device__ __forceinline__ void store_chunk(const Params& e, AnyStaging& staging,
+                                                     const WarpTile& tile, const Box& box, T* out,
+                                                     int rows, int columns) {
+    const bool whole = At::kClips || (e.boxed && rows >= WarpTile::kRows);
+    staging.send(tile, box, whole, [&] {
+      // Sixteen bytes at a time need rows that start at multiples of that.
+      if (e.row_stride % 8 == 0) {
+        tile.store(out, e.row_stride, rows, columns);
+      } else {
+        tile.store_singly(out, e.row_stride, rows, columns);
+      }
+    });
+  }
 };
 
 }  // namespace sonicmoe::cuda

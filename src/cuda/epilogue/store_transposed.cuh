@@ -21,6 +21,50 @@ struct StoreTransposed {
   static constexpr int kBlocks = 0;
 
   template <class Traits>
+  struct HeldTile {
+    HeldChunks<Traits::kN / 64> chunks;
+    int half, row, column, expert;  ///< of this warpgroup's part, in one of two tensor maps
+    int rows;                       ///< left of the matrix from there on
+  };
+  template <class Traits>
+  using Held = std::conditional_t<kPlain, HeldTile<Traits>, HoldsNothing::Held<Traits>>;
+
+  /// Sends the next chunk of a held tile, all warps of a warpgroup together; false if there is
+  /// none.
+  template <class Traits>
+  static __device__ __forceinline__ bool send(const Params& e, Held<Traits>& held,
+                                              std::uint32_t staging, int consumer) {
+    if constexpr (!kPlain) {
+      return false;
+    } else {
+      return held.chunks.next([&](auto index, const std::uint32_t* words) {
+        constexpr int chunk = decltype(index)::value;
+        if (held.rows <= chunk * 64) return;
+        const int t = here(static_cast<int>(threadIdx.x)) % 128;
+        const int warp = uniform(t / 32), lane = t % 32;
+        const auto everyone_once_read = [&] {
+          if (warp == 0 && lane == 0) store_wait_read<0>();
+          named_barrier(2 + consumer, 128);
+        };
+        // The tile before may have ended with any chunk.
+        if (chunk == 0) everyone_once_read();
+        const WarpgroupTile tile = staging_tile(uniform(staging), chunk, warp, lane);
+        const int half = uniform(here(held.half)), expert = uniform(here(held.expert));
+        const int row = uniform(here(held.row)) + chunk * 64, column = uniform(here(held.column));
+        tile.put(words);
+        fence_async_proxy();
+        // Past the barrier this tile is full, and the other one, which the chunk before left
+        // through, is free.
+        everyone_once_read();
+        if (warp == 0 && lane == 0) {
+          store_box(&e.boxes[half], tile.address(), column, row, expert);
+          store_commit();
+        }
+      });
+    }
+  }
+
+  template <class Traits>
   class Run {
    public:
     using T = typename Traits::T;
@@ -35,17 +79,26 @@ struct StoreTransposed {
     __device__ __forceinline__ void begin(float (&)[1][kCount]) {}
     /// Beside the main loop: the copy engine has read what the tile before has left in staging.
     __device__ __forceinline__ void prefetch() {
+      if (kPlain) return;  // send() waits
       if (threadIdx.x % 128 == 0) store_wait_read<0>();
       everyone();
     }
 
-    __device__ __forceinline__ void finish(float (&acc)[1][kCount], const EpilogueBlocks<Traits>&) {
+    __device__ __forceinline__ void finish(float (&acc)[1][kCount], Held<Traits>& held,
+                                           const EpilogueBlocks<Traits>&) {
       const int half = tile_.shared >= p_.shared_half;
       const int row = (tile_.shared - half * p_.shared_half) * Traits::kN;
       const int column = tile_.own * kOwn + m_first_ * 64;
       if (column >= e_.columns) return;
       const Place at = in_expert(e_, tile_, row, column);
-      if (!kPlain && e_.f32) {
+      if constexpr (kPlain) {
+        held.half = half;
+        held.row = at.row0;
+        held.column = at.column0;
+        held.expert = at.expert0;
+        held.rows = at.rows;
+        held.chunks.template keep<T>(acc[0]);
+      } else if (e_.f32) {
         store_f32(static_cast<float*>(e_.out[half]) + at.start, at, acc[0]);
       } else {
         store_16(static_cast<T*>(e_.out[half]) + at.start, &e_.boxes[half], at, acc[0]);
@@ -65,10 +118,8 @@ struct StoreTransposed {
         constexpr int chunk = decltype(index)::value;
         const int rows = at.rows - chunk * 64;
         if (rows <= 0) return;
-        const WarpgroupTile tile(
-            staging_ - warp * kWarpBytes + chunk % kTiles * WarpgroupTile::kBytes, warp, t % 32);
-        fill<chunk>(tile, acc,
-                    !kPlain && e_.accumulate ? out + chunk * 64 * at.row_stride : nullptr,
+        const WarpgroupTile tile = staging_tile(staging_, chunk, warp, t % 32);
+        fill<chunk>(tile, acc, e_.accumulate ? out + chunk * 64 * at.row_stride : nullptr,
                     at.row_stride, rows, at.columns);
         fence_async_proxy();
         // Past the barrier this tile is full, and the other one, which the chunk before left
@@ -105,6 +156,14 @@ struct StoreTransposed {
     int m_first_;
     std::uint32_t staging_;
   };
+
+ private:
+  /// From the address of the warp's part of staging, where the chunk's tile of the warpgroup lies.
+  static __device__ __forceinline__ WarpgroupTile staging_tile(std::uint32_t staging, int chunk,
+                                                               int warp, int lane) {
+    const std::uint32_t first = staging - warp * kWarpBytes;
+    return {first + chunk % kTiles * WarpgroupTile::kBytes, warp, lane};
+  }
 };
 
 }  // namespace sonicmoe::cuda

@@ -55,8 +55,10 @@ struct Traits {
   static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = kGathers ? 72 : 40;
-  static constexpr int kConsumerRegisters = kGathers ? 216 : 232;
+  static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows ? 72 : kGathers ? 56 : 40;
+  static constexpr int kConsumerRegisters = kOwnLoad == Own::gather_rows ? 216
+                                            : kGathers                   ? 224
+                                                                         : 232;
 
   // g++ 12 makes one of decltype(parameter) under `if constexpr` in nested generic lambdas, where
   // nvcc does not: the host would launch a kernel that was never compiled.
@@ -207,8 +209,7 @@ __device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Trait
 }
 
 /// The next tile; false at the end. Every lane says that it has read it: for racecheck, to which
-/// the arrival of one says nothing about the others of its warp. The first lane's copy goes to all,
-/// though they are the same: what the compiler sees to be so, it computes once for the warp.
+/// the arrival of one says nothing about the others of its warp.
 template <class Traits>
 __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles,
                                      Tile* tile) {
@@ -222,12 +223,8 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
       : "r"(at)
       : "memory");
   mbarrier_arrive(memory.taken(tiles.slot()));
-  const auto from_first = [](int& field) { field = __shfl_sync(~0u, field, 0); };
-  from_first(tile->expert);
-  from_first(tile->own);
-  from_first(tile->shared);
-  from_first(tile->first_row);
-  from_first(tile->rows);
+  *tile = {uniform(tile->expert), uniform(tile->own), uniform(tile->shared),
+           uniform(tile->first_row), uniform(tile->rows)};
   ++tiles.count;
   return tile->expert >= 0;
 }
@@ -396,12 +393,13 @@ __device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::k
 }
 
 /// acc = the products of all k blocks of a tile, added to what is there if the epilogue says so.
-/// Calls during() beside those of the first.
-template <class Traits, class During>
+/// Calls during() beside those of the first, send() beside those of each in
+/// the loop, and issued() when the last are on their way.
+template <class Traits, class During, class Send, class Issued>
 __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
                                          float (&acc)[Traits::kMBlocks][Traits::kN / 2],
-                                         During&& during) {
+                                         During&& during, Send&& send, Issued&& issued) {
   constexpr Major kMajorA = Traits::kOwnMajor;
   constexpr Major kMajorB = Traits::kSharedMajor;
   const std::uint32_t first_a =
@@ -442,6 +440,8 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
     wgmma_commit();
     pin_all();
     if (block == 0) during();
+    // In the loop: another copy of its code beside the first block gains nothing.
+    if constexpr (std::is_same_v<decltype(later), int>) send();
     // A stage goes back once the next block is being multiplied.
     wgmma_wait<1>();
     if (previous >= 0) release(memory, previous);
@@ -479,6 +479,7 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
       ++pipe.count;
     }
   }
+  issued();
   wgmma_wait<0>();
   pin_all();
   release(memory, previous);
@@ -491,8 +492,13 @@ __device__ __forceinline__ void consume(const GemmParams& p,
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
   Tile tile;
-  const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32) - 4;
   constexpr int kBlocks = Traits::kEpilogueBlocks;
+  // What the tile before has left to store.
+  typename Traits::Epilogue::template Held<Traits> held;
+  const auto send = [&] {
+    return Traits::Epilogue::template send<Traits>(epilogue, held, memory.warp(warp), consumer);
+  };
   // The tile before may still be stored from its last stage. `pipe` is where this one begins.
   const auto give_back = [&] {
     if (kBlocks == 0 || pipe.count == 0) return;
@@ -528,12 +534,18 @@ __device__ __forceinline__ void consume(const GemmParams& p,
                                                         memory.warp(warp));
     run.begin(acc);
     wait_for_turn();
-    multiply<Traits>(memory, pipe, blocks, tile.rows, m_first, acc, [&] {
-      give_back();
-      run.prefetch();
-    });
-    end_turn();
-    run.finish(acc, EpilogueBlocks<Traits>(memory, pipe));
+    multiply<Traits>(
+        memory, pipe, blocks, tile.rows, m_first, acc,
+        [&] {
+          give_back();
+          run.prefetch();
+        },
+        send, end_turn);
+    while (send()) {  // where chunks outnumber blocks
+    }
+    run.finish(acc, held, EpilogueBlocks<Traits>(memory, pipe));
+  }
+  while (send()) {
   }
   store_wait();
 }
@@ -545,8 +557,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) char raw[];
   const SharedMemory<Traits> memory{shared_address(raw)};
   const int rank = static_cast<int>(cluster_rank());
-  // The role, the same for all lanes of a warp in the compiler's eyes too.
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  const int warpgroup = uniform(static_cast<int>(threadIdx.x) / 128);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kStages; ++i) {
       // The leader's expect, and one arrival of each gathering thread.

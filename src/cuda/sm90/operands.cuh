@@ -83,10 +83,15 @@ struct NoGather {
 
 /// Rows of a (T, width) tensor by token id, along M: the K-contiguous tile of 128 rows x 64 k.
 /// Eight threads fetch the 128 bytes of a row; thread t serves rows t/8, t/8 + 16, ...
+///
+/// Rows of M do not mix, so lines past the expert's last row may hold anything: those of 32 rows of
+/// which none is there keep what they had, other lines repeat the last row. That all eight copies
+/// of a block are of one form is worth more than what they save: with another for partial tiles
+/// beside it, each copy of either waits for its own predicate.
 class RowGather {
  public:
   struct Ahead {
-    int token[8];  ///< -1: past the expert's last row; reads as zero
+    int token[8];
   };
   template <class Params>
   static __device__ __forceinline__ Ahead look_up(const Params& p, const Tile& tile) {
@@ -94,8 +99,9 @@ class RowGather {
     Ahead ahead;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = tile.own * kOwn + t / 8 + 16 * i;
-      ahead.token[i] = row < tile.rows ? p.row_tokens[tile.first_row + row] : -1;
+      // A tile without rows is of an expert that has some.
+      const int row = max(min(tile.own * kOwn + t / 8 + 16 * i, tile.rows - 1), 0);
+      ahead.token[i] = p.row_tokens[tile.first_row + row];
     }
     return ahead;
   }
@@ -105,6 +111,7 @@ class RowGather {
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
     const int width = p.gathered_width;
     left_ = width - t % 8 * 8;
+    rows_ = tile.rows - tile.own * kOwn;
     // The swizzle: 16-byte piece c of line r lies at piece c ^ (r % 8). All our rows agree in r
     // % 8.
     place_ = t / 8 * kLineBytes + ((t % 8) ^ (t / 8 % 8)) * 16;
@@ -112,23 +119,16 @@ class RowGather {
     for (int i = 0; i < 8; ++i) {
       from_[i] = static_cast<const char*>(p.gathered) +
                  (static_cast<std::int64_t>(ahead.token[i]) * width + t % 8 * 8) * 2;
-      rows_ |= (ahead.token[i] >= 0) << i;
     }
-    full_ = tile.rows - tile.own * kOwn >= kOwn;
   }
 
   /// Calls with block = 0, 1, 2, ... in order.
   __device__ __forceinline__ void load(std::uint32_t stage, int) {
     const std::uint32_t to = stage + place_;
-    if (full_ && left_ >= kK) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
       // The next block wants the bytes beside these.
-#pragma unroll
-      for (int i = 0; i < 8; ++i) copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        copy_async_16(to + i * 16 * kLineBytes, from_[i], left_ > 0 && (rows_ >> i & 1));
-      }
+      if (i / 2 * 32 < rows_) copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i], left_ > 0);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) from_[i] += kLineBytes;
@@ -139,9 +139,8 @@ class RowGather {
  private:
   const char* from_[8];  // this thread's piece of each of its rows
   std::uint32_t place_;
-  unsigned rows_ = 0;  // bit i: row i of this thread's exists
-  int left_;           // columns from this thread's piece on
-  bool full_;
+  int rows_;  // from the tile's first on; none where the peer alone has some
+  int left_;  // columns from this thread's piece on
 };
 
 /// Offsets of rows count pieces of 16 bytes, so that 32 bits reach 64 GiB; this one is no row.
@@ -171,18 +170,18 @@ class ContractionGather {
     left_ = width - column - piece * 8;
     full_ = column + kOwn <= width;
     place_ = line_ * kLineBytes + (piece ^ (line_ % 8)) * 16;
-    first_ = token_of(0);
-    second_ = token_of(2);
+    next_ = token_of(0);
   }
 
   /// Calls with block = 0, 1, 2, ... in order.
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
     // A warp serves 16 k of a block, so its 32 lanes hold the offsets of two blocks, and the tokens
-    // of four more are asked for: they come no sooner than the copies asked for before them.
-    if (block % 4 == 0) {
-      take(&first_, block);
-    } else if (block % 4 == 2) {
-      take(&second_, block);
+    // of two more are asked for: they come no sooner than the copies asked for before them. Nothing
+    // touches those in between, not even to move them to other registers: that would wait for
+    // memory.
+    if (block % 2 == 0) {
+      offset_ = next_ < 0 ? kNoRow : static_cast<std::uint32_t>(next_) * row_pieces_;
+      next_ = token_of(block + 2);
     }
     const char* from[4];
     unsigned rows = 0;
@@ -215,13 +214,6 @@ class ContractionGather {
     }
   }
 
-  /// Uses a token that has come, and asks for the one four blocks on. Nothing but this may touch it
-  /// in between, not even to move it to another register: that would wait for memory.
-  __device__ __forceinline__ void take(int* token, int block) {
-    offset_ = *token < 0 ? kNoRow : static_cast<std::uint32_t>(*token) * row_pieces_;
-    *token = token_of(block + 4);
-  }
-
   /// The token of this lane's row of blocks `block` and `block` + 1; negative: there is none.
   __device__ __forceinline__ int token_of(int block) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -241,7 +233,7 @@ class ContractionGather {
   bool full_;
   std::uint32_t place_;
   std::uint32_t offset_ = kNoRow;
-  int first_, second_;  // tokens of the next blocks 4 i and 4 i + 1, and 4 i + 2 and 4 i + 3
+  int next_;  // the token of this lane's row of the two blocks after those of `offset_`
 };
 
 }  // namespace sonicmoe::cuda
