@@ -95,13 +95,6 @@ class WarpTile {
 
   __device__ __forceinline__ std::uint32_t address() const { return address_; }
 
-  /// All four blocks along the columns.
-  __device__ __forceinline__ void put(const std::uint32_t* words) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      put(i, {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
-    }
-  }
   /// Block `i` of four along the columns.
   __device__ __forceinline__ void put(int i, const Block& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at(i)),
@@ -202,13 +195,6 @@ class WarpgroupTile {
 
   __device__ __forceinline__ std::uint32_t address() const { return address_; }
 
-  /// All four blocks along the columns of the accumulators.
-  __device__ __forceinline__ void put(const std::uint32_t* words) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      put(i, {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
-    }
-  }
   /// Block `i` of four: columns 16 i to 16 i + 15 of the accumulators, rows here.
   __device__ __forceinline__ void put(int i, const Block& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
@@ -250,9 +236,9 @@ struct Box {
   int column, row, expert;
 };
 
-/// A warp's staging tiles, filled and sent away in turn, one group of stores for each. Whoever
-/// makes one has seen to it that tiles up to `turn` have been read, or counts on from the groups
-/// before.
+/// A warp's staging tiles, filled and sent away in turn, one group of stores for each: next()
+/// counts those. A new one either goes on where the groups before have ended (`turn`), or begins
+/// once the copy engine has read everything.
 template <int kTiles>
 class Staging {
  public:
@@ -301,24 +287,34 @@ class HeldChunks {
   template <class T>
   __device__ __forceinline__ void keep(const float (&acc)[kChunks * 32]) {
 #pragma unroll
-    for (int i = 0; i < kChunks * 16; ++i) words_[i] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
+    for (int i = 0; i < kChunks * 16; ++i) {
+      blocks_[i / 4].w[i % 4] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
+    }
     next_ = 0;
   }
-  /// Calls send(chunk, words) with the next chunk, known to the compiler; false if there is none.
+  /// Calls send(chunk, blocks) with the number of the next chunk, known to the compiler, and its
+  /// four blocks; false if there is none.
   template <class F>
   __device__ __forceinline__ bool next(F&& send) {
     if (next_ >= kChunks) return false;
     static_for<kChunks>([&](auto chunk) {
-      if (next_ == decltype(chunk)::value) send(chunk, &words_[decltype(chunk)::value * 16]);
+      if (next_ == decltype(chunk)::value) send(chunk, &blocks_[decltype(chunk)::value * 4]);
     });
     ++next_;
     return true;
   }
 
  private:
-  std::uint32_t words_[kChunks * 16];
+  Block blocks_[kChunks * 4];
   int next_ = kChunks;
 };
+
+/// The four blocks of a chunk into a staging tile, a warp's or a warpgroup's.
+template <class Tile>
+__device__ __forceinline__ void put_all(const Tile& tile, const Block* blocks) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) tile.put(i, blocks[i]);
+}
 
 /// Of epilogues that store a tile at once.
 struct HoldsNothing {

@@ -110,7 +110,7 @@ struct StoreActivation : HoldsNothing {
         const WarpTile act(staging_ + chunk % kActTiles * WarpTile::kBytes, lane);
         const bool keeps = e_.preact != nullptr;
         if (keeps) {
-          // H leaves first, and A is computed beside that: not before, says the empty asm.
+          // Stores of H before A's. (The compiler still puts the arithmetic of both before them.)
           put(gate, &acc[chunk * 32]);
           if (kGated) put(up, &acc[kUp + chunk * 32]);
           fence_async_proxy();
@@ -120,10 +120,6 @@ struct StoreActivation : HoldsNothing {
             if (kGated) store_box(&e_.preact_boxes[1], up.address(), unit, at, 0);
           }
           __syncwarp();
-#pragma unroll
-          for (int i = 0; i < 32; ++i) {
-            asm volatile("" : "+f"(acc[chunk * 32 + i])::"memory");
-          }
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

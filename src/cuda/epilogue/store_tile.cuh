@@ -104,6 +104,24 @@ __device__ __forceinline__ void fill(const Staged& tile, float (&acc)[kCount], c
   }
 }
 
+/// A tile that waits to be stored, and where this warp's or warpgroup's part of it goes.
+template <int kChunks>
+struct HeldTile {
+  HeldChunks<kChunks> chunks;
+  int row, column, expert;  ///< in the tensor map
+  int rows;                 ///< left of the matrix from `row` on
+  /// `first`: the part's first row in the tile.
+  template <class T>
+  __device__ __forceinline__ void keep(const float (&acc)[kChunks * 32], const Place& at,
+                                       int first) {
+    row = at.row0 + first;
+    column = at.column0;
+    expert = at.expert0;
+    rows = at.rows - first;
+    chunks.template keep<T>(acc);
+  }
+};
+
 template <class At, bool kBias>
 struct StoreTile {
   using Params = StoreParams;
@@ -118,13 +136,8 @@ struct StoreTile {
   template <class Traits>
   static constexpr bool kHolds = At::kPlain && !Traits::kPingpong;
   template <class Traits>
-  struct HeldTile {
-    HeldChunks<Traits::kN / 64> chunks;
-    int row, column, expert;  ///< of this warp's part in the tensor map
-    int rows;                 ///< left of the matrix from there on
-  };
-  template <class Traits>
-  using Held = std::conditional_t<kHolds<Traits>, HeldTile<Traits>, HoldsNothing::Held<Traits>>;
+  using Held =
+      std::conditional_t<kHolds<Traits>, HeldTile<Traits::kN / 64>, HoldsNothing::Held<Traits>>;
 
   /// Sends the next chunk of a held tile, one warp at a time; false if there is none.
   template <class Traits>
@@ -133,7 +146,7 @@ struct StoreTile {
     if constexpr (!kHolds<Traits>) {
       return false;
     } else {
-      return held.chunks.next([&](auto index, const std::uint32_t* words) {
+      return held.chunks.next([&](auto index, const Block* blocks) {
         constexpr int chunk = decltype(index)::value;
         // One group of stores a chunk, so that a tile's first comes after the last of the one
         // before.
@@ -145,7 +158,7 @@ struct StoreTile {
         const int expert = At::kClips ? uniform(here(held.expert)) : 0;
         if (rows <= 0 || column >= e.columns) return staging.skip();
         const WarpTile tile = staging.next();
-        tile.put(words);
+        put_all(tile, blocks);
         store_chunk(e, staging, tile, {&e.boxes[0], column, row, expert},
                     static_cast<typename Traits::T*>(e.out[0]) + row * e.row_stride + column, rows,
                     e.columns - column);
@@ -195,12 +208,7 @@ struct StoreTile {
       const Place at = At::template place<Traits>(e_, tile_);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       if constexpr (kHolds<Traits>) {
-        const int row = m_first_ * 64 + uniform(t / 32) * 16;
-        held.row = at.row0 + row;
-        held.column = at.column0;
-        held.expert = at.expert0;
-        held.rows = at.rows - row;
-        held.chunks.template keep<T>(acc[0]);
+        held.template keep<T>(acc[0], at, m_first_ * 64 + uniform(t / 32) * 16);
       } else {
         Staging<kTiles> staging(staging_, t % 32);
         static_for<Traits::kMBlocks>([&](auto index) {
@@ -260,8 +268,8 @@ struct StoreTile {
  private:
   /// A filled staging tile: as `box`, or by rows from `out` on where that would reach past the
   /// expert's last row. `rows` and `columns` are what is left of the matrix.
-  template <class AnyStaging, class T>
-  static __device__ __forceinline__ void store_chunk(const Params& e, AnyStaging& staging,
+  template <class T>
+  static __device__ __forceinline__ void store_chunk(const Params& e, Staging<kTiles>& staging,
                                                      const WarpTile& tile, const Box& box, T* out,
                                                      int rows, int columns) {
     const bool whole = At::kClips || (e.boxed && rows >= WarpTile::kRows);

@@ -21,13 +21,11 @@ struct StoreTransposed {
   static constexpr int kBlocks = 0;
 
   template <class Traits>
-  struct HeldTile {
-    HeldChunks<Traits::kN / 64> chunks;
-    int half, row, column, expert;  ///< of this warpgroup's part, in one of two tensor maps
-    int rows;                       ///< left of the matrix from there on
+  struct HeldHalf : HeldTile<Traits::kN / 64> {
+    int half;  ///< which tensor map
   };
   template <class Traits>
-  using Held = std::conditional_t<kPlain, HeldTile<Traits>, HoldsNothing::Held<Traits>>;
+  using Held = std::conditional_t<kPlain, HeldHalf<Traits>, HoldsNothing::Held<Traits>>;
 
   /// Sends the next chunk of a held tile, all warps of a warpgroup together; false if there is
   /// none.
@@ -37,7 +35,7 @@ struct StoreTransposed {
     if constexpr (!kPlain) {
       return false;
     } else {
-      return held.chunks.next([&](auto index, const std::uint32_t* words) {
+      return held.chunks.next([&](auto index, const Block* blocks) {
         constexpr int chunk = decltype(index)::value;
         if (held.rows <= chunk * 64) return;
         const int t = here(static_cast<int>(threadIdx.x)) % 128;
@@ -51,7 +49,7 @@ struct StoreTransposed {
         const WarpgroupTile tile = staging_tile(uniform(staging), chunk, warp, lane);
         const int half = uniform(here(held.half)), expert = uniform(here(held.expert));
         const int row = uniform(here(held.row)) + chunk * 64, column = uniform(here(held.column));
-        tile.put(words);
+        put_all(tile, blocks);
         fence_async_proxy();
         // Past the barrier this tile is full, and the other one, which the chunk before left
         // through, is free.
@@ -93,11 +91,7 @@ struct StoreTransposed {
       const Place at = in_expert(e_, tile_, row, column);
       if constexpr (kPlain) {
         held.half = half;
-        held.row = at.row0;
-        held.column = at.column0;
-        held.expert = at.expert0;
-        held.rows = at.rows;
-        held.chunks.template keep<T>(acc[0]);
+        held.template keep<T>(acc[0], at, 0);
       } else if (e_.f32) {
         store_f32(static_cast<float*>(e_.out[half]) + at.start, at, acc[0]);
       } else {
