@@ -56,6 +56,7 @@ SANITIZED = ":".join(
         "Kernels/ExactWeightGradient.AnyNumberOfRows/cuda_up_proj_wgrad_256x128",
         "Beside.SmallShape",
         "Aggregate.RoutersPart*",
+        "ScoreGrad.*",
         "Metadata.CountsOfTopKQuick",
         "Metadata.WrongCountsOfTopKLeadNowhere",
     ]

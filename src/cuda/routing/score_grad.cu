@@ -1,5 +1,5 @@
 // From the scores' gradients, row by row, to slot order (lists) or through the router to dense
-// dlogits: sums over the K, softmax backward and the zeros in one pass, a token per warp.
+// dlogits: sums over the K, softmax backward and the zeros in one pass.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -9,8 +9,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 8;             // tokens of a block
-constexpr std::int64_t kTile = 1024;  // experts of a row at a time, in shared memory
+constexpr int kWarps = 8;                      // of a block
+constexpr std::int64_t kRowsBytes = 48 << 10;  // of shared memory, at most, for a block's rows
+constexpr std::int64_t kTile = 1024;           // experts of a row at a time, in shared memory
 
 /// Gradient of a slot's score; slots without a row have none.
 struct SlotGradients {
@@ -29,101 +30,173 @@ __global__ void to_slot_order(SlotGradients gradient, std::int64_t slots, float*
   if (s < slots) dscores[s] = gradient(s);
 }
 
-/// kAllExperts: scores are probabilities p, so dlogit_e = p_e (g_e - inner) for every expert; else
-/// scores have a softmax of their own and dlogit_k = s_k (g_k - inner). inner = sum_k g_k s_k.
-/// kLanes lanes have a token's entries: all 32 for more than 16 of them, or where all experts have
-/// something to do; else the loads of several tokens are on their way together.
-template <class T, bool kAllExperts, int kLanes>
+/// Scores with a softmax of their own, up to kLanes entries a token: dlogit_k = s_k (g_k - inner),
+/// inner = sum_k g_k s_k. kLanes lanes have a token's entries, so the loads of a warp's tokens are
+/// on their way together, and so are their rows, put together in shared memory and written whole,
+/// in pieces of 16 bytes, of which a warp's rows are a multiple.
+template <class T, int kLanes, bool kAdds>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    score_grad_rows(SlotGradients gradient, const float* slot_scores,
+                    const std::int32_t* slot_experts, const T* dlogits_in, T* dlogits,
+                    std::int64_t tokens, std::int32_t experts, std::int32_t top_k) {
+  constexpr int kTokens = kWarp / kLanes;
+  constexpr int kPiece = 16 / sizeof(T);
+  extern __shared__ uint4 rows[];  // (kWarps, kTokens, experts)
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const std::int64_t first_token = (std::int64_t{blockIdx.x} * kWarps + warp) * kTokens;
+  const int pieces = kTokens * experts / kPiece;
+  uint4* const mine = rows + warp * pieces;
+  T* const values = reinterpret_cast<T*>(mine);
+  if constexpr (!kAdds) {
+#pragma unroll 2
+    for (int i = lane_id(); i < pieces; i += kWarp) mine[i] = uint4{};
+  }
+  wait_for_previous();
+  let_next_start();
+  const int left = static_cast<int>(min(std::int64_t{kTokens}, tokens - first_token));
+  const int token = lane_id() / kLanes;
+  const int entry = lane_id() % kLanes;
+  const bool has = entry < top_k && token < left;
+  const std::int64_t at = (first_token + token) * top_k + entry;
+  const float g = has ? gradient(at) : 0.0f;
+  const float s = has ? slot_scores[at] : 0.0f;
+  const std::int32_t e = has ? slot_experts[at] : -1;
+  const int count = left * experts;  // below 0 past the last token
+  const int whole = count / kPiece;
+  if constexpr (kAdds) {
+    const T* const from = dlogits_in + first_token * experts;
+    const auto plus_zero = [](T x) { return from_float<T>(math::add(0.0f, to_float(x))); };
+    for (int i = lane_id(); i < whole; i += kWarp) {
+      const uint4 bits = reinterpret_cast<const uint4*>(from)[i];
+      T outside[kPiece];
+      memcpy(outside, &bits, sizeof bits);
+#pragma unroll
+      for (T& x : outside) x = plus_zero(x);
+      memcpy(&mine[i], outside, sizeof bits);
+    }
+    for (int i = whole * kPiece + lane_id(); i < count; i += kWarp) values[i] = plus_zero(from[i]);
+  }
+  float inner = 0.0f;  // every lane of a token the same sum, in slot order
+#pragma unroll
+  for (int l = 0; l < kLanes; ++l) {
+    const float g_l = __shfl_sync(kAllLanes, g, l, kLanes);
+    const float s_l = __shfl_sync(kAllLanes, s, l, kLanes);
+    if (l < top_k) inner = math::fma(g_l, s_l, inner);
+  }
+  __syncwarp();
+  if (e >= 0 && e < experts) {  // a token's experts differ
+    float outside = 0.0f;
+    if constexpr (kAdds) outside = to_float(dlogits_in[(first_token + token) * experts + e]);
+    const float d = math::mul(s, math::sub(g, inner));
+    values[token * experts + e] = from_float<T>(math::add(d, outside));
+  }
+  __syncwarp();
+  T* const to = dlogits + first_token * experts;
+#pragma unroll 2
+  for (int i = lane_id(); i < whole; i += kWarp) reinterpret_cast<uint4*>(to)[i] = mine[i];
+  // The last tokens' need not be whole pieces.
+  for (int i = whole * kPiece + lane_id(); i < count; i += kWarp) to[i] = values[i];
+}
+
+/// Any other case, a token per warp. kAllExperts: scores are probabilities p, so dlogit_e = p_e
+/// (g_e - inner) for every expert.
+template <class T, bool kAllExperts>
 __global__ void __launch_bounds__(kWarps* kWarp, 3)
     score_grad(SlotGradients gradient, const float* slot_scores, const std::int32_t* slot_experts,
                const T* logits, const T* dlogits_in, T* dlogits, std::int64_t tokens,
                std::int64_t experts, int top_k, int tile) {
-  constexpr int kTokens = kWarp / kLanes;
-  static_assert(!kAllExperts || kTokens == 1);
   extern __shared__ float tiles[];  // (kWarps, tile)
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const std::int64_t first_token = (std::int64_t{blockIdx.x} * kWarps + warp) * kTokens;
+  const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + warp;
   wait_for_previous();
   let_next_start();
-  if (first_token >= tokens) return;
+  if (t >= tokens) return;
   float* const grad = tiles + warp * tile;
 
-  // Lane k of a token has entry k; the few tokens with more load the others twice.
-  const int my_token = lane_id() / kLanes;
-  const std::int64_t first = (first_token + my_token) * top_k;
-  const int my_entry = lane_id() % kLanes;
-  const bool has = my_entry < top_k && first_token + my_token < tokens;
-  const std::int32_t my_expert = has ? slot_experts[first + my_entry] : 0;
-  const float my_score = has ? slot_scores[first + my_entry] : 0.0f;
-  const float my_gradient = has ? gradient(first + my_entry) : 0.0f;
-  float inner = 0.0f;  // every lane of a token the same sum, in slot order
-  for (int k0 = 0; k0 < top_k; k0 += kLanes) {
-    const int k = k0 + my_entry;
+  // Lane k has entry k; the few tokens with more than 32 load the others twice.
+  const std::int64_t first = t * top_k;
+  const bool has = lane_id() < top_k;
+  const std::int32_t my_expert = has ? slot_experts[first + lane_id()] : 0;
+  const float my_score = has ? slot_scores[first + lane_id()] : 0.0f;
+  const float my_gradient = has ? gradient(first + lane_id()) : 0.0f;
+  float inner = 0.0f;  // every lane the same sum, in slot order
+  for (int k0 = 0; k0 < top_k; k0 += kWarp) {
+    const int k = k0 + lane_id();
     const float g = k0 == 0 ? my_gradient : k < top_k ? gradient(first + k) : 0.0f;
     const float s = k0 == 0 ? my_score : k < top_k ? slot_scores[first + k] : 0.0f;
-    const int left = min(kLanes, top_k - k0);
+    const int left = min(kWarp, top_k - k0);
 #pragma unroll 4
     for (int l = 0; l < left; ++l) {
-      inner = math::fma(__shfl_sync(kAllLanes, g, l, kLanes), __shfl_sync(kAllLanes, s, l, kLanes),
-                        inner);
+      inner = math::fma(__shfl_sync(kAllLanes, g, l), __shfl_sync(kAllLanes, s, l), inner);
     }
   }
   RowSoftmax softmax{};
-  if constexpr (kAllExperts) softmax = row_softmax(logits + first_token * experts, experts);
+  if constexpr (kAllExperts) softmax = row_softmax(logits + t * experts, experts);
 
-  // The whole warp writes a row after the other.
-  for (int i = 0; i < kTokens; ++i) {
-    const std::int64_t t = first_token + i;
-    if (t >= tokens) break;
-    for (std::int64_t e0 = 0; e0 < experts; e0 += tile) {
-      const int n = static_cast<int>(min(std::int64_t{tile}, experts - e0));
-      for (int e = lane_id(); e < n; e += kWarp) {
-        grad[e] = 0.0f;
-        if constexpr (kAllExperts) {
-          grad[e] = math::mul(-softmax.probability(to_float(logits[t * experts + e0 + e])), inner);
-        }
+  for (std::int64_t e0 = 0; e0 < experts; e0 += tile) {
+    const int n = static_cast<int>(min(std::int64_t{tile}, experts - e0));
+    for (int e = lane_id(); e < n; e += kWarp) {
+      grad[e] = 0.0f;
+      if constexpr (kAllExperts) {
+        grad[e] = math::mul(-softmax.probability(to_float(logits[t * experts + e0 + e])), inner);
       }
-      __syncwarp();
-      for (int k = my_entry; my_token == i && k < top_k; k += kLanes) {  // its experts differ
-        const std::int64_t e = (k < kLanes ? my_expert : slot_experts[first + k]) - e0;
-        if (e < 0 || e >= n) continue;
-        const float g = k < kLanes ? my_gradient : gradient(first + k);
-        const float s = k < kLanes ? my_score : slot_scores[first + k];
-        grad[e] =
-            kAllExperts ? math::add(grad[e], math::mul(s, g)) : math::mul(s, math::sub(g, inner));
-      }
-      __syncwarp();
-      for (int e = lane_id(); e < n; e += kWarp) {
-        const std::int64_t at = t * experts + e0 + e;
-        const float outside = dlogits_in == nullptr ? 0.0f : to_float(dlogits_in[at]);
-        dlogits[at] = from_float<T>(math::add(grad[e], outside));
-      }
-      __syncwarp();
     }
+    __syncwarp();
+    for (int k = lane_id(); k < top_k; k += kWarp) {  // the token's experts differ
+      const std::int64_t e = (k < kWarp ? my_expert : slot_experts[first + k]) - e0;
+      if (e < 0 || e >= n) continue;
+      const float g = k < kWarp ? my_gradient : gradient(first + k);
+      const float s = k < kWarp ? my_score : slot_scores[first + k];
+      grad[e] =
+          kAllExperts ? math::add(grad[e], math::mul(s, g)) : math::mul(s, math::sub(g, inner));
+    }
+    __syncwarp();
+    for (int e = lane_id(); e < n; e += kWarp) {
+      const std::int64_t at = t * experts + e0 + e;
+      const float outside = dlogits_in == nullptr ? 0.0f : to_float(dlogits_in[at]);
+      dlogits[at] = from_float<T>(math::add(grad[e], outside));
+    }
+    __syncwarp();
   }
+}
+
+/// Lanes for a token in score_grad_rows; 0: not for that kernel.
+template <class T>
+int lanes_of(const ScoreGradDesc& d) {
+  if (needs_logits(d.mode, d.norm_topk_probs)) return 0;
+  for (int lanes = 4; lanes <= 16; lanes *= 2) {
+    const std::int64_t of_warp = kWarp / lanes * d.experts * static_cast<std::int64_t>(sizeof(T));
+    if (d.top_k <= lanes && of_warp % 16 == 0 && kWarps * of_warp <= kRowsBytes) return lanes;
+  }
+  return 0;
+}
+
+template <class T, bool kAdds>
+void start_rows(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exec, int lanes) {
+  const std::int64_t together = kWarps * (kWarp / lanes);
+  launch_early(lanes == 4   ? score_grad_rows<T, 4, kAdds>
+               : lanes == 8 ? score_grad_rows<T, 8, kAdds>
+                            : score_grad_rows<T, 16, kAdds>,
+               blocks_for(d.tokens, together), kWarps * kWarp,
+               static_cast<std::size_t>(together * d.experts) * sizeof(T), stream_of(exec),
+               SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
+               static_cast<const T*>(a.dlogits_in), static_cast<T*>(a.dlogits), d.tokens,
+               static_cast<std::int32_t>(d.experts), static_cast<std::int32_t>(d.top_k));
 }
 
 template <class T>
 Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exec) {
-  const int tile = static_cast<int>(std::min(d.experts, kTile));
-  const std::size_t bytes = 4 * static_cast<std::size_t>(kWarps * tile);
-  const auto start = [&](auto kernel, int lanes) {
-    launch_early(kernel, blocks_for(d.tokens, kWarps * (kWarp / lanes)), kWarps * kWarp, bytes,
-                 stream_of(exec), SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores,
-                 a.slot_experts, static_cast<const T*>(a.logits),
-                 static_cast<const T*>(a.dlogits_in), static_cast<T*>(a.dlogits), d.tokens,
-                 d.experts, static_cast<int>(d.top_k), tile);
-  };
-  if (needs_logits(d.mode, d.norm_topk_probs)) {
-    start(score_grad<T, true, kWarp>, kWarp);
-  } else if (d.top_k <= 4) {
-    start(score_grad<T, false, 4>, 4);
-  } else if (d.top_k <= 8) {
-    start(score_grad<T, false, 8>, 8);
-  } else if (d.top_k <= 16) {
-    start(score_grad<T, false, 16>, 16);
+  if (const int lanes = lanes_of<T>(d); lanes > 0) {
+    a.dlogits_in == nullptr ? start_rows<T, false>(d, a, exec, lanes)
+                            : start_rows<T, true>(d, a, exec, lanes);
   } else {
-    start(score_grad<T, false, kWarp>, kWarp);
+    const int tile = static_cast<int>(std::min(d.experts, kTile));
+    launch_early(
+        needs_logits(d.mode, d.norm_topk_probs) ? score_grad<T, true> : score_grad<T, false>,
+        blocks_for(d.tokens, kWarps), kWarps * kWarp, 4 * static_cast<std::size_t>(kWarps * tile),
+        stream_of(exec), SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
+        static_cast<const T*>(a.logits), static_cast<const T*>(a.dlogits_in),
+        static_cast<T*>(a.dlogits), d.tokens, d.experts, static_cast<int>(d.top_k), tile);
   }
   return launched("score_grad: launch");
 }

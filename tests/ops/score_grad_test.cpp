@@ -1,0 +1,105 @@
+// From row_dscores to dlogits, bit by bit: small integers, of which every step is exact.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "sonicmoe/ops.h"
+#include "tests/device.h"
+#include "verify/buffer.h"
+
+namespace sonicmoe::verify {
+namespace {
+
+/// dlogits of tokens that have top_k experts each, with and without dlogits_in, beside it and in
+/// its place.
+void expect_exact(std::int64_t tokens, std::int64_t experts, std::int64_t top_k, DType dtype) {
+  SCOPED_TRACE(testing::Message() << "T " << tokens << " E " << experts << " K " << top_k << " "
+                                  << name(dtype));
+  ScoreGradDesc desc;
+  desc.tokens = tokens;
+  desc.experts = experts;
+  desc.top_k = top_k;
+  desc.rows = tokens * top_k;
+  desc.dtype = dtype;
+  std::vector<std::int32_t> slot_rows(desc.rows), slot_experts(desc.rows);
+  Tensor row_dscores(desc.rows), scores(desc.rows), dlogits_in(tokens * experts);
+  for (std::int64_t i = 0; i < tokens * experts; ++i) {
+    dlogits_in[i] = static_cast<double>(i % 29) - 14;
+  }
+  Tensor expected(tokens * experts, 0.0);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    double inner = 0;
+    Tensor gradients(top_k);
+    for (std::int64_t k = 0; k < top_k; ++k) {
+      const std::int64_t slot = t * top_k + k;
+      const bool has_row = slot % 7 != 3;
+      // Every row belongs to one slot.
+      slot_rows[slot] = has_row ? static_cast<std::int32_t>(desc.rows - 1 - slot) : -1;
+      row_dscores[desc.rows - 1 - slot] = static_cast<double>((slot * 5 + t) % 7) - 3;
+      gradients[k] = has_row ? row_dscores[desc.rows - 1 - slot] : 0;
+      scores[slot] = static_cast<double>((slot + t) % 3);
+      slot_experts[slot] = static_cast<std::int32_t>((t * 3 + k) % experts);
+      inner += gradients[k] * scores[slot];
+    }
+    for (std::int64_t k = 0; k < top_k; ++k) {
+      const std::int64_t slot = t * top_k + k;
+      expected[t * experts + slot_experts[slot]] = scores[slot] * (gradients[k] - inner);
+    }
+  }
+  const auto run = [&](bool adds, bool in_place) {
+    Arena arena(kDevice);
+    ScoreGradArgs args;
+    args.row_dscores =
+        static_cast<const float*>(arena.input("row_dscores", row_dscores, DType::f32));
+    args.slot_rows = arena.input("slot_rows", slot_rows);
+    args.slot_scores = static_cast<const float*>(arena.input("scores", scores, DType::f32));
+    args.slot_experts = arena.input("slot_experts", slot_experts);
+    if (adds) args.dlogits_in = arena.input("dlogits_in", dlogits_in, dtype);
+    args.dlogits = arena.output("dlogits", dlogits_in.size(), dtype);
+    if (in_place) {
+      arena["dlogits"].put(encode(dlogits_in, dtype));
+      args.dlogits_in = args.dlogits;
+    }
+    const auto plan = make_plan(desc, kDevice, Options{});
+    EXPECT_TRUE(plan.ok()) << plan.status().message();
+    Arena scratch(kDevice);
+    const std::size_t bytes = plan.value().workspace_bytes();
+    const Status status = plan.value().run(args, {scratch.output("workspace", bytes, 256), bytes});
+    EXPECT_TRUE(status.ok()) << status.message();
+    EXPECT_EQ(arena.damage() + scratch.damage(), "");
+    return arena.tensor("dlogits", dtype);
+  };
+  const auto rounded = [&](Tensor values) {
+    for (double& value : values) value = round_to(value, dtype);
+    return values;
+  };
+  const Tensor without = run(false, false);
+  EXPECT_EQ(without, rounded(expected));
+  for (const double value : without) ASSERT_TRUE(value != 0 || !std::signbit(value));
+  for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += dlogits_in[i];
+  EXPECT_EQ(run(true, false), rounded(expected));
+  EXPECT_EQ(run(false, true), rounded(expected));
+}
+
+TEST(ScoreGrad, SoftmaxOverTopKIsExact) {
+  std::vector<DType> types(kTypes.begin(), kTypes.end());
+  if (!kOnCpu) types.push_back(DType::f32);
+  for (const DType dtype : types) {
+    // Entries of a token in 4, 8 and 16 lanes, or in a warp of its own; tokens that leave part of a
+    // warp and of a block without one.
+    for (const std::int64_t top_k : {1, 3, 4, 5, 8, 11, 16, 17, 40}) {
+      for (const std::int64_t tokens : {1, 67}) expect_exact(tokens, 64, top_k, dtype);
+    }
+    // A warp's rows that are whole pieces of 16 bytes, and not; that fill shared memory with more
+    // lanes a token; that do not fit at all, in one turn or in several.
+    for (const std::int64_t experts :
+         {3, 5, 8, 12, 60, 61, 62, 100, 256, 500, 512, 1000, 1536, 1544, 3000}) {
+      for (const std::int64_t top_k : {2, 7, 16}) {
+        if (top_k <= experts) expect_exact(35, experts, top_k, dtype);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sonicmoe::verify
