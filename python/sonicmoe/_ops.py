@@ -134,13 +134,47 @@ def _token_rounding_backward_fake(
 # passed on as it is: another backward may add to it in between, which is no mistake.
 
 
+def _keep_main_grads(ctx, main_grads, inputs, weights):
+    """And where the weights (indices) are among the inputs, as autograd counts: tensors only."""
+    ctx.main_grads = main_grads
+    if main_grads[0] is not None:
+        ctx.weights_at = [sum(torch.is_tensor(t) for t in inputs[:index]) for index in weights]
+
+
+def _reaches(ctx, index):
+    """Whether this backward goes on to what made the tensor input `index`: not where only other
+    gradients were asked for (`autograd.grad`, `backward(inputs=...)`)."""
+    node = ctx.next_functions[index][0]
+    try:
+        return node is not None and _will_execute(node)
+    except RuntimeError:  # a leaf whose gradient autograd.grad was asked for
+        return True
+
+
+def _main_grads(ctx):
+    """What this backward adds the weights' gradients to: nothing where it was asked for neither of
+    them, and a place to forget for the one of two that it was not asked for."""
+    if ctx.main_grads[0] is None or torch.compiler.is_compiling():
+        return ctx.main_grads
+    reached = [_reaches(ctx, index) for index in ctx.weights_at]
+    if not any(reached):
+        return None, None
+    return tuple(
+        main_grad if wanted else torch.empty_like(main_grad)
+        for main_grad, wanted in zip(ctx.main_grads, reached, strict=True)
+    )
+
+
 def _added(main_grads):
     """Tells autograd that the operator has written to them. Tracing finds out from the schema."""
     if main_grads[0] is not None and not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(main_grads)
 
 
-# Missing in a torch that we do not know: then every backward may be followed by another.
+# Missing in a torch that we do not know: then every backward reaches everything ...
+_will_execute = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
+
+# ... and may be followed by another.
 _keeps_graph = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -165,7 +199,7 @@ def _save_for_layer_backward(ctx, inputs, output):
         x, router_w, w1, w2, b2, logits if keeps_logits else None, preact, routing
     )
     ctx.options = options
-    ctx.main_grads = w1_main_grad, w2_main_grad
+    _keep_main_grads(ctx, (w1_main_grad, w2_main_grad), inputs, (2, 4))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -174,6 +208,7 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     if dout is None and dlogits is None:
         return (None,) * 14
     x, router_w, w1, w2, b2, logits, preact, routing = ctx.saved_tensors
+    main_grads = _main_grads(ctx)
     dx, drouter_w, dw1, db1, dw2, db2 = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
@@ -186,10 +221,10 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         preact,
         routing,
         *ctx.options,
-        *ctx.main_grads,
+        *main_grads,
         _place_of_dpreact(ctx, preact),
     )
-    _added(ctx.main_grads)
+    _added(main_grads)
     if b2 is None:
         db1 = db2 = None
     if ctx.main_grads[0] is not None:
@@ -203,7 +238,7 @@ def _save_for_routed_backward(ctx, inputs, output):
     o, counts, preact, routing = output
     ctx.save_for_backward(x, w1, w2, b2, preact, routing)
     ctx.options = activation, concat_layout
-    ctx.main_grads = w1_main_grad, w2_main_grad
+    _keep_main_grads(ctx, (w1_main_grad, w2_main_grad), inputs, (4, 6))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -212,6 +247,7 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
         return (None,) * 13
     x, w1, w2, b2, preact, routing = ctx.saved_tensors
+    main_grads = _main_grads(ctx)
     dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
         dout.contiguous(),
         x,
@@ -221,10 +257,10 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
         preact,
         routing,
         *ctx.options,
-        *ctx.main_grads,
+        *main_grads,
         _place_of_dpreact(ctx, preact),
     )
-    _added(ctx.main_grads)
+    _added(main_grads)
     if b2 is None:
         db1 = db2 = None
     if ctx.main_grads[0] is not None:

@@ -92,6 +92,52 @@ def test_micro_batches_in_any_order():
     expect_added(moe, total, [0, 0])
 
 
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+@pytest.mark.parametrize("add_bias", [False, True])
+def test_only_a_backward_that_is_asked_for_the_weights_adds(routing, add_bias):
+    plain = MoE(E, K, D, N, ActivationType.SWIGLU, add_bias, 0.2, routing=routing, tile=8)
+    moe, _ = fused(plain)
+    for weight in weights(moe):
+        weight.grad_added_to_main_grad = False
+    leaf = torch.randn(T, D, requires_grad=True)
+    wide = wide_gradients(plain, leaf.detach())
+    gradients = [weight.main_grad.clone() for weight in weights(moe)]
+
+    def expect(first, second):
+        """Whether each weight's gradient has been added since the last call."""
+        for i, added in enumerate((first, second)):
+            if added:
+                gradients[i] += wide[i]
+            weight = weights(moe)[i]
+            assert torch.equal(weight.main_grad, gradients[i])
+            assert weight.grad_added_to_main_grad == added
+            weight.grad_added_to_main_grad = False
+            weight.grad = None
+
+    torch.manual_seed(0)
+    plain_x = leaf.detach().requires_grad_()
+    backward(plain, plain_x)
+    for x in (leaf, leaf * 1):  # a leaf, and what another layer gave
+        torch.manual_seed(0)
+        o, aux_loss = moe(x)
+        loss = o.square().sum() + aux_loss
+        (dx,) = torch.autograd.grad(loss, [x], retain_graph=True)
+        assert torch.equal(dx, plain_x.grad)
+        expect(False, False)
+        loss.backward(inputs=[leaf, moe.router.weight], retain_graph=True)
+        expect(False, False)
+        loss.backward(inputs=weights(moe), retain_graph=True)
+        expect(True, True)
+        loss.backward(inputs=[moe.c_fc.weight], retain_graph=True)
+        expect(True, False)
+        loss.backward(inputs=[leaf, moe.c_proj.weight], retain_graph=True)
+        expect(False, True)
+        torch.autograd.grad(loss, [moe.c_fc.weight], retain_graph=True)
+        expect(True, False)
+        loss.backward()
+        expect(True, True)
+
+
 def test_autocast():
     plain = make_module()
     moe, before = fused(plain)
