@@ -90,30 +90,34 @@ TEST(Aggregate, ListsWithScoresAndAddend) {
             filled({35, 1, 3}));
 }
 
-/// The router's part: K slots a token, small integers, so that every order gives the same sum. Of
-/// the experts that a token does not have, gradients and, where nobody has them, weights are NaN.
-void expect_routed(std::int64_t hidden, std::int64_t experts, std::int64_t top_k) {
-  constexpr std::int64_t kTokens = 37;
-  SCOPED_TRACE(testing::Message() << "d " << hidden << " E " << experts << " K " << top_k);
+/// K slots a token, with and without scores, the router's part and an addend: small integers, so
+/// that every order gives the same sum. Of the experts that a token does not have, gradients and,
+/// where nobody has them, weights are NaN.
+void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
+                 std::int64_t top_k) {
+  SCOPED_TRACE(testing::Message() << "T " << tokens << " d " << hidden << " E " << experts << " K "
+                                  << top_k);
   AggregateDesc desc;
-  desc.tokens = kTokens;
-  desc.rows = kTokens * top_k;
+  desc.tokens = tokens;
+  desc.rows = tokens * top_k;
   desc.hidden = hidden;
   desc.top_k = top_k;
   desc.dtype = kTypes[0];
-  desc.experts = experts;
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  Tensor rows(desc.rows * hidden), dlogits(kTokens * experts, nan);
-  Tensor router_w(experts * hidden, nan), expected(kTokens * hidden, 0.0);
+  Tensor rows(desc.rows * hidden), dlogits(tokens * experts, nan), scores(desc.rows);
+  Tensor router_w(experts * hidden, nan);
+  Tensor plain(tokens * hidden, 0.0), weighted = plain, routed = plain;
   std::vector<std::int32_t> slot_rows(desc.rows), slot_experts(desc.rows);
   for (std::int64_t slot = 0; slot < desc.rows; ++slot) {
     const std::int64_t t = slot / top_k;
     // Neighbouring slots have different experts, of which the last one has nobody.
     const std::int64_t e = (t * 5 + slot % top_k) % (experts - 1);
-    slot_rows[slot] = static_cast<std::int32_t>((slot * 7) % desc.rows);
+    // 7919 is prime, and no divisor of the number of rows.
+    slot_rows[slot] = static_cast<std::int32_t>((slot * 7919) % desc.rows);
     slot_experts[slot] = static_cast<std::int32_t>(e);
     if (slot % 11 == 3)
       slot_experts[slot] = slot % 2 == 0 ? -1 : static_cast<std::int32_t>(experts);
+    scores[slot] = static_cast<double>(slot % 3);
     dlogits[t * experts + e] = static_cast<double>(slot % 5) - 2;
     for (std::int64_t j = 0; j < hidden; ++j) {
       rows[slot * hidden + j] = static_cast<double>((slot * 3 + j) % 4);
@@ -122,37 +126,55 @@ void expect_routed(std::int64_t hidden, std::int64_t experts, std::int64_t top_k
   }
   for (std::int64_t slot = 0; slot < desc.rows; ++slot) {
     const std::int64_t t = slot / top_k, e = slot_experts[slot];
+    const bool has_row = slot % 13 != 5, has_expert = e >= 0 && e < experts;
     for (std::int64_t j = 0; j < hidden; ++j) {
-      double& sum = expected[t * hidden + j];
-      if (slot % 13 != 5) sum += rows[slot_rows[slot] * hidden + j];
-      if (e >= 0 && e < experts) {
-        sum += dlogits[t * experts + e] * router_w[e * hidden + j];
-      }
+      const std::int64_t at = t * hidden + j;
+      const double value = has_row ? rows[slot_rows[slot] * hidden + j] : 0.0;
+      plain[at] += value;
+      weighted[at] += scores[slot] * value;
+      routed[at] += value;
+      if (has_expert) routed[at] += dlogits[t * experts + e] * router_w[e * hidden + j];
     }
-    if (slot % 13 == 5) slot_rows[slot] = -1;
+    if (!has_row) slot_rows[slot] = -1;
   }
   const auto rounded = [&](Tensor values) {
     for (double& value : values) value = round_to(value, desc.dtype);
     return values;
   };
-  Inputs in{.rows = rows,
-            .slot_rows = slot_rows,
-            .slot_experts = slot_experts,
-            .dlogits = dlogits,
-            .router_w = router_w};
-  EXPECT_EQ(run(desc, in), rounded(expected));
-  in.addend = rounded(expected);
-  for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += in.addend[i];
-  EXPECT_EQ(run(desc, in), rounded(expected));
+  const auto expect = [&](const Inputs& in, const Tensor& expected) {
+    EXPECT_EQ(run(desc, in), rounded(expected));
+    Inputs more = in;
+    more.addend = rounded(expected);
+    Tensor sum = expected;
+    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += more.addend[i];
+    EXPECT_EQ(run(desc, more), rounded(sum));
+  };
+  Inputs in{.rows = rows, .slot_rows = slot_rows};
+  expect(in, plain);
+  in.scores = scores;
+  expect(in, weighted);
+  desc.experts = experts;
+  in.scores = {};
+  in.slot_experts = slot_experts;
+  in.dlogits = dlogits;
+  in.router_w = router_w;
+  expect(in, routed);
 }
 
-TEST(Aggregate, RoutersPart) {
-  // One thread of columns; several; several turns of them, the last not full.
-  for (const std::int64_t hidden : {8, 72, 512, 2064}) {
-    for (const std::int64_t top_k : {1, 4, 5, 8, 17}) expect_routed(hidden, 40, top_k);
+TEST(Aggregate, SumsOfTopKSlots) {
+  // A few lanes of columns; as many as a warp takes, and a few more; several times that.
+  for (const std::int64_t hidden : {8, 72, 256, 264, 512, 2064}) {
+    // Groups of two, four and eight slots: part of one, all of it, several.
+    for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8, 17}) expect_sums(37, hidden, 40, top_k);
   }
-  // As many entries as there may be, and so many tokens a block that they would not fit.
-  for (const std::int64_t hidden : {8, 16, 264}) expect_routed(hidden, 300, 64);
+  // As many slots as there may be with a router.
+  for (const std::int64_t hidden : {8, 16, 264}) expect_sums(37, hidden, 300, 64);
+}
+
+// More tokens than warps fit at a time, so that each goes round its ring again and again.
+TEST(Aggregate, SumsOfManyTokens) {
+  for (const std::int64_t top_k : {2, 4, 5, 9}) expect_sums(9001, 8, 20, top_k);
+  expect_sums(3001, 520, 20, 3);
 }
 
 // The rows in slot order, + the router's terms in slot order, a sum of their own, + the addend. In

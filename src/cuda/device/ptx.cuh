@@ -124,6 +124,15 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
 
 // Copies.
 
+__device__ __forceinline__ uint4 load_shared(std::uint32_t from) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(from)
+               : "memory");
+  return bits;
+}
+
 /// 16 bytes from global to shared memory, through the generic proxy.
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),

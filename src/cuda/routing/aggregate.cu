@@ -1,199 +1,314 @@
 // out[t] = sum over t's slots, in slot order, of score * rows[row of slot], + another such sum of
-// dlogits[t, e] * router_w[e], + addend[t]; fp32, one rounding. It runs at the speed of memory: a
-// thread owns 8 columns of a token and has the 16-byte loads of several rows in flight.
+// dlogits[t, e] * router_w[e], + addend[t]; fp32, one rounding. It runs at the speed of memory.
 #include <algorithm>
 
 #include "core/backends.h"
+#include "cuda/device/warp_tile.cuh"
 #include "cuda/routing/routing.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kThreads = 256;  // of a block, at most
-// Of kThreads that shall fit on a multiprocessor; the second, with the router's part. There two
-// rows of its weights in flight beside the others leave 64 registers enough.
-constexpr int kBlocks = 3;
-constexpr int kRoutedBlocks = 4;
-constexpr int kWeightRows = 2;
-constexpr std::size_t kSlotBytes = 48 << 10;  // of shared memory, at most, for a block's slots
-
+/// As they were loaded: 16-bit values would be moved about one by one.
 template <class T>
-__device__ __forceinline__ void add(const Eight<T>& values, float (&sum)[8]) {
+__device__ __forceinline__ uint4 raw(const Eight<T>& values) {
+  uint4 bits;
+  memcpy(&bits, &values, sizeof bits);
+  return bits;
+}
+
+/// sum[c] = f(sum[c], value c)
+template <class T, class F>
+__device__ __forceinline__ void for_each(const uint4& values, float (&sum)[8], F f) {
+  const std::uint32_t word[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
-  for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], to_float(values.value[c]));
+  for (int c = 0; c < 4; ++c) {
+    const float2 two = Pair<T>::unpack(word[c]);
+    sum[2 * c] = f(sum[2 * c], two.x);
+    sum[2 * c + 1] = f(sum[2 * c + 1], two.y);
+  }
 }
 template <class T>
-__device__ __forceinline__ void add_times(float factor, const Eight<T>& values, float (&sum)[8]) {
-#pragma unroll
-  for (int c = 0; c < 8; ++c) sum[c] = math::fma(factor, to_float(values.value[c]), sum[c]);
+__device__ __forceinline__ void add(const uint4& values, float (&sum)[8]) {
+  for_each<T>(values, sum, [](float x, float y) { return math::add(x, y); });
+}
+template <class T>
+__device__ __forceinline__ void add_times(float factor, const uint4& values, float (&sum)[8]) {
+  for_each<T>(values, sum, [&](float x, float y) { return math::fma(factor, y, x); });
 }
 template <class T>
 __device__ __forceinline__ void store_rounded(const float (&sum)[8], T* to) {
-  Eight<T> result;
-#pragma unroll
-  for (int c = 0; c < 8; ++c) result.value[c] = from_float<T>(sum[c]);
-  *reinterpret_cast<Eight<T>*>(to) = result;
+  *reinterpret_cast<uint4*>(to) = {Pair<T>::pack(sum[0], sum[1]), Pair<T>::pack(sum[2], sum[3]),
+                                   Pair<T>::pack(sum[4], sum[5]), Pair<T>::pack(sum[6], sum[7])};
 }
 
-/// The slots of a token, in order.
+// Top-K slots.
+
+constexpr int kBlocks = 4;             // on a multiprocessor
+constexpr int kRingBytes = 32 << 10;   // of a block: rows that are on their way
+constexpr int kColumns = 8 * kWarp;    // of a row that a warp takes: 16 bytes a lane
+constexpr int kRowBytes = 16 * kWarp;  // of those
+
+/// What is added up.
+enum class Sum {
+  rows,
+  weighted,  ///< rows times scores
+  routed,    ///< rows, and apart from them the router's weights times gradients
+};
+
+/// The slots of token t are t K, t K + 1, ...
 struct Slots {
-  const std::int32_t* slot_rows;
-  const std::int32_t* token_offsets;  // lists only
-  const std::int32_t* token_slots;    // lists only
-  std::int32_t top_k;                 // 0: lists
-};
-
-/// Up to kCount of a token's slots.
-template <int kCount>
-struct Group {
-  std::int32_t row[kCount];  ///< -1: none
-  float score[kCount];
-};
-
-template <bool kWeighted, bool kLists, int kCount>
-__device__ __forceinline__ Group<kCount> look_up(const Slots& slots, const float* slot_scores,
-                                                 std::int32_t begin, std::int32_t count) {
-  Group<kCount> group;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    group.row[i] = -1;
-    if (i < count) {
-      const std::int32_t slot = kLists ? slots.token_slots[begin + i] : begin + i;
-      group.row[i] = slots.slot_rows[slot];
-      if constexpr (kWeighted) group.score[i] = slot_scores[slot];
-    }
-  }
-  return group;
-}
-
-/// kInFlight rows are loaded before the first is added.
-template <class T, bool kWeighted, bool kLists, int kInFlight>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    aggregate(const T* rows, Slots slots, const float* slot_scores, const T* addend, T* out,
-              std::uint32_t tokens, std::uint32_t hidden) {
-  const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
-  wait_for_previous();
-  if (t >= tokens) return;
-  // Slots, rows and t * K are int32 by validation.
-  const std::int32_t begin =
-      kLists ? slots.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
-  const std::int32_t count = kLists ? slots.token_offsets[t + 1] - begin : slots.top_k;
-  const auto look = [&](std::int32_t first) {
-    return look_up<kWeighted, kLists, kInFlight>(slots, slot_scores, begin + first, count - first);
-  };
-  Group<kInFlight> group = look(0);
-  for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
-    const Eight<T> extra = load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr);
-    float sum[8] = {};
-    for (std::int32_t first = 0; first < count; first += kInFlight) {
-      if (count > kInFlight) group = look(first);
-      Eight<T> part[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        part[i] =
-            load_once(rows + std::int64_t{group.row[i]} * static_cast<std::int32_t>(hidden) + j,
-                      group.row[i] >= 0);
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        if (group.row[i] < 0) continue;
-        if constexpr (kWeighted) {
-          add_times(group.score[i], part[i], sum);
-        } else {
-          add(part[i], sum);
-        }
-      }
-    }
-    if (addend != nullptr) add(extra, sum);
-    store_rounded(sum, out + std::uint64_t{t} * hidden + j);
-  }
-}
-
-/// What the sum with the router's part reads beside the rows.
-template <class T>
-struct Routed {
-  const std::int32_t* slot_rows;
-  const std::int32_t* slot_experts;
-  const T* dlogits;
-  const T* router_w;
-  std::int32_t experts;
+  const std::int32_t* rows;     ///< -1: none
+  const std::int32_t* experts;  ///< routed
+  const float* scores;          ///< weighted
   std::int32_t top_k;
 };
 
-/// A slot in shared memory. A row or an expert that is not there adds zeros, which change no bit: a
-/// sum of rows that began at +0 is never -0, and added to it, the router's may be either zero.
-struct alignas(16) RoutedSlot {
-  std::int32_t row;     ///< -1: none
-  std::int32_t expert;  ///< -1: none
-  float gradient;       ///< of the expert's logit; 0: none
+/// What a routed sum reads beside the rows.
+template <class T>
+struct Router {
+  const T* dlogits;  ///< (T, E)
+  const T* weights;  ///< (E, d)
+  std::int32_t experts;
 };
 
-/// The slots of the block's tokens, (tokens, K): looked up once for all columns, and out of the way
-/// of the loads, which need the registers.
-template <class T>
-__device__ __forceinline__ void look_up_slots(const Routed<T>& routed, std::uint32_t first_token,
-                                              std::uint32_t tokens, RoutedSlot* slots) {
-  const int count = static_cast<int>(min(blockDim.y, tokens - first_token)) * routed.top_k;
-  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < count; i += blockDim.x * blockDim.y) {
-    const std::uint64_t t = first_token + static_cast<unsigned>(i / routed.top_k);
-    const std::uint64_t slot = std::uint64_t{first_token} * routed.top_k + i;
-    const std::int32_t e = routed.slot_experts[slot];
-    const bool real = e >= 0 && e < routed.experts;
-    slots[i] = {routed.slot_rows[slot], real ? e : -1,
-                real ? to_float(routed.dlogits[t * routed.experts + e]) : 0.0f};
+/// kGroup slots are added together. A warp has kDepth such groups in its ring: one that is added,
+/// the others on their way.
+template <Sum kSum_, int kGroup_, int kDepth_>
+struct Ring {
+  static constexpr Sum kSum = kSum_;
+  static constexpr int kGroup = kGroup_;
+  static constexpr int kDepth = kDepth_;
+  static constexpr int kWarps = kRingBytes / (kGroup * kDepth * kRowBytes);  // of a block
+  static constexpr int kTermBytes = 8;
+  static constexpr int kWarpBytes = kDepth * kGroup * (kRowBytes + kTermBytes);
+
+  std::uint32_t base;
+  /// Of a lane: 16 bytes of the row of a slot.
+  __device__ __forceinline__ std::uint32_t row(int stage, int slot) const {
+    return base + (stage * kGroup + slot) * kRowBytes + lane_id() * 16;
   }
-  __syncthreads();
+  __device__ __forceinline__ std::uint32_t term(int stage, int slot) const {
+    return base + kDepth * kGroup * kRowBytes + (stage * kGroup + slot) * kTermBytes;
+  }
+};
+
+/// A group of a token's slots, 256 columns of it.
+struct Piece {
+  std::uint32_t token, part, group;
+};
+
+/// The pieces of a warp. All warps take parts of tokens in turn, and the groups of one in order.
+class Pieces {
+ public:
+  __device__ __forceinline__ Pieces(std::uint32_t warp, std::uint32_t warps, std::uint32_t parts,
+                                    std::uint32_t groups)
+      : piece_{warp / parts, warp % parts, 0},
+        tokens_(warps / parts),
+        rest_(warps % parts),
+        parts_(parts),
+        groups_(groups) {}
+  __device__ __forceinline__ const Piece& piece() const { return piece_; }
+  __device__ __forceinline__ bool last_group() const { return piece_.group + 1 == groups_; }
+  __device__ __forceinline__ void next() {
+    if (++piece_.group < groups_) return;
+    piece_ = {piece_.token + tokens_, piece_.part + rest_, 0};
+    if (piece_.part < parts_) return;
+    piece_.part -= parts_;
+    ++piece_.token;
+  }
+
+ private:
+  Piece piece_;
+  std::uint32_t tokens_, rest_, parts_, groups_;
+};
+
+/// What a slot's row, or the weights of its expert, are multiplied with.
+struct Term {
+  std::int32_t expert;  ///< -1: none
+  float factor;
+};
+
+/// A row, an expert or a column that is not there adds zeros, which change no bit: a sum of rows
+/// that began at +0 is never -0, and added to it, the router's may be either zero.
+template <class T, class R>
+__global__ void __launch_bounds__(R::kWarps* kWarp, kBlocks)
+    aggregate(const T* rows, Slots slots, Router<T> router, const T* addend, T* out,
+              std::uint32_t tokens, std::uint32_t hidden) {
+  extern __shared__ uint4 memory[];
+  const std::uint32_t warp = threadIdx.x / kWarp;
+  const R ring{shared_address(memory) + warp * R::kWarpBytes};
+  const auto groups = static_cast<std::uint32_t>((slots.top_k + R::kGroup - 1) / R::kGroup);
+  Pieces now(blockIdx.x * R::kWarps + warp, gridDim.x * R::kWarps,
+             (hidden + kColumns - 1) / kColumns, groups);
+  Pieces ahead = now;
+  const auto column = [](const Piece& piece) { return piece.part * kColumns + lane_id() * 8; };
+
+  // Lane k looks up slot k of the group.
+  struct LookedUp {
+    Piece piece;
+    std::int32_t row, expert;
+    float score;
+  };
+  const auto look_up = [&] {
+    LookedUp found = {ahead.piece(), -1, -1, 0.0f};
+    const int k = static_cast<int>(found.piece.group) * R::kGroup + lane_id();
+    if (found.piece.token < tokens && lane_id() < R::kGroup && k < slots.top_k) {
+      const std::int64_t slot = std::int64_t{found.piece.token} * slots.top_k + k;
+      found.row = slots.rows[slot];
+      if constexpr (R::kSum == Sum::routed) found.expert = slots.experts[slot];
+      if constexpr (R::kSum == Sum::weighted) found.score = slots.scores[slot];
+    }
+    ahead.next();
+    return found;
+  };
+  const auto fetch = [&](const LookedUp& found, int stage) -> Term {
+    const std::uint32_t j = column(found.piece);
+#pragma unroll
+    for (int k = 0; k < R::kGroup; ++k) {
+      const std::int32_t row = __shfl_sync(kAllLanes, found.row, k);
+      const bool there = row >= 0 && j < hidden;
+      copy_async_16(ring.row(stage, k), rows + (there ? std::int64_t{row} * hidden + j : 0), there);
+    }
+    copy_async_commit();
+    if (R::kSum != Sum::routed) return {-1, found.score};
+    if (found.expert < 0 || found.expert >= router.experts) return {-1, 0.0f};
+    const std::int64_t at = std::int64_t{found.piece.token} * router.experts + found.expert;
+    return {found.expert, to_float(router.dlogits[at])};
+  };
+  const auto put = [&](const Term& term, int stage) {
+    if (R::kSum == Sum::rows || lane_id() >= R::kGroup) return;
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(ring.term(stage, lane_id())),
+                 "r"(term.expert), "f"(term.factor)
+                 : "memory");
+  };
+  const auto get = [&](int stage, int slot) {
+    Term term;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(term.expert), "=f"(term.factor)
+                 : "r"(ring.term(stage, slot))
+                 : "memory");
+    return term;
+  };
+
+  wait_for_previous();
+  LookedUp found[R::kDepth];
+  Term terms[R::kDepth];
+#pragma unroll
+  for (LookedUp& piece : found) piece = look_up();
+#pragma unroll
+  for (int i = 0; i < R::kDepth - 1; ++i) terms[i] = fetch(found[i], i);
+#pragma unroll
+  for (int i = 0; i < R::kDepth - 1; ++i) put(terms[i], i);
+  __syncwarp();
+  LookedUp next = found[R::kDepth - 1];
+  float sum[8] = {};
+  float routers[8] = {};  // a sum of its own: nobody waits for rows to add the router's terms
+  for (int stage = 0; now.piece().token < tokens; now.next()) {
+    const int free = stage == 0 ? R::kDepth - 1 : stage - 1;
+    const Term coming = fetch(next, free);
+    next = look_up();
+
+    const std::uint32_t j = column(now.piece());
+    const bool inside = j < hidden;
+    uint4 weights[R::kGroup];
+    if constexpr (R::kSum == Sum::routed) {
+#pragma unroll
+      for (int k = 0; k < R::kGroup; ++k) {
+        const std::int32_t e = get(stage, k).expert;
+        weights[k] =
+            raw(load_kept(router.weights + std::int64_t{e} * hidden + j, inside && e >= 0));
+      }
+    }
+    copy_async_wait<R::kDepth - 1>();
+#pragma unroll
+    for (int k = 0; k < R::kGroup; ++k) {
+      const uint4 row = load_shared(ring.row(stage, k));
+      if constexpr (R::kSum == Sum::weighted) {
+        add_times<T>(get(stage, k).factor, row, sum);
+      } else {
+        add<T>(row, sum);
+      }
+    }
+    if constexpr (R::kSum == Sum::routed) {
+#pragma unroll
+      for (int k = 0; k < R::kGroup; ++k) add_times<T>(get(stage, k).factor, weights[k], routers);
+    }
+    if (now.last_group()) {
+      const std::int64_t at = std::int64_t{now.piece().token} * hidden + j;
+      if constexpr (R::kSum == Sum::routed) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], routers[c]);
+      }
+      if (addend != nullptr) add<T>(raw(load_once(addend + at, inside)), sum);
+      if (inside) store_rounded(sum, out + at);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) sum[c] = routers[c] = 0.0f;
+    }
+    put(coming, free);
+    __syncwarp();
+    stage = stage + 1 == R::kDepth ? 0 : stage + 1;
+  }
 }
 
-/// With the router's part: its terms, whose weights all tokens share and the caches keep, are added
-/// up while kInFlight rows are on their way from memory. So they need a sum of their own.
-template <class T, int kInFlight>
-__global__ void __launch_bounds__(kThreads, kRoutedBlocks)
-    aggregate_routed(const T* rows, Routed<T> routed, const T* addend, T* out, std::uint32_t tokens,
-                     std::uint32_t hidden) {
-  extern __shared__ RoutedSlot slots[];
-  const std::uint32_t first_token = blockIdx.x * blockDim.y;
+// Slots in lists.
+
+constexpr int kThreads = 256;  // of a block, at most
+constexpr int kInFlight = 8;   // rows that are loaded before the first is added
+
+/// The slots of a token, in order.
+struct Lists {
+  const std::int32_t* slot_rows;
+  const std::int32_t* token_offsets;
+  const std::int32_t* token_slots;
+};
+
+/// A thread owns 8 columns of a token.
+template <class T, bool kWeighted>
+__global__ void __launch_bounds__(kThreads, 3)
+    aggregate_lists(const T* rows, Lists lists, const float* slot_scores, const T* addend, T* out,
+                    std::uint32_t tokens, std::uint32_t hidden) {
+  const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
   wait_for_previous();
-  look_up_slots(routed, first_token, tokens, slots);
-  const std::uint32_t t = first_token + threadIdx.y;
   if (t >= tokens) return;
-  const RoutedSlot* const mine = slots + threadIdx.y * static_cast<unsigned>(routed.top_k);
-  const auto slot = [&](std::int32_t i) {
-    return i < routed.top_k ? mine[i] : RoutedSlot{-1, -1, 0.0f};
+  const std::int32_t begin = lists.token_offsets[t];
+  const std::int32_t count = lists.token_offsets[t + 1] - begin;
+  std::int32_t row[kInFlight];
+  float score[kInFlight];
+  const auto look_up = [&](std::int32_t first) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      row[i] = -1;
+      if (first + i < count) {
+        const std::int32_t slot = lists.token_slots[begin + first + i];
+        row[i] = lists.slot_rows[slot];
+        if constexpr (kWeighted) score[i] = slot_scores[slot];
+      }
+    }
   };
-  const auto width = static_cast<std::int32_t>(hidden);
+  look_up(0);
   for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
+    const uint4 extra = raw(load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr));
     float sum[8] = {};
-    float routers[8] = {};
-    for (std::int32_t first = 0; first < routed.top_k; first += kInFlight) {
-      Eight<T> part[kInFlight];
+    for (std::int32_t first = 0; first < count; first += kInFlight) {
+      if (count > kInFlight) look_up(first);
+      uint4 part[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const std::int32_t row = slot(first + i).row;
-        part[i] = load_once(rows + std::int64_t{row} * width + j, row >= 0);
+        part[i] = raw(load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0));
       }
 #pragma unroll
-      for (int group = 0; group < kInFlight; group += kWeightRows) {
-        Eight<T> weights[kWeightRows];
-        float gradient[kWeightRows];
-#pragma unroll
-        for (int i = 0; i < kWeightRows; ++i) {
-          const RoutedSlot term = slot(first + group + i);
-          weights[i] =
-              load_kept(routed.router_w + std::int64_t{term.expert} * width + j, term.expert >= 0);
-          gradient[i] = term.gradient;
+      for (int i = 0; i < kInFlight; ++i) {
+        if (row[i] < 0) continue;
+        if constexpr (kWeighted) {
+          add_times<T>(score[i], part[i], sum);
+        } else {
+          add<T>(part[i], sum);
         }
-#pragma unroll
-        for (int i = 0; i < kWeightRows; ++i) add_times(gradient[i], weights[i], routers);
       }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) add(part[i], sum);
     }
-#pragma unroll
-    for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], routers[c]);
-    const std::uint64_t at = std::uint64_t{t} * hidden + j;
-    if (addend != nullptr) add(load_once(addend + at, true), sum);
-    store_rounded(sum, out + at);
+    if (addend != nullptr) add<T>(extra, sum);
+    store_rounded(sum, out + std::uint64_t{t} * hidden + j);
   }
 }
 
@@ -212,46 +327,60 @@ dim3 block_of(std::int64_t columns) {
 }
 
 template <class T>
-Status run_plain(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  const bool weighted = a.slot_scores != nullptr;
+void start_lists(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   const dim3 block = block_of(d.hidden);
-  const auto top_k = [&](auto in_flight) {
-    constexpr int kMany = in_flight.value;
-    return weighted ? aggregate<T, true, false, kMany> : aggregate<T, false, false, kMany>;
-  };
-  const auto lists = weighted ? aggregate<T, true, true, 8> : aggregate<T, false, true, 8>;
+  launch_early(a.slot_scores != nullptr ? aggregate_lists<T, true> : aggregate_lists<T, false>,
+               blocks_for(d.tokens, block.y), block, 0, stream_of(exec),
+               static_cast<const T*>(a.rows), Lists{a.slot_rows, a.token_offsets, a.token_slots},
+               a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out),
+               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
+}
+
+template <class T, class R>
+void start_top_k(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+  const unsigned needed = blocks_for(d.tokens * blocks_for(d.hidden, kColumns), R::kWarps);
+  const unsigned fit = static_cast<unsigned>(std::max(1, sm_count(exec)) * kBlocks);
   launch_early(
-      d.top_k == 0   ? lists
-      : d.top_k <= 4 ? top_k(std::integral_constant<int, 4>{})
-                     : top_k(std::integral_constant<int, 8>{}),
-      blocks_for(d.tokens, block.y), block, 0, stream_of(exec), static_cast<const T*>(a.rows),
-      Slots{a.slot_rows, a.token_offsets, a.token_slots, static_cast<std::int32_t>(d.top_k)},
-      a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-      static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
-  return launched("aggregate: launch");
+      aggregate<T, R>, std::min(needed, fit), R::kWarps * kWarp, R::kWarps * R::kWarpBytes,
+      stream_of(exec), static_cast<const T*>(a.rows),
+      Slots{a.slot_rows, a.slot_experts, a.slot_scores, static_cast<std::int32_t>(d.top_k)},
+      Router<T>{static_cast<const T*>(a.dlogits), static_cast<const T*>(a.router_w),
+                static_cast<std::int32_t>(d.experts)},
+      static_cast<const T*>(a.addend), static_cast<T*>(a.out), static_cast<std::uint32_t>(d.tokens),
+      static_cast<std::uint32_t>(d.hidden));
+}
+
+/// The router's weights, which L1 keeps, want fewer warps with more of a token's slots each.
+template <class T, Sum kSum>
+void start_sum(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+  constexpr int kMany = kSum == Sum::routed ? 8 : 4;
+  if (d.top_k <= 2) {
+    start_top_k<T, Ring<kSum, 2, 4>>(d, a, exec);
+  } else if (d.top_k <= 4) {
+    start_top_k<T, Ring<kSum, 4, 2>>(d, a, exec);
+  } else {
+    start_top_k<T, Ring<kSum, kMany, 2>>(d, a, exec);
+  }
 }
 
 template <class T>
-Status run_routed(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  dim3 block = block_of(d.hidden);
-  const std::size_t of_token = static_cast<std::size_t>(d.top_k) * sizeof(RoutedSlot);
-  block.y = std::min(block.y, static_cast<unsigned>(kSlotBytes / of_token));
-  launch_early(d.top_k <= 4 ? aggregate_routed<T, 4> : aggregate_routed<T, 8>,
-               blocks_for(d.tokens, block.y), block, block.y * of_token, stream_of(exec),
-               static_cast<const T*>(a.rows),
-               Routed<T>{a.slot_rows, a.slot_experts, static_cast<const T*>(a.dlogits),
-                         static_cast<const T*>(a.router_w), static_cast<std::int32_t>(d.experts),
-                         static_cast<std::int32_t>(d.top_k)},
-               static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
-  return launched("aggregate: launch");
+void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+  if (d.top_k == 0) {
+    start_lists<T>(d, a, exec);
+  } else if (a.router_w != nullptr) {
+    start_sum<T, Sum::routed>(d, a, exec);
+  } else if (a.slot_scores != nullptr) {
+    start_sum<T, Sum::weighted>(d, a, exec);
+  } else {
+    start_sum<T, Sum::rows>(d, a, exec);
+  }
 }
 
 Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& exec) noexcept {
   if (d.tokens == 0) return {};
   return visit_storage(d.dtype, [&](auto type) {
-    using T = decltype(type);
-    return a.router_w != nullptr ? run_routed<T>(d, a, exec) : run_plain<T>(d, a, exec);
+    start<decltype(type)>(d, a, exec);
+    return launched("aggregate: launch");
   });
 }
 
