@@ -220,7 +220,9 @@ class Run:
             try:
                 return subprocess.run(
                     [str(word) for word in command], stdout=stream, stderr=subprocess.STDOUT,
-                    timeout=seconds, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
+                    timeout=seconds, cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT / "python"),
+                                      "OMP_WAIT_POLICY": "passive"},
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 return 124
@@ -304,9 +306,11 @@ class Run:
         return rows, report["results"]["total"]
 
     def receipt(self, quick: bool) -> int:
-        self.gtest()
-        self.pytest()
-        sanitizer = self.sanitizers()
+        with ThreadPoolExecutor(1) as pool:  # beside the tests, which take longer
+            sanitizers = pool.submit(self.sanitizers)
+            self.gtest()
+            self.pytest()
+            sanitizer = sanitizers.result()
         rows, copy = ([], 0.0) if quick else self.bench("bench", "--repeats", "10")
         hot, _ = ([], 0.0) if quick else self.bench("bench_sustained", "--sustained", "100")
         errors, python = self.errors()

@@ -42,10 +42,10 @@ __device__ __forceinline__ void store_rounded(const float (&sum)[8], T* to) {
                                    Pair<T>::pack(sum[4], sum[5]), Pair<T>::pack(sum[6], sum[7])};
 }
 
-// Top-K slots.
+// A warp takes a token after the other: few slots, or the router's part.
 
-constexpr int kBlocks = 4;             // on a multiprocessor
-constexpr int kRingBytes = 32 << 10;   // of a block: rows that are on their way
+constexpr int kWarps = 8;              // of a block
+constexpr int kRings = 128 << 10;      // bytes of a multiprocessor; L1 keeps the router's weights
 constexpr int kColumns = 8 * kWarp;    // of a row that a warp takes: 16 bytes a lane
 constexpr int kRowBytes = 16 * kWarp;  // of those
 
@@ -79,9 +79,10 @@ struct Ring {
   static constexpr Sum kSum = kSum_;
   static constexpr int kGroup = kGroup_;
   static constexpr int kDepth = kDepth_;
-  static constexpr int kWarps = kRingBytes / (kGroup * kDepth * kRowBytes);  // of a block
+  static constexpr int kBlocks = kRings / (kWarps * kGroup * kDepth * kRowBytes);  // that fit
   static constexpr int kTermBytes = 8;
   static constexpr int kWarpBytes = kDepth * kGroup * (kRowBytes + kTermBytes);
+  static constexpr int kBytes = kWarps * kWarpBytes;
 
   std::uint32_t base;
   /// Of a lane: 16 bytes of the row of a slot.
@@ -132,15 +133,15 @@ struct Term {
 /// A row, an expert or a column that is not there adds zeros, which change no bit: a sum of rows
 /// that began at +0 is never -0, and added to it, the router's may be either zero.
 template <class T, class R>
-__global__ void __launch_bounds__(R::kWarps* kWarp, kBlocks)
-    aggregate(const T* rows, Slots slots, Router<T> router, const T* addend, T* out,
-              std::uint32_t tokens, std::uint32_t hidden) {
+__global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
+    aggregate_ring(const T* rows, Slots slots, Router<T> router, const T* addend, T* out,
+                   std::uint32_t tokens, std::uint32_t hidden) {
   extern __shared__ uint4 memory[];
   const std::uint32_t warp = threadIdx.x / kWarp;
   const R ring{shared_address(memory) + warp * R::kWarpBytes};
   const auto groups = static_cast<std::uint32_t>((slots.top_k + R::kGroup - 1) / R::kGroup);
-  Pieces now(blockIdx.x * R::kWarps + warp, gridDim.x * R::kWarps,
-             (hidden + kColumns - 1) / kColumns, groups);
+  Pieces now(blockIdx.x * kWarps + warp, gridDim.x * kWarps, (hidden + kColumns - 1) / kColumns,
+             groups);
   Pieces ahead = now;
   const auto column = [](const Piece& piece) { return piece.part * kColumns + lane_id() * 8; };
 
@@ -251,28 +252,28 @@ __global__ void __launch_bounds__(R::kWarps* kWarp, kBlocks)
   }
 }
 
-// Slots in lists.
+// A thread owns 8 columns of a token: many slots, or lists.
 
 constexpr int kThreads = 256;  // of a block, at most
 constexpr int kInFlight = 8;   // rows that are loaded before the first is added
 
-/// The slots of a token, in order.
+/// The slots of a token in a list, in order.
 struct Lists {
-  const std::int32_t* slot_rows;
   const std::int32_t* token_offsets;
   const std::int32_t* token_slots;
 };
 
-/// A thread owns 8 columns of a token.
-template <class T, bool kWeighted>
+template <class T, bool kWeighted, bool kLists>
 __global__ void __launch_bounds__(kThreads, 3)
-    aggregate_lists(const T* rows, Lists lists, const float* slot_scores, const T* addend, T* out,
-                    std::uint32_t tokens, std::uint32_t hidden) {
+    aggregate(const T* rows, Slots slots, Lists lists, const T* addend, T* out,
+              std::uint32_t tokens, std::uint32_t hidden) {
   const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
   wait_for_previous();
   if (t >= tokens) return;
-  const std::int32_t begin = lists.token_offsets[t];
-  const std::int32_t count = lists.token_offsets[t + 1] - begin;
+  // Slots and t K are int32 by validation.
+  const std::int32_t begin =
+      kLists ? lists.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
+  const std::int32_t count = kLists ? lists.token_offsets[t + 1] - begin : slots.top_k;
   std::int32_t row[kInFlight];
   float score[kInFlight];
   const auto look_up = [&](std::int32_t first) {
@@ -280,9 +281,10 @@ __global__ void __launch_bounds__(kThreads, 3)
     for (int i = 0; i < kInFlight; ++i) {
       row[i] = -1;
       if (first + i < count) {
-        const std::int32_t slot = lists.token_slots[begin + first + i];
-        row[i] = lists.slot_rows[slot];
-        if constexpr (kWeighted) score[i] = slot_scores[slot];
+        const std::int32_t at = begin + first + i;
+        const std::int32_t slot = kLists ? lists.token_slots[at] : at;
+        row[i] = slots.rows[slot];
+        if constexpr (kWeighted) score[i] = slots.scores[slot];
       }
     }
   };
@@ -326,60 +328,72 @@ dim3 block_of(std::int64_t columns) {
   return dim3(wide, kThreads / wide);
 }
 
-template <class T>
-void start_lists(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+Slots slots_of(const AggregateDesc& d, const AggregateArgs& a) {
+  return {a.slot_rows, a.slot_experts, a.slot_scores, static_cast<std::int32_t>(d.top_k)};
+}
+
+template <class T, bool kLists>
+void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   const dim3 block = block_of(d.hidden);
-  launch_early(a.slot_scores != nullptr ? aggregate_lists<T, true> : aggregate_lists<T, false>,
+  launch_early(a.slot_scores != nullptr ? aggregate<T, true, kLists> : aggregate<T, false, kLists>,
                blocks_for(d.tokens, block.y), block, 0, stream_of(exec),
-               static_cast<const T*>(a.rows), Lists{a.slot_rows, a.token_offsets, a.token_slots},
-               a.slot_scores, static_cast<const T*>(a.addend), static_cast<T*>(a.out),
+               static_cast<const T*>(a.rows), slots_of(d, a), Lists{a.token_offsets, a.token_slots},
+               static_cast<const T*>(a.addend), static_cast<T*>(a.out),
                static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
 }
 
 template <class T, class R>
-void start_top_k(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  const unsigned needed = blocks_for(d.tokens * blocks_for(d.hidden, kColumns), R::kWarps);
-  const unsigned fit = static_cast<unsigned>(std::max(1, sm_count(exec)) * kBlocks);
-  launch_early(
-      aggregate<T, R>, std::min(needed, fit), R::kWarps * kWarp, R::kWarps * R::kWarpBytes,
-      stream_of(exec), static_cast<const T*>(a.rows),
-      Slots{a.slot_rows, a.slot_experts, a.slot_scores, static_cast<std::int32_t>(d.top_k)},
-      Router<T>{static_cast<const T*>(a.dlogits), static_cast<const T*>(a.router_w),
-                static_cast<std::int32_t>(d.experts)},
-      static_cast<const T*>(a.addend), static_cast<T*>(a.out), static_cast<std::uint32_t>(d.tokens),
-      static_cast<std::uint32_t>(d.hidden));
+void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+  const unsigned needed = blocks_for(d.tokens * blocks_for(d.hidden, kColumns), kWarps);
+  const unsigned fit = static_cast<unsigned>(std::max(1, sm_count(exec)) * R::kBlocks);
+  launch_early(aggregate_ring<T, R>, std::min(needed, fit), kWarps * kWarp, R::kBytes,
+               stream_of(exec), static_cast<const T*>(a.rows), slots_of(d, a),
+               Router<T>{static_cast<const T*>(a.dlogits), static_cast<const T*>(a.router_w),
+                         static_cast<std::int32_t>(d.experts)},
+               static_cast<const T*>(a.addend), static_cast<T*>(a.out),
+               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
 }
 
-/// The router's weights, which L1 keeps, want fewer warps with more of a token's slots each.
+constexpr std::int64_t kFew = 4;  // slots of a token
+using ManyRouted = Ring<Sum::routed, 8, 2>;
+
 template <class T, Sum kSum>
-void start_sum(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  constexpr int kMany = kSum == Sum::routed ? 8 : 4;
-  if (d.top_k <= 2) {
-    start_top_k<T, Ring<kSum, 2, 4>>(d, a, exec);
-  } else if (d.top_k <= 4) {
-    start_top_k<T, Ring<kSum, 4, 2>>(d, a, exec);
-  } else {
-    start_top_k<T, Ring<kSum, kMany, 2>>(d, a, exec);
-  }
+void start_few(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+  d.top_k <= 2 ? start_ring<T, Ring<kSum, 2, 4>>(d, a, exec)
+               : start_ring<T, Ring<kSum, kFew, 2>>(d, a, exec);
 }
 
 template <class T>
-void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+void start_any(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
+  const bool routed = a.router_w != nullptr;
   if (d.top_k == 0) {
-    start_lists<T>(d, a, exec);
-  } else if (a.router_w != nullptr) {
-    start_sum<T, Sum::routed>(d, a, exec);
+    start<T, true>(d, a, exec);
+  } else if (d.top_k > kFew) {
+    routed ? start_ring<T, ManyRouted>(d, a, exec) : start<T, false>(d, a, exec);
+  } else if (routed) {
+    start_few<T, Sum::routed>(d, a, exec);
   } else if (a.slot_scores != nullptr) {
-    start_sum<T, Sum::weighted>(d, a, exec);
+    start_few<T, Sum::weighted>(d, a, exec);
   } else {
-    start_sum<T, Sum::rows>(d, a, exec);
+    start_few<T, Sum::rows>(d, a, exec);
   }
+}
+
+/// The largest ring is more than a kernel may have unasked.
+Status prepare(const AggregateDesc& d, const Exec&) {
+  if (d.experts == 0 || d.top_k <= kFew) return {};
+  return visit_storage(d.dtype, [](auto type) {
+    return to_status(
+        cudaFuncSetAttribute(aggregate_ring<decltype(type), ManyRouted>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, ManyRouted::kBytes),
+        "shared memory of a kernel");
+  });
 }
 
 Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& exec) noexcept {
   if (d.tokens == 0) return {};
   return visit_storage(d.dtype, [&](auto type) {
-    start<decltype(type)>(d, a, exec);
+    start_any<decltype(type)>(d, a, exec);
     return launched("aggregate: launch");
   });
 }
@@ -391,6 +405,7 @@ const Kernel<AggregateDesc> kAggregate = {"aggregate",
                                           DeviceType::cuda,
                                           takes_16_bit<AggregateDesc>,
                                           no_workspace<AggregateDesc>,
-                                          run};
+                                          run,
+                                          prepare};
 
 }  // namespace sonicmoe::cuda
