@@ -94,11 +94,14 @@ def test_micro_batches_in_any_order():
 
 @pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
 @pytest.mark.parametrize("add_bias", [False, True])
-def test_only_a_backward_that_is_asked_for_the_weights_adds(routing, add_bias):
+@pytest.mark.parametrize("tells", [False, True])
+def test_only_a_backward_that_is_asked_for_the_weights_adds(routing, add_bias, tells):
+    """`tells`: the weights have `grad_added_to_main_grad`, and so a node before them."""
     plain = MoE(E, K, D, N, ActivationType.SWIGLU, add_bias, 0.2, routing=routing, tile=8)
     moe, _ = fused(plain)
     for weight in weights(moe):
-        weight.grad_added_to_main_grad = False
+        if tells:
+            weight.grad_added_to_main_grad = False
     leaf = torch.randn(T, D, requires_grad=True)
     wide = wide_gradients(plain, leaf.detach())
     gradients = [weight.main_grad.clone() for weight in weights(moe)]
@@ -110,8 +113,9 @@ def test_only_a_backward_that_is_asked_for_the_weights_adds(routing, add_bias):
                 gradients[i] += wide[i]
             weight = weights(moe)[i]
             assert torch.equal(weight.main_grad, gradients[i])
-            assert weight.grad_added_to_main_grad == added
-            weight.grad_added_to_main_grad = False
+            if tells:
+                assert weight.grad_added_to_main_grad == added
+                weight.grad_added_to_main_grad = False
             weight.grad = None
 
     torch.manual_seed(0)
@@ -132,7 +136,7 @@ def test_only_a_backward_that_is_asked_for_the_weights_adds(routing, add_bias):
         expect(True, False)
         loss.backward(inputs=[leaf, moe.c_proj.weight], retain_graph=True)
         expect(False, True)
-        torch.autograd.grad(loss, [moe.c_fc.weight], retain_graph=True)
+        torch.autograd.grad(loss, [moe.c_fc.weight], retain_graph=True, allow_unused=True)
         expect(True, False)
         loss.backward()
         expect(True, True)
@@ -198,6 +202,33 @@ def test_main_grad_is_needed_for_training_only():
         weight.requires_grad_(False)
     backward(plain, x)  # frozen experts have no gradients to add
     assert plain.router.weight.grad is not None
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_functional_adds_to_what_was_asked_for(lists, bias):
+    layer = make_layer(bias=bias)
+    leaves = layer.leaves()
+    x, router_w, w1, b1, w2, b2 = map(leaves.get, ("x", "router_w", "w1", "b1", "w2", "b2"))
+    router_w.requires_grad_(False)  # counts as an input all the same
+    main = [torch.zeros(layer.w1.shape), torch.zeros(layer.w2.shape)]
+    args = permuted(w1), b1, permuted(w2), b2
+    options = {"w1_main_grad": permuted(main[0]), "w2_main_grad": permuted(main[1])}
+    if lists:
+        ids = torch.randint(0, 48, (70,)), torch.randint(0, 6, (70,))
+        o = functional.moe_general_routing_inputs(x, torch.rand(70), *ids, *args, **options)[0]
+    else:
+        o = functional.moe_TC_softmax_topk_layer(x, router_w, *args, K, **options)[0]
+    for wanted, added in (
+        ([x], (False, False)),
+        ([w1], (True, False)),
+        ([x, w2], (False, True)),
+        ([w1, w2], (True, True)),
+    ):
+        torch.autograd.grad(o.square().sum(), wanted, retain_graph=True, allow_unused=True)
+        assert tuple(bool(t.any()) for t in main) == added
+        for t in main:
+            t.zero_()
 
 
 @pytest.mark.parametrize("lists", [False, True])

@@ -1,5 +1,5 @@
-// What the layer does not use: scores together with an addend, in both forms of slots. And the
-// router's part of dX, bit by bit.
+// Sums over a token's rows, bit by bit: in both forms of slots, with scores, the router's part of
+// dX, an addend, and what of it the layer does not use together.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -131,11 +131,14 @@ void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
       const std::int64_t at = t * hidden + j;
       const double value = has_row ? rows[slot_rows[slot] * hidden + j] : 0.0;
       plain[at] += value;
-      weighted[at] += scores[slot] * value;
+      if (has_row) weighted[at] += scores[slot] * value;
       routed[at] += value;
       if (has_expert) routed[at] += dlogits[t * experts + e] * router_w[e * hidden + j];
     }
-    if (!has_row) slot_rows[slot] = -1;
+    if (!has_row) {
+      slot_rows[slot] = -1;
+      scores[slot] = nan;  // of no account
+    }
   }
   const auto rounded = [&](Tensor values) {
     for (double& value : values) value = round_to(value, desc.dtype);
@@ -171,10 +174,11 @@ TEST(Aggregate, SumsOfTopKSlots) {
   for (const std::int64_t hidden : {8, 16, 264}) expect_sums(37, hidden, 300, 64);
 }
 
-// More tokens than warps fit at a time, so that each goes round its ring again and again.
+// So many tokens that a warp, of which 4,224 may be at work, goes round its ring twice and more.
 TEST(Aggregate, SumsOfManyTokens) {
-  for (const std::int64_t top_k : {2, 4, 5, 9}) expect_sums(9001, 8, 20, top_k);
-  expect_sums(3001, 520, 20, 3);
+  for (const std::int64_t top_k : {1, 2}) expect_sums(40001, 8, 20, top_k);
+  for (const std::int64_t top_k : {3, 4, 5, 9}) expect_sums(20001, 8, 20, top_k);
+  expect_sums(7001, 520, 20, 3);
 }
 
 // The rows in slot order, + the router's terms in slot order, a sum of their own, + the addend. In
@@ -226,6 +230,23 @@ TEST(Aggregate, RoutersPartOfNothingIsPlusZero) {
                                     .dlogits = {1, -0x1p-100},
                                     .router_w = filled({1, 0x1p-100})})) {
     EXPECT_TRUE(out == 0 && !std::signbit(out)) << out;
+  }
+}
+
+// A product that underflows is -0, and stays it beside slots without a row, whatever their scores.
+TEST(Aggregate, WeightedSumMayBeMinusZero) {
+  for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8}) {
+    SCOPED_TRACE(top_k);
+    AggregateDesc desc;
+    desc.tokens = 1;
+    desc.rows = desc.top_k = top_k;
+    desc.hidden = 8;
+    desc.dtype = DType::bf16;
+    Inputs in{.rows = filled(Tensor(top_k, -0x1p-100)), .slot_rows = {0}};
+    in.slot_rows.resize(top_k, -1);
+    in.scores.assign(top_k, std::numeric_limits<double>::quiet_NaN());
+    in.scores[0] = 0x1p-100;
+    for (const double out : run(desc, in)) EXPECT_TRUE(out == 0 && std::signbit(out)) << out;
   }
 }
 

@@ -44,6 +44,12 @@ class Reserved {
     const auto bytes = std::as_bytes(one);
     put_bytes(element * sizeof(value), {bytes.begin(), bytes.end()});
   }
+  Tensor get(std::size_t element, std::size_t count, DType type) const {
+    std::vector<std::byte> bytes(count * size_of(type));
+    copy(kDevice, bytes.data(), static_cast<std::byte*>(data_) + element * size_of(type),
+         bytes.size());
+    return decode(bytes, type);
+  }
 
  private:
   void put_bytes(std::size_t offset, const std::vector<std::byte>& bytes) {
@@ -178,6 +184,30 @@ TEST_P(Large, Aggregate) {
   Tensor expected(kHidden, 0.0);
   expected.back() = 3;
   EXPECT_EQ(arena.tensor("out", GetParam()), expected);
+}
+
+TEST_P(Large, AggregateOfTopKSlots) {
+  if (kOnCpu) GTEST_SKIP() << "would write 11 GB";
+  inputs_.put(kInputs - 1, {3}, GetParam());
+  AggregateDesc desc;
+  desc.tokens = desc.rows = kTokens;
+  desc.hidden = kHidden;
+  desc.top_k = 1;
+  desc.dtype = GetParam();
+  // The last token has the last row, all others the first.
+  Reserved slot_rows(kTokens * sizeof(std::int32_t)), out(kInputs * size_of(GetParam()));
+  slot_rows.put_index(kTokens - 1, kTokens - 1);
+  AggregateArgs args;
+  args.rows = inputs_.data();
+  args.slot_rows = static_cast<const std::int32_t*>(slot_rows.data());
+  args.out = out.data();
+  const auto plan = make_plan(desc, kDevice, Options{});
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  ASSERT_EQ(plan.value().workspace_bytes(), 0U);
+  ASSERT_TRUE(plan.value().run(args, {}).ok());
+  Tensor expected(2 * kHidden, 0.0);
+  expected.back() = 3;
+  EXPECT_EQ(out.get(kInputs - 2 * kHidden, 2 * kHidden, GetParam()), expected);
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, Large, testing::ValuesIn(kTypes),

@@ -9,7 +9,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// As they were loaded: 16-bit values would be moved about one by one.
+/// As four words: the compiler moves eight values one by one.
 template <class T>
 __device__ __forceinline__ uint4 raw(const Eight<T>& values) {
   uint4 bits;
@@ -130,8 +130,9 @@ struct Term {
   float factor;
 };
 
-/// A row, an expert or a column that is not there adds zeros, which change no bit: a sum of rows
-/// that began at +0 is never -0, and added to it, the router's may be either zero.
+/// What is not there adds zeros that change no bit. To a sum of rows, which began at +0 and so is
+/// never -0, a row adds +0; to the router's, which is added to that and may be either zero, so does
+/// an expert; to a weighted sum, which may become -0, a row adds -0, whatever its score.
 template <class T, class R>
 __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
     aggregate_ring(const T* rows, Slots slots, Router<T> router, const T* addend, T* out,
@@ -172,10 +173,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
       copy_async_16(ring.row(stage, k), rows + (there ? std::int64_t{row} * hidden + j : 0), there);
     }
     copy_async_commit();
-    if (R::kSum != Sum::routed) return {-1, found.score};
-    if (found.expert < 0 || found.expert >= router.experts) return {-1, 0.0f};
-    const std::int64_t at = std::int64_t{found.piece.token} * router.experts + found.expert;
-    return {found.expert, to_float(router.dlogits[at])};
+    if constexpr (R::kSum == Sum::routed) {
+      if (found.expert < 0 || found.expert >= router.experts) return {-1, 0.0f};
+      const std::int64_t at = std::int64_t{found.piece.token} * router.experts + found.expert;
+      return {found.expert, to_float(router.dlogits[at])};
+    }
+    return {-1, found.row < 0 ? -0.0f : found.score};  // times the zeros of no row: -0
   };
   const auto put = [&](const Term& term, int stage) {
     if (R::kSum == Sum::rows || lane_id() >= R::kGroup) return;
@@ -354,13 +357,13 @@ void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec
                static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
 }
 
-constexpr std::int64_t kFew = 4;  // slots of a token
+constexpr std::int64_t kFew = 4;  // slots of a token, at most, that any sum takes in rings
 using ManyRouted = Ring<Sum::routed, 8, 2>;
 
 template <class T, Sum kSum>
 void start_few(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   d.top_k <= 2 ? start_ring<T, Ring<kSum, 2, 4>>(d, a, exec)
-               : start_ring<T, Ring<kSum, kFew, 2>>(d, a, exec);
+               : start_ring<T, Ring<kSum, 4, 2>>(d, a, exec);
 }
 
 template <class T>
