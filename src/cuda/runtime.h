@@ -20,6 +20,14 @@ inline Status to_status(cudaError_t error, const char* what) noexcept {
 /// The error of the launch just made. Never synchronises.
 inline Status launched(const char* what) noexcept { return to_status(cudaGetLastError(), what); }
 
+/// Lets a kernel be launched with more dynamic shared memory than the 48 KiB that need no asking.
+template <class Kernel>
+Status allow_shared_memory(Kernel* kernel, int bytes) noexcept {
+  return to_status(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                   "shared memory of a kernel");
+}
+
 /// Multiprocessors of a device; 0 if it cannot be asked.
 inline int sm_count(const Exec& exec) noexcept {
   int count = 0;

@@ -124,9 +124,10 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
 
 // Copies.
 
+/// 16 bytes of shared memory.
 __device__ __forceinline__ uint4 load_shared(std::uint32_t from) {
   uint4 bits;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
                : "r"(from)
                : "memory");

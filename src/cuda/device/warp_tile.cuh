@@ -165,12 +165,7 @@ class WarpTile {
     return fragment_ + (((2 * i + half_) ^ key_) * 16);
   }
   __device__ __forceinline__ uint4 read(int row, int piece) const {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address_ + row * 128 + ((piece ^ (row % 8)) * 16))
-                 : "memory");
-    return v;
+    return load_shared(address_ + row * 128 + ((piece ^ (row % 8)) * 16));
   }
 
   std::uint32_t address_, fragment_, half_, key_;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_rounded(const float (&sum)[8], T* to) {
 // A warp takes a token after the other: few slots, or the router's part.
 
 constexpr int kWarps = 8;              // of a block
-constexpr int kRings = 128 << 10;      // bytes of a multiprocessor; L1 keeps the router's weights
+constexpr int kRings = 128 << 10;      // bytes of a multiprocessor; the rest is L1's
 constexpr int kColumns = 8 * kWarp;    // of a row that a warp takes: 16 bytes a lane
 constexpr int kRowBytes = 16 * kWarp;  // of those
 
@@ -382,14 +382,11 @@ void start_any(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec)
   }
 }
 
-/// The largest ring is more than a kernel may have unasked.
+/// The other rings fit into what a kernel may have unasked.
 Status prepare(const AggregateDesc& d, const Exec&) {
   if (d.experts == 0 || d.top_k <= kFew) return {};
   return visit_storage(d.dtype, [](auto type) {
-    return to_status(
-        cudaFuncSetAttribute(aggregate_ring<decltype(type), ManyRouted>,
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, ManyRouted::kBytes),
-        "shared memory of a kernel");
+    return allow_shared_memory(aggregate_ring<decltype(type), ManyRouted>, ManyRouted::kBytes);
   });
 }
 

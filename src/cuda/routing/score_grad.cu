@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
   __syncwarp();
   if (e >= 0 && e < experts) {  // a token's experts differ
-    float outside = 0.0f;
+    float outside = 0.0f;       // not what lies in `values`: +0 has been added to that
     if constexpr (kAdds) outside = to_float(dlogits_in[(first_token + token) * experts + e]);
     const float d = math::mul(s, math::sub(g, inner));
     values[token * experts + e] = from_float<T>(math::add(d, outside));

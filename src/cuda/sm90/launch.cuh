@@ -51,10 +51,7 @@ auto visit_type(DType dtype, F&& f) {
 
 template <class Traits>
 Status prepare() {
-  return to_status(
-      cudaFuncSetAttribute(grouped_gemm<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           Traits::kSharedMemory),
-      "shared memory of a kernel");
+  return allow_shared_memory(grouped_gemm<Traits>, Traits::kSharedMemory);
 }
 
 template <class Traits>
