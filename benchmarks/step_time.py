@@ -9,7 +9,8 @@ ratio to the bound, six dense torch.bmm with even experts, which every process t
 A step is moe_TC_softmax_topk_layer (router, top-K, experts; bf16, SwiGLU) and all its gradients. Device time
 is between CUDA events; the device sleeps before a step, so that what is queued then runs without
 waiting for the host. L2 is flushed before each step and each GEMM of the bound. Wall time is that of
-a loop of steps, without flushes.
+a loop of steps, without flushes. With --frozen_experts x and the router alone need gradients, and the
+bound has no GEMMs of dW1 and dW2.
 """
 
 import argparse
@@ -34,13 +35,14 @@ def normal(scale: float, *shape: int) -> torch.Tensor:
 class Step:
     """A layer with its gradients, cut into forward and backward."""
 
-    def __init__(self, layer, thiek: list[int]):
+    def __init__(self, layer, thiek: list[int], frozen_experts: bool):
         tokens, hidden, intermediate, experts, self.top_k = thiek
         self.layer = layer
         self.x = normal(0.2, tokens, hidden).requires_grad_()
         self.router_w = normal(0.02, experts, hidden).requires_grad_()
-        self.w1 = normal(0.02, experts, 2 * intermediate, hidden).requires_grad_()
-        self.w2 = normal(0.02, experts, hidden, intermediate).requires_grad_()
+        self.w1 = normal(0.02, experts, 2 * intermediate, hidden).requires_grad_(not frozen_experts)
+        self.w2 = normal(0.02, experts, hidden, intermediate).requires_grad_(not frozen_experts)
+        self.leaves = [t for t in (self.x, self.router_w, self.w1, self.w2) if t.requires_grad]
         self.dout = normal(0.2, tokens, hidden)
 
     def forward(self) -> torch.Tensor:
@@ -48,7 +50,7 @@ class Step:
         return self.layer(self.x, self.router_w, w1, None, w2, None, self.top_k, 0)[0]
 
     def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(out, (self.x, self.router_w, self.w1, self.w2), self.dout)
+        return torch.autograd.grad(out, self.leaves, self.dout)
 
 
 class DeviceTimer:
@@ -71,8 +73,10 @@ class DeviceTimer:
         return [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:])]
 
 
-def measure(layer, thiek: list[int], repeats: int) -> dict[str, float]:
-    step = Step(layer, thiek)
+def measure(
+    layer, thiek: list[int], repeats: int, frozen_experts: bool
+) -> dict[str, float]:
+    step = Step(layer, thiek, frozen_experts)
     began = time.perf_counter()
     step.backward(step.forward())
     torch.cuda.synchronize()
@@ -88,6 +92,8 @@ def measure(layer, thiek: list[int], repeats: int) -> dict[str, float]:
 
     timer = DeviceTimer()
     bound = dense_gemms(thiek, 2 * thiek[2], torch.bfloat16)
+    if frozen_experts:
+        del bound["backward"][2:]
     for run in sum(bound.values(), []):
         run()
     torch.cuda.synchronize()
@@ -118,6 +124,8 @@ def main() -> int:
     parser.add_argument("--package", type=Path, default=ROOT / "python", metavar="DIRECTORY",
                         help="where the package sonicmoe is; default: the one of this repository")  # fmt: skip
     parser.add_argument("--repeats", type=positive, default=20)
+    parser.add_argument("--frozen_experts", action="store_true",
+                        help="the experts' weights need no gradients")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="one line is added for each shape")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -131,7 +139,7 @@ def main() -> int:
     for thiek in options.thiek:
         torch.manual_seed(0)
         torch.cuda.empty_cache()
-        result = measure(layer, thiek, options.repeats)
+        result = measure(layer, thiek, options.repeats, options.frozen_experts)
         of_bound = [result[f"{n}_bound_ms"] / result[f"{n}_ms"] for n in ("forward", "backward")]
         print(f"{','.join(map(str, thiek)):24s} forward {result['forward_ms']:.3f} ms ({of_bound[0]:.2f} of the bound)  "
               f"backward {result['backward_ms']:.3f} ({of_bound[1]:.2f})  wall {result['wall_ms']:.3f} ms a step  "

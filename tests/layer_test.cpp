@@ -231,6 +231,52 @@ TEST(Layers, DpreactMayTakeThePlaceOfPreact) {
   }
 }
 
+// Backward may be asked for any of these gradients: they have the bits that they have among all,
+// and what is accumulated, too.
+TEST(Layers, OnlyWantedGradientsAreMade) {
+  std::vector<std::string> names = {
+      "activation/swiglu-separate-bias",   "router/topk_over_softmax-empty_ends",
+      "router/softmax_over_topk-t0",       "shape/long",
+      "given/hostile-bias-gelu",           "given/sentinels_only",
+      "rounding/nearest-softmax_over_topk"};
+  if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
+  for (const std::string& name : names) {
+    Problem p = make_problem(case_named(name, kTypes[0]));
+    for (const bool accumulate : {false, true}) {
+      p.desc.accumulate_weight_grads = accumulate;
+      p.desc.dpreact_in_workspace = !accumulate;
+      p.wanted = {};
+      if (accumulate) {
+        p.dw1 = rounded_to_type(normal_numbers(p.w1.size(), 1), kTypes[0]);
+        p.dw2 = rounded_to_type(normal_numbers(p.w2.size(), 2), kTypes[0]);
+      }
+      const LayerRun all = run_layer(p, kDevice);
+      ASSERT_STREQ(all.status.message(), "") << name;
+      for (int wanted = 0; wanted < 15; ++wanted) {
+        SCOPED_TRACE(name + " " + std::to_string(wanted));
+        p.wanted = {.dx = (wanted & 1) != 0,
+                    .drouter_w = (wanted & 2) != 0,
+                    .dw1 = (wanted & 4) != 0,
+                    .dw2 = (wanted & 8) != 0};
+        LayerRun some = run_layer(p, kDevice);
+        ASSERT_STREQ(some.status.message(), "");
+        EXPECT_EQ(some.damage, "");
+        const auto expect_made = [&](bool made, Tensor LayerTensors::*member) {
+          Tensor& tensor = some.tensors.*member;
+          if (made) return;  // first_difference() looks at it
+          EXPECT_TRUE(tensor.empty());
+          tensor = all.tensors.*member;
+        };
+        expect_made(p.wanted.dx, &LayerTensors::dx);
+        expect_made(p.wanted.drouter_w, &LayerTensors::drouter_w);
+        expect_made(p.wanted.dw1, &LayerTensors::dw1);
+        expect_made(p.wanted.dw2, &LayerTensors::dw2);
+        EXPECT_EQ(first_difference(some, all), "");
+      }
+    }
+  }
+}
+
 // The oracle rounds where a backend must and nowhere else, so that a backend's error is its error
 // up to the order of fp32 sums: nothing is rounded twice or too early.
 TEST(Layers, Bf16ErrorIsThatOfTheDocumentedRoundings) {

@@ -93,15 +93,18 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   if (!desc.dpreact_in_workspace) args.dpreact = data("preact");
   args.routing = data("routing");
   args.dout = arena->input("dout", p.dout, type);
-  args.dx = arena->output("dx", desc.tokens * d, type);
-  args.dw1 = arena->output("dw1", E * first * d, grad_type);
-  args.dw1_up = arena->output("dw1_up", E * second * d, grad_type);
-  args.dw2 = arena->output("dw2", E * d * n, grad_type);
+  const WantedGradients& wanted = p.wanted;
+  if (wanted.dx) args.dx = arena->output("dx", desc.tokens * d, type);
+  if (wanted.dw1) {
+    args.dw1 = arena->output("dw1", E * first * d, grad_type);
+    args.dw1_up = arena->output("dw1_up", E * second * d, grad_type);
+  }
+  if (wanted.dw2) args.dw2 = arena->output("dw2", E * d * n, grad_type);
   if (desc.accumulate_weight_grads) {
     const auto [dw1, dw1_up] = pack_w1(p.dw1, desc, d);
-    (*arena)["dw1"].put(encode(dw1, grad_type));
-    (*arena)["dw1_up"].put(encode(dw1_up, grad_type));
-    (*arena)["dw2"].put(encode(p.dw2, grad_type));
+    if (wanted.dw1) (*arena)["dw1"].put(encode(dw1, grad_type));
+    if (wanted.dw1) (*arena)["dw1_up"].put(encode(dw1_up, grad_type));
+    if (wanted.dw2) (*arena)["dw2"].put(encode(p.dw2, grad_type));
   }
   if (desc.bias) {
     args.db1 = arena->output("db1", E * first, type);
@@ -113,7 +116,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
     // Only where the plan says that it needs them: nothing else may be read.
     if (plan.saved_bytes().logits > 0) args.logits = data("logits");
     args.dlogits = arena->input("dlogits", p.dlogits, type);
-    args.drouter_w = arena->output("drouter_w", E * d, type);
+    if (wanted.drouter_w) args.drouter_w = arena->output("drouter_w", E * d, type);
   } else {
     args.dscores = arena->output_float("dscores", desc.rows());
   }
@@ -122,15 +125,18 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   if (!proceed("backward", plan.backward(args, workspace), *arena, device, run)) return;
 
   LayerTensors& out = run->tensors;
-  out.dx = arena->tensor("dx", type);
-  out.dw1 = unpack_w1(arena->tensor("dw1", grad_type), arena->tensor("dw1_up", grad_type), desc, d);
-  out.dw2 = arena->tensor("dw2", grad_type);
+  if (wanted.dx) out.dx = arena->tensor("dx", type);
+  if (wanted.dw1) {
+    out.dw1 =
+        unpack_w1(arena->tensor("dw1", grad_type), arena->tensor("dw1_up", grad_type), desc, d);
+  }
+  if (wanted.dw2) out.dw2 = arena->tensor("dw2", grad_type);
   if (desc.bias) {
     out.db1 = unpack_w1(arena->tensor("db1", type), arena->tensor("db1_up", type), desc, 1);
     out.db2 = arena->tensor("db2", type);
   }
   if (router) {
-    out.drouter_w = arena->tensor("drouter_w", type);
+    if (wanted.drouter_w) out.drouter_w = arena->tensor("drouter_w", type);
   } else {
     out.dscores = arena->tensor("dscores", DType::f32);
   }

@@ -120,14 +120,15 @@ struct BackwardArgs {
       nullptr;  ///< (T, E) dtype, of losses outside, added to ours; null: none, and less to do
 
   // Gradients going out, each shaped like its tensor; all overwritten, but for dw1, dw1_up and dw2
-  // with accumulate_weight_grads.
-  void* dx = nullptr;         ///< (T, d) dtype
-  void* drouter_w = nullptr;  ///< (E, d) dtype; router modes only
-  void* dw1 = nullptr;
-  void* dw1_up = nullptr;
+  // with accumulate_weight_grads. Null: not wanted (frozen weights, say), and nothing that only it
+  // needs is done. The others may not be null.
+  void* dx = nullptr;         ///< (T, d) dtype, or null
+  void* drouter_w = nullptr;  ///< (E, d) dtype, or null; router modes only
+  void* dw1 = nullptr;        ///< or null ...
+  void* dw1_up = nullptr;     ///< ... together with this one
   void* db1 = nullptr;
   void* db1_up = nullptr;
-  void* dw2 = nullptr;
+  void* dw2 = nullptr;  ///< or null
   void* db2 = nullptr;
   float* dscores = nullptr;  ///< (L); routing given only; 0 for sentinels
   /// (R, 2n or n) dtype, used without dpreact_in_workspace alone: dH, always [gate n | up n]; rows

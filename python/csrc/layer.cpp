@@ -131,27 +131,36 @@ Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
   return empty(x, {Inputs::routing_ints(plan)}, ScalarType::Int);
 }
 
-/// dw1, db1, dw2, db2 and their places in the arguments. dw1 and dw2 are empty if they are added to
-/// main_grads.
-struct WeightGradients {
-  WeightGradients(const Tensor& x, const LayerDesc& d)
-      : dw1(empty(x, {returned(d), d.preact_width(), d.hidden}, x.scalar_type())),
-        db1(empty(x, {d.bias ? d.experts : 0, d.preact_width()}, x.scalar_type())),
-        dw2(empty(x, {returned(d), d.hidden, d.intermediate}, x.scalar_type())),
-        db2(empty(x, {d.bias ? d.experts : 0, d.hidden}, x.scalar_type())) {}
+/// What of the weights' gradients is asked for.
+struct Wants {
+  bool dw1, dw2;
+};
 
-  static std::int64_t returned(const LayerDesc& d) {
-    return d.accumulate_weight_grads ? 0 : d.experts;
-  }
+/// dw1, db1, dw2, db2 and their places in the arguments. dw1 and dw2 are empty if they are added to
+/// main_grads, or not wanted.
+struct WeightGradients {
+  WeightGradients(const Tensor& x, const LayerDesc& d, const Wants& wants)
+      : dw1(empty(x, {returned(d, wants.dw1), d.preact_width(), d.hidden}, x.scalar_type())),
+        db1(empty(x, {d.bias ? d.experts : 0, d.preact_width()}, x.scalar_type())),
+        dw2(empty(x, {returned(d, wants.dw2), d.hidden, d.intermediate}, x.scalar_type())),
+        db2(empty(x, {d.bias ? d.experts : 0, d.hidden}, x.scalar_type())),
+        wants_(wants) {}
 
   void add_to(BackwardArgs* args, const MainGrads& main_grads) const {
-    args->dw1 = output<void>(main_grads.w1.value_or(dw1));
+    if (wants_.dw1) args->dw1 = output<void>(main_grads.w1.value_or(dw1));
     args->db1 = output<void>(db1);
-    args->dw2 = output<void>(main_grads.w2.value_or(dw2));
+    if (wants_.dw2) args->dw2 = output<void>(main_grads.w2.value_or(dw2));
     args->db2 = output<void>(db2);
   }
 
   Tensor dw1, db1, dw2, db2;
+
+ private:
+  static std::int64_t returned(const LayerDesc& d, bool wanted) {
+    return wanted && !d.accumulate_weight_grads ? d.experts : 0;
+  }
+
+  Wants wants_;
 };
 
 }  // namespace
@@ -199,7 +208,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
     OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
     std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact) {
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+    bool wants_drouter_w, bool wants_dw1, bool wants_dw2) {
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
@@ -219,9 +229,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   dout = aligned(dout);
   dlogits = aligned(dlogits);
 
-  const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
-  const Tensor drouter_w = empty(x, {desc.experts, desc.hidden}, x.scalar_type());
-  const WeightGradients gradients(x, desc);
+  const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.hidden}, x.scalar_type());
+  const Tensor drouter_w =
+      empty(x, {wants_drouter_w ? desc.experts : 0, desc.hidden}, x.scalar_type());
+  const WeightGradients gradients(x, desc, {wants_dw1, wants_dw2});
   BackwardArgs args{.x = input<void>(x),
                     .router_w = input<void>(router_w),
                     .w1 = input<void>(w1),
@@ -232,8 +243,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
                     .routing = input<void>(routing),
                     .dout = input<void>(dout),
                     .dlogits = input<void>(dlogits),
-                    .dx = output<void>(dx),
-                    .drouter_w = output<void>(drouter_w),
+                    .dx = wants_dx ? output<void>(dx) : nullptr,
+                    .drouter_w = wants_drouter_w ? output<void>(drouter_w) : nullptr,
                     .dpreact = output<void>(dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
@@ -285,7 +296,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
     std::string activation, bool concat_layout, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact) {
+    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
+    bool wants_dw2) {
   check_dims("preact", preact, 2, "(L, 2n or n)");
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
@@ -302,9 +314,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
   x = aligned(x);
   dout = aligned(dout);
 
-  const Tensor dx = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
+  const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.hidden}, x.scalar_type());
   const Tensor dscores = empty(x, {desc.list_length}, ScalarType::Float);
-  const WeightGradients gradients(x, desc);
+  const WeightGradients gradients(x, desc, {wants_dw1, wants_dw2});
   BackwardArgs args{.x = input<void>(x),
                     .w1 = input<void>(w1),
                     .w2 = input<void>(w2),
@@ -312,7 +324,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
                     .preact = input<void>(preact),
                     .routing = input<void>(routing),
                     .dout = input<void>(dout),
-                    .dx = output<void>(dx),
+                    .dx = wants_dx ? output<void>(dx) : nullptr,
                     .dscores = output<float>(dscores),
                     .dpreact = output<void>(dpreact)};
   gradients.add_to(&args, main_grads);

@@ -14,7 +14,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor w2, Tensor? b2, Tensor? logits, Tensor preact, Tensor routing, "
       "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
       "bool concat_layout, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
-      "Tensor(c!)? dpreact=None) -> "
+      "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_drouter_w=True, "
+      "bool wants_dw1=True, bool wants_dw2=True) -> "
       "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def(
       "routed_forward(Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, "
@@ -25,7 +26,7 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, Tensor? b2, Tensor preact, "
       "Tensor routing, str activation, bool concat_layout, "
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
-      "Tensor(c!)? dpreact=None) -> "
+      "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
   library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");

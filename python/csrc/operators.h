@@ -21,12 +21,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
 
 /// dx, drouter_w, dw1, db1, dw2, db2; the bias gradients are empty without biases. With main_grads,
 /// float32 and shaped like w1 and w2, dw1 and dw2 are added to those and come back empty. dpreact
-/// (R, W), optional: memory for dH, which may be preact itself.
+/// (R, W), optional: memory for dH, which may be preact itself. What is not wanted is not computed,
+/// not added, and comes back empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
     OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
     std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact);
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+    bool wants_drouter_w, bool wants_dw1, bool wants_dw2);
 
 /// Routing given as lists: scores (L) float32, token_ids and expert_ids (L) int32.
 /// o (T, d), counts (E) int32, preact (L, W), routing.
@@ -39,7 +41,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
     std::string activation, bool concat_layout, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact);
+    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
+    bool wants_dw2);
 
 /// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
 Tensor aux_loss(Tensor logits, Tensor counts);

@@ -59,32 +59,41 @@ def _routed_forward_fake(
     )
 
 
-def _weight_gradients_fake(w1, w2, has_bias, has_main_grads):
-    experts = w1.shape[0]
-    returned = 0 if has_main_grads else experts
+def _wanted_fake(wanted, like):
+    return _empty(like, like.shape[0] if wanted else 0, *like.shape[1:])
+
+
+def _weight_gradients_fake(w1, w2, has_bias, wants_dw1, wants_dw2):
+    experts = w1.shape[0] if has_bias else 0
     return (
-        _empty(w1, returned, *w1.shape[1:]),
-        _empty(w1, experts if has_bias else 0, w1.shape[1]),
-        _empty(w2, returned, *w2.shape[1:]),
-        _empty(w2, experts if has_bias else 0, w2.shape[1]),
+        _wanted_fake(wants_dw1, w1),
+        _empty(w1, experts, w1.shape[1]),
+        _wanted_fake(wants_dw2, w2),
+        _empty(w2, experts, w2.shape[1]),
     )
 
 
 def _layer_backward_fake(
     dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, top_k, activation,
     softmax_over_topk, norm_topk_probs, concat_layout, w1_main_grad=None, w2_main_grad=None,
-    dpreact=None,
+    dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True, wants_dw2=True,
 ):  # fmt: skip
-    gradients = _weight_gradients_fake(w1, w2, b2 is not None, w1_main_grad is not None)
-    return _empty(x, *x.shape), _empty(router_w, *router_w.shape), *gradients
+    returns = w1_main_grad is None
+    gradients = _weight_gradients_fake(
+        w1, w2, b2 is not None, returns and wants_dw1, returns and wants_dw2
+    )
+    return _wanted_fake(wants_dx, x), _wanted_fake(wants_drouter_w, router_w), *gradients
 
 
 def _routed_backward_fake(
     dout, x, w1, w2, b2, preact, routing, activation, concat_layout, w1_main_grad=None,
-    w2_main_grad=None, dpreact=None,
+    w2_main_grad=None, dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True,
 ):  # fmt: skip
-    gradients = _weight_gradients_fake(w1, w2, b2 is not None, w1_main_grad is not None)
-    return _empty(x, *x.shape), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
+    returns = w1_main_grad is None
+    gradients = _weight_gradients_fake(
+        w1, w2, b2 is not None, returns and wants_dw1, returns and wants_dw2
+    )
+    return _wanted_fake(wants_dx, x), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
 
 
 def _aux_loss_fake(logits, counts):
@@ -134,11 +143,17 @@ def _token_rounding_backward_fake(
 # passed on as it is: another backward may add to it in between, which is no mistake.
 
 
-def _keep_main_grads(ctx, main_grads, inputs, weights):
-    """And where the weights (indices) are among the inputs, as autograd counts: tensors only."""
-    ctx.main_grads = main_grads
-    if main_grads[0] is not None:
-        ctx.weights_at = [sum(torch.is_tensor(t) for t in inputs[:index]) for index in weights]
+def _keep_optional(ctx, inputs, indices):
+    """Which inputs' gradients backward can do without: their indices, and those that autograd
+    gives them, which counts tensors only."""
+    ctx.optional = [(i, sum(torch.is_tensor(t) for t in inputs[:i])) for i in indices]
+
+
+def _wants(ctx):
+    """For each of those, whether this backward is asked for its gradient."""
+    if torch.compiler.is_compiling():
+        return [ctx.needs_input_grad[index] for index, _ in ctx.optional]
+    return [_reaches(ctx, index) for _, index in ctx.optional]
 
 
 def _reaches(ctx, index):
@@ -151,24 +166,21 @@ def _reaches(ctx, index):
         return True
 
 
-def _main_grads(ctx):
-    """What this backward adds the weights' gradients to: nothing where it was asked for neither of
-    them, and a place to forget for the one of two that it was not asked for."""
-    if ctx.main_grads[0] is None or torch.compiler.is_compiling():
-        return ctx.main_grads
-    reached = [_reaches(ctx, index) for index in ctx.weights_at]
-    if not any(reached):
-        return None, None
-    return tuple(
-        main_grad if wanted else torch.empty_like(main_grad)
-        for main_grad, wanted in zip(ctx.main_grads, reached, strict=True)
+def _returned(ctx, wants, dw1, db1, dw2, db2, has_bias):
+    """Gradients of w1, b1, w2, b2, for autograd. Where those of the weights were added to
+    main_grads, it hears of that; tracing finds out from the schema."""
+    wants_dw1, wants_dw2 = wants[-2:]
+    if ctx.main_grads[0] is not None:
+        written = [t for t, wanted in zip(ctx.main_grads, wants[-2:], strict=True) if wanted]
+        if written and not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(written)
+        wants_dw1 = wants_dw2 = False
+    return (
+        dw1 if wants_dw1 else None,
+        db1 if has_bias else None,
+        dw2 if wants_dw2 else None,
+        db2 if has_bias else None,
     )
-
-
-def _added(main_grads):
-    """Tells autograd that the operator has written to them. Tracing finds out from the schema."""
-    if main_grads[0] is not None and not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(main_grads)
 
 
 # Missing in a torch that we do not know: then every backward reaches everything ...
@@ -199,7 +211,8 @@ def _save_for_layer_backward(ctx, inputs, output):
         x, router_w, w1, w2, b2, logits if keeps_logits else None, preact, routing
     )
     ctx.options = options
-    _keep_main_grads(ctx, (w1_main_grad, w2_main_grad), inputs, (2, 4))
+    ctx.main_grads = w1_main_grad, w2_main_grad
+    _keep_optional(ctx, inputs, (0, 1, 2, 4))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -208,7 +221,7 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     if dout is None and dlogits is None:
         return (None,) * 14
     x, router_w, w1, w2, b2, logits, preact, routing = ctx.saved_tensors
-    main_grads = _main_grads(ctx)
+    wants = _wants(ctx)
     dx, drouter_w, dw1, db1, dw2, db2 = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
@@ -221,15 +234,12 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         preact,
         routing,
         *ctx.options,
-        *main_grads,
+        *ctx.main_grads,
         _place_of_dpreact(ctx, preact),
+        *wants,
     )
-    _added(main_grads)
-    if b2 is None:
-        db1 = db2 = None
-    if ctx.main_grads[0] is not None:
-        dw1 = dw2 = None
-    return dx, drouter_w, dw1, db1, dw2, db2, *[None] * 8
+    gradients = _returned(ctx, wants, dw1, db1, dw2, db2, b2 is not None)
+    return dx if wants[0] else None, drouter_w if wants[1] else None, *gradients, *[None] * 8
 
 
 def _save_for_routed_backward(ctx, inputs, output):
@@ -238,7 +248,8 @@ def _save_for_routed_backward(ctx, inputs, output):
     o, counts, preact, routing = output
     ctx.save_for_backward(x, w1, w2, b2, preact, routing)
     ctx.options = activation, concat_layout
-    _keep_main_grads(ctx, (w1_main_grad, w2_main_grad), inputs, (4, 6))
+    ctx.main_grads = w1_main_grad, w2_main_grad
+    _keep_optional(ctx, inputs, (0, 4, 6))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -247,7 +258,7 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
         return (None,) * 13
     x, w1, w2, b2, preact, routing = ctx.saved_tensors
-    main_grads = _main_grads(ctx)
+    wants = _wants(ctx)
     dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
         dout.contiguous(),
         x,
@@ -257,15 +268,12 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
         preact,
         routing,
         *ctx.options,
-        *main_grads,
+        *ctx.main_grads,
         _place_of_dpreact(ctx, preact),
+        *wants,
     )
-    _added(main_grads)
-    if b2 is None:
-        db1 = db2 = None
-    if ctx.main_grads[0] is not None:
-        dw1 = dw2 = None
-    return dx, dscores, None, None, dw1, db1, dw2, db2, *[None] * 5
+    gradients = _returned(ctx, wants, dw1, db1, dw2, db2, b2 is not None)
+    return dx if wants[0] else None, dscores, None, None, *gradients, *[None] * 5
 
 
 def _save_for_aux_loss_backward(ctx, inputs, output):

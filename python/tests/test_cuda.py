@@ -298,6 +298,30 @@ def test_gradient_accumulation_fusion(dtype, concat_layout, routing):
         assert all(torch.equal(a, b) for a, b in zip(same, others, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_gradients_that_nobody_wants_change_no_other(dtype, routing):
+    moe = module(routing=routing, tile=16).to(DTYPES[dtype])
+    x = torch.randn(300, 64, device="cuda", dtype=DTYPES[dtype])
+    leaves = [x, moe.router.weight, moe.c_fc.weight, moe.c_proj.weight]
+
+    def gradients(wanted):
+        for i, leaf in enumerate(leaves):
+            leaf.requires_grad_(wanted >> i & 1 == 1)
+        torch.manual_seed(2)  # of token rounding
+        o, aux_loss = moe(x)
+        found = torch.autograd.grad(
+            o.float().square().sum() + aux_loss, [t for t in leaves if t.requires_grad]
+        )
+        return iter(found)
+
+    everything = list(gradients(15))
+    for wanted in range(1, 15):
+        some = gradients(wanted)
+        for i, gradient in enumerate(everything):
+            assert not wanted >> i & 1 or torch.equal(next(some), gradient), (wanted, i)
+
+
 def test_gradient_accumulation_fusion_in_a_graph():
     moe = module(gradient_accumulation_fusion=True).bfloat16()
     weights = moe.c_fc.weight, moe.c_proj.weight

@@ -265,7 +265,12 @@ class Sequence {
     if (status_.ok()) status_ = plan->run(args, scratch_, stream_);
     return *this;
   }
-  /// To an optional output: nothing happens if it is null.
+  /// For an optional output: nothing happens if it is null.
+  template <class Desc>
+  Sequence& run_for(const void* output, const std::optional<OpPlan<Desc>>& plan,
+                    const typename Desc::Args& args) {
+    return output == nullptr ? *this : run(plan, args);
+  }
   void copy(void* to, const void* from, std::size_t bytes, Exec exec) {
     exec.stream = stream_;
     if (status_.ok() && to != nullptr) status_ = sonicmoe::copy(to, from, bytes, exec);
@@ -473,41 +478,47 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
   // rows there is always a kernel of score_grad, which has waited for dgrad. dX~ takes the place of
   // A'.
   const bool beside = d.rows() > 0;
-  seq.run(p.down_proj_wgrad, {.offsets = routing.offsets,
-                              .row_tokens = routing.row_tokens,
-                              .expert_order = routing.expert_order,
-                              .dout = args.dout,
-                              .scaled_act = seq.region(p.bwd.scaled_act),
-                              .dw2 = args.dw2,
-                              .beside_previous = beside});
-  seq.run(p.up_proj_wgrad, {.offsets = routing.offsets,
-                            .row_tokens = routing.row_tokens,
-                            .expert_order = routing.expert_order,
-                            .x = args.x,
-                            .dpreact = dpreact,
-                            .dw1 = args.dw1,
-                            .dw1_up = args.dw1_up,
-                            .beside_previous = beside});
-  seq.run(p.up_proj_dgrad, {.offsets = routing.offsets,
-                            .w1 = args.w1,
-                            .w1_up = args.w1_up,
-                            .dpreact = dpreact,
-                            .dx_rows = seq.region(p.bwd.dx_rows)});
+  seq.run_for(args.dw2, p.down_proj_wgrad,
+              {.offsets = routing.offsets,
+               .row_tokens = routing.row_tokens,
+               .expert_order = routing.expert_order,
+               .dout = args.dout,
+               .scaled_act = seq.region(p.bwd.scaled_act),
+               .dw2 = args.dw2,
+               .beside_previous = beside});
+  seq.run_for(args.dw1, p.up_proj_wgrad,
+              {.offsets = routing.offsets,
+               .row_tokens = routing.row_tokens,
+               .expert_order = routing.expert_order,
+               .x = args.x,
+               .dpreact = dpreact,
+               .dw1 = args.dw1,
+               .dw1_up = args.dw1_up,
+               .beside_previous = beside});
+  seq.run_for(args.dx, p.up_proj_dgrad,
+              {.offsets = routing.offsets,
+               .w1 = args.w1,
+               .w1_up = args.w1_up,
+               .dpreact = dpreact,
+               .dx_rows = seq.region(p.bwd.dx_rows)});
   const bool routed = p.routed() && args.dlogits == nullptr;
   const bool dense = !p.given() && !routed;  // then dx holds the router's part until it is added to
   if (!p.given()) {
-    if (dense) seq.run(p.router_dgrad, {.w = args.router_w, .dlogits = dlogits, .dx = args.dx});
-    seq.run(p.router_wgrad, {.x = args.x, .dlogits = dlogits, .dw = args.drouter_w});
+    const RouterGemmArgs router{
+        .x = args.x, .w = args.router_w, .dlogits = dlogits, .dx = args.dx, .dw = args.drouter_w};
+    if (dense) seq.run_for(args.dx, p.router_dgrad, router);
+    seq.run_for(args.drouter_w, p.router_wgrad, router);
   }
-  seq.run(p.aggregate_dx, {.rows = seq.region(p.bwd.dx_rows),
-                           .slot_rows = routing.slot_rows,
-                           .token_offsets = routing.token_offsets,
-                           .token_slots = routing.token_slots,
-                           .addend = dense ? args.dx : nullptr,
-                           .slot_experts = routing.slot_experts,
-                           .dlogits = dlogits,
-                           .router_w = routed ? args.router_w : nullptr,
-                           .out = args.dx});
+  seq.run_for(args.dx, p.aggregate_dx,
+              {.rows = seq.region(p.bwd.dx_rows),
+               .slot_rows = routing.slot_rows,
+               .token_offsets = routing.token_offsets,
+               .token_slots = routing.token_slots,
+               .addend = dense ? args.dx : nullptr,
+               .slot_experts = routing.slot_experts,
+               .dlogits = dlogits,
+               .router_w = routed ? args.router_w : nullptr,
+               .out = args.dx});
   return seq.status();
 }
 

@@ -333,14 +333,17 @@ Status validate(const LayerDesc& d, const BackwardArgs& a) {
   check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
   check.tensor("dout", a.dout, d.tokens, "(T, d)");
   if (!given) check.optional("dlogits", a.dlogits, d.tokens);
-  check.tensor("dx", a.dx, d.tokens, "(T, d)");
+  check.optional("dx", a.dx, d.tokens);
   if (given) {
     check.ints("dscores", a.dscores, d.list_length, "(L) float");
   } else {
-    check.tensor("drouter_w", a.drouter_w, 1, "(E, d)");
+    check.optional("drouter_w", a.drouter_w, 1);
   }
-  check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
-  check.tensor("dw2", a.dw2, 1, "(E, d, n)");
+  const bool separate = d.w1_layout == W1Layout::separate;
+  if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
+    check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
+  }
+  check.optional("dw2", a.dw2, 1);
   if (d.bias) {
     check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout).tensor("db2", a.db2, 1, "(E, d)");
   }

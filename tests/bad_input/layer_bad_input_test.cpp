@@ -240,13 +240,14 @@ TEST(BadLayer, BackwardPointers) {
          pointer_row("preact", &A::preact, "(R, 2n or n)"),
          pointer_row("routing", &A::routing, "saved_bytes().routing bytes"),
          pointer_row("dout", &A::dout, "(T, d)"), pointer_row("dlogits", &A::dlogits, "", 16, true),
-         pointer_row("dx", &A::dx, "(T, d)"), pointer_row("drouter_w", &A::drouter_w, "(E, d)"),
+         pointer_row("dx", &A::dx, "", 16, true),
+         pointer_row("drouter_w", &A::drouter_w, "", 16, true),
          pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
          pointer_row("dw1_up", &A::dw1_up, "the up rows (E, n, d)"),
          pointer_row("db1", &A::db1, "the gate biases (E, n)"),
          pointer_row("db1_up", &A::db1_up, "the up biases (E, n)"),
-         pointer_row("dw2", &A::dw2, "(E, d, n)"), pointer_row("db2", &A::db2, "(E, d)")});
-  check(given_desc(), {pointer_row("dw1", &A::dw1, "(E, 2n or n, d)"),
+         pointer_row("dw2", &A::dw2, "", 16, true), pointer_row("db2", &A::db2, "(E, d)")});
+  check(given_desc(), {pointer_row("dw1", &A::dw1, "", 16, true),
                        pointer_row("dscores", &A::dscores, "(L) float", 4)});
   LayerDesc brought = router_desc();
   brought.dpreact_in_workspace = false;
