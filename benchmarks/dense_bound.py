@@ -1,12 +1,29 @@
-"""What a layer is measured against: its six products as dense batched GEMMs, experts even."""
+"""What a layer is measured against: its six products as dense batched GEMMs, experts even.
 
+    python benchmarks/dense_bound.py --thiek 24576,1536,256,128,8
+
+times them by themselves, one after the other, with triton.testing.do_bench, as it is without
+options but for the median: 100 ms of one GEMM, L2 flushed before each. `sonicmoe bench --sustained
+100` times a layer in the same way.
+"""
+
+import argparse
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from arguments import sizes
+
+GEMMS = {
+    "forward": ("up_proj", "down_proj"),
+    "backward": ("down_proj_dgrad", "up_proj_dgrad", "down_proj_wgrad", "up_proj_wgrad"),
+}
 
 
 def dense_gemms(thiek: list[int], width: int, dtype: torch.dtype) -> dict[str, list[Callable]]:
-    """Calls of torch.bmm, forward's two and backward's four. `width` is 2I with a gate, else I."""
+    """Calls of torch.bmm, in the order of GEMMS. `width` is 2I with a gate, else I."""
     tokens, hidden, intermediate, experts, top_k = thiek
     rows = max(1, tokens * top_k // experts)
 
@@ -24,3 +41,41 @@ def dense_gemms(thiek: list[int], width: int, dtype: torch.dtype) -> dict[str, l
             lambda: torch.bmm(h.mT, x),
         ],
     }
+
+
+def measure(thiek: list[int]) -> dict[str, float]:
+    """Milliseconds of each GEMM of a bf16 layer with a gate."""
+    from triton.testing import do_bench
+
+    runs = dense_gemms(thiek, 2 * thiek[2], torch.bfloat16)
+    return {
+        name: do_bench(run, return_mode="median")
+        for which, names in GEMMS.items()
+        for name, run in zip(names, runs[which], strict=True)
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), action="append", metavar="T,H,I,E,K",
+                        required=True)  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a list, in the same order")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
+    print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}, milliseconds")
+    results = []
+    for thiek in options.thiek:
+        torch.manual_seed(0)
+        ms = measure(thiek)
+        sums = {which: sum(ms[name] for name in names) for which, names in GEMMS.items()}
+        results.append({"thiek": thiek, **{f"{k}_ms": v for k, v in sums.items()}, "gemms": ms})
+        print(f"{','.join(map(str, thiek)):24s}", *(f"{k} {v:.3f}" for k, v in (sums | ms).items()),
+              sep="  ", flush=True)  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

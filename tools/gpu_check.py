@@ -50,6 +50,8 @@ MAX_PENDING_COMMITS = 10
 SMALL = "4096,2048,768,128,8"
 # It asks how much memory the whole device has left.
 ALONE = "CudaPlan.CallsTakeNoDeviceMemory"
+# The other tests go in so many processes at a time: what they wait for is mostly the oracle.
+SHARDS = 3
 # Every kernel once, in what a sanitizer can afford.
 SANITIZED = ":".join(
     [
@@ -214,7 +216,7 @@ class Run:
         self.good = True
         self.began = time.monotonic()
 
-    def command(self, log: str, *command: object, seconds: int = 600) -> int:
+    def command(self, log: str, *command: object, seconds: int = 600, **environment: object) -> int:
         line = " ".join(str(word) for word in command)
         print(f"gpu_check: after {time.monotonic() - self.began:.0f} s: {line[:100]}", flush=True)
         with (self.out / f"{log}.log").open("a") as stream:
@@ -225,7 +227,8 @@ class Run:
                     timeout=seconds, cwd=ROOT,
                     # Waiting threads of programs that run beside each other must not spin.
                     env=os.environ | {"PYTHONPATH": str(ROOT / "python"),
-                                      "OMP_WAIT_POLICY": "passive"},
+                                      "OMP_WAIT_POLICY": "passive"}
+                    | {name: str(value) for name, value in environment.items()},
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 return 124
@@ -233,20 +236,36 @@ class Run:
                 print(error, file=stream)
                 return 127
 
-    def gtest(self, names: str) -> None:
-        result = self.out / "gpu_test.json"
-        self.command("gpu_test", self.folder / "gpu_test", "--gtest_brief=1",
-                     f"--gtest_filter={names}", f"--gtest_output=json:{result}")  # fmt: skip
-        if not result.exists():  # it crashed: nothing is known to have passed
-            self.good = False
-            return
-        for suite in json.loads(result.read_text())["testsuites"]:
-            for test in suite["testsuite"]:
-                state = "failed" if test.get("failures") else "passed"
-                if test["result"] == "SKIPPED":
-                    state = "skipped"
-                self.tests[f"{suite['name']}.{test['name']}"] = state
-        result.unlink()  # 200 kB that the receipt repeats
+    def gtest(self, names: str, shards: int = 1) -> None:
+        def run(shard: int) -> Path:
+            result = self.out / f"gpu_test_{shard}.json"
+            self.command(f"gpu_test_{shard}", self.folder / "gpu_test", "--gtest_brief=1",
+                         f"--gtest_filter={names}", f"--gtest_output=json:{result}",
+                         GTEST_TOTAL_SHARDS=shards, GTEST_SHARD_INDEX=shard)  # fmt: skip
+            return result
+
+        with ThreadPoolExecutor(shards) as pool:
+            results = list(pool.map(run, range(shards)))
+        self.join("gpu_test", [f"gpu_test_{shard}" for shard in range(shards)])
+        for result in results:
+            if not result.exists():  # it crashed: nothing is known to have passed
+                self.good = False
+                continue
+            for suite in json.loads(result.read_text())["testsuites"]:
+                for test in suite["testsuite"]:
+                    state = "failed" if test.get("failures") else "passed"
+                    if test["result"] == "SKIPPED":
+                        state = "skipped"
+                    self.tests[f"{suite['name']}.{test['name']}"] = state
+            result.unlink()  # 200 kB that the receipt repeats
+
+    def join(self, log: str, parts: tuple[str, ...] | list[str]) -> None:
+        """Logs of what ran at the same time, one after the other."""
+        with (self.out / f"{log}.log").open("a") as stream:
+            for part in parts:
+                path = self.out / f"{part}.log"
+                stream.write(path.read_text())
+                path.unlink()
 
     def pytest(self) -> None:
         library = ROOT / EXTENSION
@@ -270,10 +289,7 @@ class Run:
         tools = ("memcheck", "racecheck", "synccheck", "initcheck")
         with ThreadPoolExecutor(len(tools)) as pool:
             outcome = dict(zip(tools, pool.map(run, tools), strict=True))
-        logs = [self.out / f"{tool}.log" for tool in tools]
-        (self.out / "sanitizers.log").write_text("".join(log.read_text() for log in logs))
-        for log in logs:
-            log.unlink()
+        self.join("sanitizers", tools)
         return outcome
 
     def bench(self, log: str, *how: str) -> tuple[list[dict], float]:
@@ -308,15 +324,31 @@ class Run:
         result.unlink()
         return rows, report["results"]["total"]
 
+    def dense(self, rows: list[dict]) -> list[dict]:
+        """The bound's GEMMs by torch.bmm, each sustained too."""
+        shapes = {row["config"]: row["thiek"] for row in rows}
+        result = self.out / "dense_bound.json"
+        arguments = [word for thiek in shapes.values()
+                     for word in ("--thiek", ",".join(map(str, thiek)))]  # fmt: skip
+        self.command("dense_bound", sys.executable, "benchmarks/dense_bound.py", *arguments,
+                     "--json", result)  # fmt: skip
+        if not result.exists():
+            self.good = False
+            return []
+        measured = json.loads(result.read_text())
+        result.unlink()
+        return [{"config": config, **row} for config, row in zip(shapes, measured, strict=True)]
+
     def receipt(self, quick: bool) -> int:
         with ThreadPoolExecutor(1) as pool:  # beside the tests, which take longer
             sanitizers = pool.submit(self.sanitizers)
-            self.gtest(f"-{ALONE}")
+            self.gtest(f"-{ALONE}", SHARDS)
             self.pytest()
             sanitizer = sanitizers.result()
         self.gtest(ALONE)
         rows, copy = ([], 0.0) if quick else self.bench("bench", "--repeats", "10")
         hot, _ = ([], 0.0) if quick else self.bench("bench_sustained", "--sustained", "100")
+        dense = [] if quick else self.dense(hot)
         errors, python = self.errors()
         manifest = json.loads((self.folder / "manifest.json").read_text())
         smi = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
@@ -333,6 +365,7 @@ class Run:
             "sanitizer": sanitizer,
             "bench": rows,
             "sustained": hot,
+            "torch_bmm": dense,
             "errors": errors,
             "python": python,
             "kernels": cuda_kernels(self.folder / "sonicmoe", self.out / "info.json"),
@@ -371,6 +404,9 @@ def problems(build: Path) -> list[str]:
     timed, hot = ({(row["config"], row["what"]) for row in receipt.get(key, [])}
                   for key in ("bench", "sustained"))  # fmt: skip
     found += [f"sustained benchmark: {' '.join(row)}: not measured" for row in sorted(timed - hot)]
+    dense = {row["config"] for row in receipt.get("torch_bmm", [])}
+    found += [f"torch.bmm: {config}: not measured"
+              for config in sorted({config for config, _ in timed} - dense)]  # fmt: skip
     return found
 
 

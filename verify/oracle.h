@@ -18,12 +18,13 @@ enum class Precision {
   plain,    ///< fp32 sums in the order of the loops, tensors rounded where a backend stores them
 };
 
-/// Everything that a layer reads. W1 and b1 hold [gate n | up n] whatever desc.w1_layout says.
-/// Tensors that the layer does not have are empty.
+/// Which gradients to ask backward for.
 struct WantedGradients {
   bool dx = true, drouter_w = true, dw1 = true, dw2 = true;
 };
 
+/// Everything that a layer reads. W1 and b1 hold [gate n | up n] whatever desc.w1_layout says.
+/// Tensors that the layer does not have are empty.
 struct Problem {
   LayerDesc desc;
   Tensor x;         ///< (T, d)
@@ -37,7 +38,7 @@ struct Problem {
   Tensor dw1, dw2;  ///< what gradients are added to, like w1 and w2; accumulate_weight_grads only
   Routing lists;    ///< routing given
   Tensor list_scores;
-  WantedGradients wanted;  ///< which ones to ask backward for; the oracle makes all
+  WantedGradients wanted;  ///< of the library; the oracle makes all
 };
 
 /// Everything that a layer computes. "Rows" are the grouped rows in use, so without sentinels.

@@ -120,8 +120,8 @@ struct BackwardArgs {
       nullptr;  ///< (T, E) dtype, of losses outside, added to ours; null: none, and less to do
 
   // Gradients going out, each shaped like its tensor; all overwritten, but for dw1, dw1_up and dw2
-  // with accumulate_weight_grads. Null: not wanted (frozen weights, say), and nothing that only it
-  // needs is done. The others may not be null.
+  // with accumulate_weight_grads. Null: not wanted (frozen weights, say), and the operations that
+  // make only it are not run. The others may not be null.
   void* dx = nullptr;         ///< (T, d) dtype, or null
   void* drouter_w = nullptr;  ///< (E, d) dtype, or null; router modes only
   void* dw1 = nullptr;        ///< or null ...

@@ -162,7 +162,7 @@ def _reaches(ctx, index):
     node = ctx.next_functions[index][0]
     try:
         return node is not None and _will_execute(node)
-    except RuntimeError:  # a leaf whose gradient autograd.grad was asked for
+    except RuntimeError:  # a leaf whose gradient autograd.grad was asked for; or nobody can tell
         return True
 
 

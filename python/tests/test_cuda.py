@@ -300,7 +300,8 @@ def test_gradient_accumulation_fusion(dtype, concat_layout, routing):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
-def test_gradients_that_nobody_wants_change_no_other(dtype, routing):
+@pytest.mark.parametrize("with_aux_loss", [False, True])
+def test_gradients_that_nobody_wants_change_no_other(dtype, routing, with_aux_loss):
     moe = module(routing=routing, tile=16).to(DTYPES[dtype])
     x = torch.randn(300, 64, device="cuda", dtype=DTYPES[dtype])
     leaves = [x, moe.router.weight, moe.c_fc.weight, moe.c_proj.weight]
@@ -310,10 +311,8 @@ def test_gradients_that_nobody_wants_change_no_other(dtype, routing):
             leaf.requires_grad_(wanted >> i & 1 == 1)
         torch.manual_seed(2)  # of token rounding
         o, aux_loss = moe(x)
-        found = torch.autograd.grad(
-            o.float().square().sum() + aux_loss, [t for t in leaves if t.requires_grad]
-        )
-        return iter(found)
+        loss = o.float().square().sum() + (aux_loss if with_aux_loss else 0)
+        return iter(torch.autograd.grad(loss, [t for t in leaves if t.requires_grad]))
 
     everything = list(gradients(15))
     for wanted in range(1, 15):
