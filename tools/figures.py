@@ -68,8 +68,8 @@ def readme(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str | list[str]
             f"(`--sustained 100`), {hot.mean('forward'):.2f} and {hot.mean('backward'):.2f}.\n",
         ),
         (
-            rf"of that run they are {NUMBER} and {NUMBER}\.",
-            f"of that run they are {bmm.mean('forward'):.2f} and {bmm.mean('backward'):.2f}.",
+            rf"sustained\nratios are {NUMBER} and {NUMBER}\.",
+            f"sustained\nratios are {bmm.mean('forward'):.2f} and {bmm.mean('backward'):.2f}.",
         ),
     ]
     for config, thiek in bench.configs.items():
