@@ -73,9 +73,7 @@ class DeviceTimer:
         return [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:])]
 
 
-def measure(
-    layer, thiek: list[int], repeats: int, frozen_experts: bool
-) -> dict[str, float]:
+def measure(layer, thiek: list[int], repeats: int, frozen_experts: bool) -> dict[str, float]:
     step = Step(layer, thiek, frozen_experts)
     began = time.perf_counter()
     step.backward(step.forward())

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -259,7 +260,7 @@ class Run:
                     self.tests[f"{suite['name']}.{test['name']}"] = state
             result.unlink()  # 200 kB that the receipt repeats
 
-    def join(self, log: str, parts: tuple[str, ...] | list[str]) -> None:
+    def join(self, log: str, parts: Iterable[str]) -> None:
         """Logs of what ran at the same time, one after the other."""
         with (self.out / f"{log}.log").open("a") as stream:
             for part in parts:
@@ -340,7 +341,7 @@ class Run:
         return [{"config": config, **row} for config, row in zip(shapes, measured, strict=True)]
 
     def receipt(self, quick: bool) -> int:
-        with ThreadPoolExecutor(1) as pool:  # beside the tests, which take longer
+        with ThreadPoolExecutor(1) as pool:  # beside the tests
             sanitizers = pool.submit(self.sanitizers)
             self.gtest(f"-{ALONE}", SHARDS)
             self.pytest()

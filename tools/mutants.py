@@ -92,6 +92,12 @@ MUTANTS = [
         ".accumulate_weight_grads = false};",
     ),
     Mutant(
+        "dX is left out where dW1 is not wanted",
+        "src/core/layer_plan.cpp",
+        "seq.run_for(args.dx, p.up_proj_dgrad,",
+        "seq.run_for(args.dw1, p.up_proj_dgrad,",
+    ),
+    Mutant(
         "dH in the workspace where the caller brings memory",
         "src/core/layer_plan.cpp",
         "void* const dpreact = d.dpreact_in_workspace ?",

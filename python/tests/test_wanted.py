@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers import make_layer, permuted
+from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sonicmoe import ActivationType, MoE, functional
@@ -138,6 +139,29 @@ def test_module_with_frozen_experts(routing, backend, x_too):
     for frozen in ((True, True), (True, False)):
         for leaf, gradient in gradients(*frozen).items():
             assert torch.equal(gradient, full[leaf])
+
+
+def test_compiled_autograd():
+    moe = MoE(6, K, 24, 16, ActivationType.SWIGLU, False, 0.2)
+    x = torch.randn(40, 24, requires_grad=True)
+    leaves = [x, moe.router.weight, moe.c_fc.weight, moe.c_proj.weight]
+
+    def gradients():
+        for leaf in leaves:
+            leaf.grad = None
+        o, aux_loss = moe(x)
+        (o.square().sum() + aux_loss).backward()
+        return [leaf.grad for leaf in leaves]
+
+    full = gradients()
+    for frozen in (False, True):
+        moe.c_fc.weight.requires_grad_(not frozen)
+        torch._dynamo.reset()
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            some = gradients()
+        assert (some[2] is None) == frozen
+        for a, b in zip(some, full, strict=True):
+            assert a is None or torch.equal(a, b)
 
 
 def test_opcheck():
