@@ -2,9 +2,10 @@
 
     python benchmarks/dense_bound.py --thiek 24576,1536,256,128,8
 
-times them by themselves, one after the other, with triton.testing.do_bench, as it is without
-options but for the median: 100 ms of one GEMM, L2 flushed before each. `sonicmoe bench --sustained
-100` times a layer in the same way.
+times them by themselves, one after the other, with triton.testing.do_bench: 50 ms of one GEMM that
+are not timed and 100 ms that are, L2 flushed before each; the median. Before that all six take
+turns: for 6 s, until the chip has settled under load (docs/findings/sustained.md), and for 1 s at
+the next shapes. `sonicmoe bench --sustained 100` times a layer in the same way.
 """
 
 import argparse
@@ -43,13 +44,15 @@ def dense_gemms(thiek: list[int], width: int, dtype: torch.dtype) -> dict[str, l
     }
 
 
-def measure(thiek: list[int]) -> dict[str, float]:
+def measure(thiek: list[int], settle_ms: int) -> dict[str, float]:
     """Milliseconds of each GEMM of a bf16 layer with a gate."""
     from triton.testing import do_bench
 
     runs = dense_gemms(thiek, 2 * thiek[2], torch.bfloat16)
+    everything = [run for which in runs.values() for run in which]
+    do_bench(lambda: [run() for run in everything], warmup=settle_ms, rep=1)
     return {
-        name: do_bench(run, return_mode="median")
+        name: do_bench(run, warmup=50, rep=100, return_mode="median")
         for which, names in GEMMS.items()
         for name, run in zip(names, runs[which], strict=True)
     }
@@ -67,7 +70,7 @@ def main() -> int:
     results = []
     for thiek in options.thiek:
         torch.manual_seed(0)
-        ms = measure(thiek)
+        ms = measure(thiek, 1000 if results else 6000)
         sums = {which: sum(ms[name] for name in names) for which, names in GEMMS.items()}
         results.append({"thiek": thiek, **{f"{k}_ms": v for k, v in sums.items()}, "gemms": ms})
         print(f"{','.join(map(str, thiek)):24s}", *(f"{k} {v:.3f}" for k, v in (sums | ms).items()),

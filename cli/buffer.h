@@ -47,7 +47,7 @@ class Buffer {
 
 Buffer make_tensor(std::int64_t elements, DType dtype, Device device = {});
 /// Normally distributed with standard deviation `scale`. Equal seeds give equal tensors. On CUDA a
-/// large tensor repeats 2^24 - 3 numbers.
+/// large tensor repeats 2^22 - 3 numbers.
 Buffer make_random(std::int64_t elements, DType dtype, double scale, std::uint64_t seed,
                    Device device = {});
 

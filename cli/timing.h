@@ -41,9 +41,10 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
                       Device device = {});
 
 /// On CUDA: every task by itself, again and again without waiting, caches flushed in between; first
-/// for a quarter of `seconds`, then timed for `seconds`. The chip gets as hot as each task makes
-/// it. Tasks on the host are timed ten times; `before` and `after`, which only groups of the CPU
-/// have, are not called. Stops early and throws like time_interleaved().
+/// for half of `seconds`, or the first task until the chip has settled under load, then timed for
+/// `seconds`. In the order of their flops. The chip gets as hot as each task makes it. Tasks on the
+/// host are timed ten times; `before` and `after`, which only groups of the CPU have, are not
+/// called. Stops early and throws like time_interleaved().
 void time_sustained(const std::vector<Group*>& groups, double seconds, Device device);
 
 }  // namespace sonicmoe::cli

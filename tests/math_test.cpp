@@ -71,6 +71,29 @@ TEST(Sigmoid, StaysFiniteAtTheEnds) {
   EXPECT_TRUE(std::isnan(math::sigmoid(kNan)));
 }
 
+TEST(Sigmoid, ByNewtonIsCloseAndFinite) {
+  double worst = 0;
+  for (const int exponent : {0, 1, 63, 124}) {
+    sweep(1.0f, 2.0f, 100000, [&](float m) {
+      const float d = std::ldexp(m, exponent);
+      worst = std::fmax(worst, std::fabs(static_cast<double>(math::reciprocal_by_newton(d)) *
+                                             static_cast<double>(d) -
+                                         1));
+    });
+  }
+  EXPECT_LE(worst, 0x1p-17);
+  EXPECT_GE(worst, 0x1p-18);
+  sweep(-86.0f, 86.0f, 100000, [](float x) {
+    const double exact = 1 / (1 + std::exp(-static_cast<double>(x)));
+    ASSERT_NEAR(math::sigmoid_by_newton(x), exact, 0x1.1p-17 * exact) << x;
+  });
+  EXPECT_NEAR(math::sigmoid_by_newton(kInf), 1.0f, 0x1p-17);
+  for (const float x : {-88.0f, -1000.0f, -kInf}) {
+    EXPECT_GT(math::sigmoid_by_newton(x), 0.0f);
+    EXPECT_LT(math::sigmoid_by_newton(x), 0x1p-124f);
+  }
+}
+
 // Every exponent and every pattern of the bits that rounding looks at.
 TEST(Convert, Bf16RoundsAsTheOracleDoes) {
   for (std::uint32_t high = 0; high < 0x10000; ++high) {
@@ -155,6 +178,23 @@ TEST(Activation, GatesMultiplyTheUpPart) {
   using Silu = math::ActivationFn<math::Silu, false>;
   EXPECT_EQ(Silu::forward(1.5f, kNan), silu);  // there is no up part
   EXPECT_EQ(Silu::backward(1.5f, kNan, 4.0f).dup, 0.0f);
+}
+
+TEST(Activation, ByNewtonIsTheSameFunction) {
+  using Swiglu = math::ActivationFn<math::Silu, true>;
+  using Silu = math::ActivationFn<math::Silu, false>;
+  sweep(-80.0f, 80.0f, 10000, [](float x) {
+    const double exact = kSilu.value(x);
+    ASSERT_NEAR(Silu::forward_by_newton(x, kNan), exact, 0x1.1p-17 * std::fabs(exact) + 0x1p-149);
+    ASSERT_EQ(Swiglu::forward_by_newton(x, -2.0f), -2.0f * Silu::forward_by_newton(x, 0.0f));
+  });
+  EXPECT_TRUE(std::isnan(Swiglu::forward_by_newton(kNan, 1.0f)));
+  EXPECT_EQ(Swiglu::forward_by_newton(kInf, 1.0f), kInf);
+  // No reciprocal, or none that has another way.
+  using Reglu = math::ActivationFn<math::Relu, true>;
+  EXPECT_EQ(Reglu::forward_by_newton(3.0f, 2.0f), 6.0f);
+  using Gelu = math::ActivationFn<math::Gelu, false>;
+  EXPECT_EQ(Gelu::forward_by_newton(0.7f, kNan), Gelu::forward(0.7f, kNan));
 }
 
 // The documented order, written out: 32 lanes, then pairs at distance 16, 8, 4, 2, 1.

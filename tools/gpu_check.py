@@ -341,10 +341,10 @@ class Run:
         return [{"config": config, **row} for config, row in zip(shapes, measured, strict=True)]
 
     def receipt(self, quick: bool) -> int:
-        with ThreadPoolExecutor(1) as pool:  # beside the tests
-            sanitizers = pool.submit(self.sanitizers)
+        with ThreadPoolExecutor(2) as pool:  # beside the tests
+            sanitizers, pytest = pool.submit(self.sanitizers), pool.submit(self.pytest)
             self.gtest(f"-{ALONE}", SHARDS)
-            self.pytest()
+            pytest.result()
             sanitizer = sanitizers.result()
         self.gtest(ALONE)
         rows, copy = ([], 0.0) if quick else self.bench("bench", "--repeats", "10")

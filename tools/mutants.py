@@ -44,6 +44,12 @@ MUTANTS = [
         "return {base + width, base, 2 * width};",
     ),
     Mutant(
+        "one of Newton's steps",
+        "src/math/exp.h",
+        "return fma(y, fma(-d, y, 1.0f), y);",
+        "return y;",
+    ),
+    Mutant(
         "A' without the score s",
         "src/cpu/down_proj_dgrad.cpp",
         "scaled_act[j] = from_float<T>(score * r.act);",

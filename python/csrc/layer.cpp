@@ -131,25 +131,21 @@ Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
   return empty(x, {Inputs::routing_ints(plan)}, ScalarType::Int);
 }
 
-/// What of the weights' gradients is asked for.
-struct Wants {
-  bool dw1, dw2;
-};
-
 /// dw1, db1, dw2, db2 and their places in the arguments. dw1 and dw2 are empty if they are added to
 /// main_grads, or not wanted.
 struct WeightGradients {
-  WeightGradients(const Tensor& x, const LayerDesc& d, const Wants& wants)
-      : dw1(empty(x, {returned(d, wants.dw1), d.preact_width(), d.hidden}, x.scalar_type())),
+  WeightGradients(const Tensor& x, const LayerDesc& d, bool wants_dw1, bool wants_dw2)
+      : dw1(empty(x, {returned(d, wants_dw1), d.preact_width(), d.hidden}, x.scalar_type())),
         db1(empty(x, {d.bias ? d.experts : 0, d.preact_width()}, x.scalar_type())),
-        dw2(empty(x, {returned(d, wants.dw2), d.hidden, d.intermediate}, x.scalar_type())),
+        dw2(empty(x, {returned(d, wants_dw2), d.hidden, d.intermediate}, x.scalar_type())),
         db2(empty(x, {d.bias ? d.experts : 0, d.hidden}, x.scalar_type())),
-        wants_(wants) {}
+        wants_dw1_(wants_dw1),
+        wants_dw2_(wants_dw2) {}
 
   void add_to(BackwardArgs* args, const MainGrads& main_grads) const {
-    if (wants_.dw1) args->dw1 = output<void>(main_grads.w1.value_or(dw1));
+    if (wants_dw1_) args->dw1 = output<void>(main_grads.w1.value_or(dw1));
     args->db1 = output<void>(db1);
-    if (wants_.dw2) args->dw2 = output<void>(main_grads.w2.value_or(dw2));
+    if (wants_dw2_) args->dw2 = output<void>(main_grads.w2.value_or(dw2));
     args->db2 = output<void>(db2);
   }
 
@@ -160,7 +156,7 @@ struct WeightGradients {
     return wanted && !d.accumulate_weight_grads ? d.experts : 0;
   }
 
-  Wants wants_;
+  bool wants_dw1_, wants_dw2_;
 };
 
 }  // namespace
@@ -232,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.hidden}, x.scalar_type());
   const Tensor drouter_w =
       empty(x, {wants_drouter_w ? desc.experts : 0, desc.hidden}, x.scalar_type());
-  const WeightGradients gradients(x, desc, {wants_dw1, wants_dw2});
+  const WeightGradients gradients(x, desc, wants_dw1, wants_dw2);
   BackwardArgs args{.x = input<void>(x),
                     .router_w = input<void>(router_w),
                     .w1 = input<void>(w1),
@@ -316,7 +312,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
 
   const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.hidden}, x.scalar_type());
   const Tensor dscores = empty(x, {desc.list_length}, ScalarType::Float);
-  const WeightGradients gradients(x, desc, {wants_dw1, wants_dw2});
+  const WeightGradients gradients(x, desc, wants_dw1, wants_dw2);
   BackwardArgs args{.x = input<void>(x),
                     .w1 = input<void>(w1),
                     .w2 = input<void>(w2),

@@ -271,6 +271,7 @@ class Sequence {
                     const typename Desc::Args& args) {
     return output == nullptr ? *this : run(plan, args);
   }
+  /// Likewise.
   void copy(void* to, const void* from, std::size_t bytes, Exec exec) {
     exec.stream = stream_;
     if (status_.ok() && to != nullptr) status_ = sonicmoe::copy(to, from, bytes, exec);

@@ -19,6 +19,7 @@ struct ValueSlope {
 
 struct Silu {  // x sigmoid(x)
   static SONICMOE_HD float value(float x) { return x * sigmoid(x); }
+  static SONICMOE_HD float value_by_newton(float x) { return x * sigmoid_by_newton(x); }
   static SONICMOE_HD ValueSlope both(float x) {
     const float s = sigmoid(x);
     const float v = x * s;
@@ -101,6 +102,15 @@ struct ActivationFn {
   static SONICMOE_HD float forward(float gate, float up) {
     if constexpr (kGated) return F::value(gate) * up;
     return F::value(gate);
+  }
+  /// The same to 2^-17 or better: where the function has a reciprocal, by Newton's method.
+  static SONICMOE_HD float forward_by_newton(float gate, float up) {
+    if constexpr (requires { F::value_by_newton(gate); }) {
+      const float value = F::value_by_newton(gate);
+      return kGated ? value * up : value;
+    } else {
+      return forward(gate, up);
+    }
   }
   /// `da` is the gradient of a.
   static SONICMOE_HD Gradients backward(float gate, float up, float da) {

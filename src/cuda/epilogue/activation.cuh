@@ -128,7 +128,11 @@ struct StoreActivation : HoldsNothing {
           for (int j = 0; j < 4; ++j) {
             const float* g = &acc[chunk * 32 + 8 * i + 2 * j];
             const float* u = &acc[kUp + chunk * 32 + 8 * i + 2 * j];
-            block.w[j] = Pair<T>::pack(Fn::forward(g[0], u[0]), Fn::forward(g[1], u[1]));
+            // One reciprocal of four is left to the special function unit: it is slower with an
+            // exponential and a reciprocal than the rest of the multiprocessor with all else.
+            block.w[j] = Pair<T>::pack(
+                Fn::forward_by_newton(g[0], u[0]),
+                j % 2 == 0 ? Fn::forward(g[1], u[1]) : Fn::forward_by_newton(g[1], u[1]));
           }
           act.put(i, block);
         }
