@@ -81,13 +81,13 @@ TEST(Sigmoid, ByNewtonIsCloseAndFinite) {
                                          1));
     });
   }
-  EXPECT_LE(worst, 0x1p-17);
-  EXPECT_GE(worst, 0x1p-18);
+  EXPECT_LE(worst, 0x1p-23);
+  EXPECT_EQ(math::reciprocal_by_newton(1.0f), 1.0f);  // so that a gate that is open changes nothing
   sweep(-86.0f, 86.0f, 100000, [](float x) {
     const double exact = 1 / (1 + std::exp(-static_cast<double>(x)));
-    ASSERT_NEAR(math::sigmoid_by_newton(x), exact, 0x1.1p-17 * exact) << x;
+    ASSERT_NEAR(math::sigmoid_by_newton(x), exact, 0x1p-21 * exact) << x;
   });
-  EXPECT_NEAR(math::sigmoid_by_newton(kInf), 1.0f, 0x1p-17);
+  EXPECT_EQ(math::sigmoid_by_newton(kInf), 1.0f);
   for (const float x : {-88.0f, -1000.0f, -kInf}) {
     EXPECT_GT(math::sigmoid_by_newton(x), 0.0f);
     EXPECT_LT(math::sigmoid_by_newton(x), 0x1p-124f);
@@ -185,7 +185,7 @@ TEST(Activation, ByNewtonIsTheSameFunction) {
   using Silu = math::ActivationFn<math::Silu, false>;
   sweep(-80.0f, 80.0f, 10000, [](float x) {
     const double exact = kSilu.value(x);
-    ASSERT_NEAR(Silu::forward_by_newton(x, kNan), exact, 0x1.1p-17 * std::fabs(exact) + 0x1p-149);
+    ASSERT_NEAR(Silu::forward_by_newton(x, kNan), exact, 0x1p-21 * std::fabs(exact) + 0x1p-149);
     ASSERT_EQ(Swiglu::forward_by_newton(x, -2.0f), -2.0f * Silu::forward_by_newton(x, 0.0f));
   });
   EXPECT_TRUE(std::isnan(Swiglu::forward_by_newton(kNan, 1.0f)));

@@ -103,7 +103,7 @@ struct ActivationFn {
     if constexpr (kGated) return F::value(gate) * up;
     return F::value(gate);
   }
-  /// The same to 2^-17 or better: where the function has a reciprocal, by Newton's method.
+  /// The same. The reciprocal that a function has, if it knows how, by Newton's method.
   static SONICMOE_HD float forward_by_newton(float gate, float up) {
     if constexpr (requires { F::value_by_newton(gate); }) {
       const float value = F::value_by_newton(gate);
