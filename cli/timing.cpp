@@ -96,8 +96,8 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
 
 void time_sustained(const std::vector<Group*>& groups, double seconds, Device device) {
   using Clock = std::chrono::steady_clock;
-  // From idle an H200 clocks high for 0.1 s, and every second its power control brakes too hard,
-  // four times, by 15 to 2 %.
+  // From idle an H200 clocks high for 0.1 s, and every second its power control brakes too hard:
+  // by 15, 7, 4 % (docs/findings/sustained.md).
   constexpr double kSettle = 4;
   DeviceClock clock(device);
   const Progress progress;
