@@ -29,7 +29,7 @@ constexpr const char* kHelp =
     "but not router and top-K, which layer_forward, layer_backward and layer add; 'host' is\n"
     "how long the calls of layer keep the host, 'routing' all from logits to metadata. Times\n"
     "on CUDA are between two events.\n"
-    "With --sustained everything is timed by itself, what takes most work first, after 4 s in\n"
+    "With --sustained everything is timed by itself, what takes most work first, after 5 s in\n"
     "which that has kept the chip busy: a GEMM then runs at the clock that the power cap leaves\n"
     "it.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
@@ -437,8 +437,8 @@ Subcommand add_bench(CLI::App& app) {
   add_integer(*parser, "--repeats", settings->repeats, 1, 1000000,
               "Timed repeats of everything (default: 20)");
   add_integer(*parser, "--sustained", settings->sustained, 1, 60000,
-              "CUDA: instead, repeat each operation by itself for so many milliseconds, after half "
-              "of that, on a chip that has been busy for 4 s")
+              "CUDA: instead, repeat each operation by itself for so many milliseconds, after at "
+              "least half of that, on a chip that has been busy for 5 s")
       ->excludes(parser->get_option("--repeats"));
   add_skew(*parser, settings->skew,
            "The i-th most popular expert's logits are this times ln i standard deviations lower "

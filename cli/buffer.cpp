@@ -42,7 +42,7 @@ Buffer make_random(std::int64_t elements, DType dtype, double scale, std::uint64
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal(0.0, scale);
   // A device gets the same numbers again and again: drawing all of them would take minutes. Their
-  // count is prime, so no two rows begin alike.
+  // count is prime, so of fewer rows than that no two begin at the same number.
   constexpr std::int64_t kDrawn = (1 << 22) - 3;
   const std::int64_t drawn = device.type == DeviceType::cpu ? elements : std::min(elements, kDrawn);
   // In pieces: the doubles of a whole weight tensor would be four times its size.

@@ -96,9 +96,9 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
 
 void time_sustained(const std::vector<Group*>& groups, double seconds, Device device) {
   using Clock = std::chrono::steady_clock;
-  // From idle an H200 clocks high for 0.1 s, and every second its power control brakes too hard:
-  // by 15, 7, 4 % (docs/findings/sustained.md).
-  constexpr double kSettle = 4;
+  // From idle an H200 clocks high for 0.1 s, and every second its power control brakes too hard, by
+  // 14 to 24 % at first and 3 to 6 at 2.9 s (docs/findings/sustained.md).
+  constexpr double kSettle = 5;
   DeviceClock clock(device);
   const Progress progress;
   // What works hardest first: what leaves the chip cool must not come before it.
@@ -108,6 +108,7 @@ void time_sustained(const std::vector<Group*>& groups, double seconds, Device de
   }
   std::stable_sort(tasks.begin(), tasks.end(),
                    [](const Task* one, const Task* two) { return one->flops > two->flops; });
+  bool settled = false;
   for (Task* task : tasks) {
     progress.show(task->name);
     if (task->on_host) {
@@ -131,11 +132,12 @@ void time_sustained(const std::vector<Group*>& groups, double seconds, Device de
     const std::chrono::duration<double> tried = Clock::now() - start;
     if (interrupted()) return;
     const int runs = std::max(3, static_cast<int>(seconds * kTries / tried.count()));
-    const double settle = task == tasks.front() ? std::max(kSettle, seconds) : seconds / 2;
-    const auto settled = Clock::now() + std::chrono::duration<double>(settle);
+    const double warm = settled ? seconds / 2 : std::max(kSettle, seconds);
+    const auto end = Clock::now() + std::chrono::duration<double>(warm);
     do {
       repeat((runs + 1) / 2);
-    } while (Clock::now() < settled && !interrupted());
+    } while (Clock::now() < end && !interrupted());
+    settled = true;
     const std::vector<double> timed = repeat(runs);
     if (interrupted()) return;
     task->seconds = timed;

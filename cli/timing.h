@@ -40,11 +40,11 @@ struct Group {
 void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads,
                       Device device = {});
 
-/// On CUDA: every task by itself, again and again without waiting, caches flushed in between; first
-/// for half of `seconds`, or the first task until the chip has settled under load, then timed for
-/// `seconds`. In the order of their flops. The chip gets as hot as each task makes it. Tasks on the
-/// host are timed ten times; `before` and `after`, which only groups of the CPU have, are not
-/// called. Stops early and throws like time_interleaved().
+/// On CUDA: every task by itself, again and again, caches flushed in between; first for at least
+/// half of `seconds`, or the first task for 5 s, until the chip has settled under load; then timed
+/// for `seconds`. The one with the most flops first. The chip gets as hot as each task makes it.
+/// Tasks on the host are timed ten times; `before` and `after`, which only groups of the CPU have,
+/// are not called. Stops early and throws like time_interleaved().
 void time_sustained(const std::vector<Group*>& groups, double seconds, Device device);
 
 }  // namespace sonicmoe::cli

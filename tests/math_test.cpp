@@ -71,7 +71,7 @@ TEST(Sigmoid, StaysFiniteAtTheEnds) {
   EXPECT_TRUE(std::isnan(math::sigmoid(kNan)));
 }
 
-TEST(Sigmoid, ByNewtonIsCloseAndFinite) {
+TEST(Sigmoid, ByNewtonIsClose) {
   double worst = 0;
   for (const int exponent : {0, 1, 63, 124}) {
     sweep(1.0f, 2.0f, 100000, [&](float m) {
@@ -83,15 +83,11 @@ TEST(Sigmoid, ByNewtonIsCloseAndFinite) {
   }
   EXPECT_LE(worst, 0x1p-23);
   EXPECT_EQ(math::reciprocal_by_newton(1.0f), 1.0f);  // so that a gate that is open changes nothing
-  sweep(-86.0f, 86.0f, 100000, [](float x) {
+  sweep(-86.6f, 86.6f, 100000, [](float x) {
     const double exact = 1 / (1 + std::exp(-static_cast<double>(x)));
-    ASSERT_NEAR(math::sigmoid_by_newton(x), exact, 0x1p-21 * exact) << x;
+    ASSERT_NEAR(math::sigmoid_by_newton(x), exact, 0x1p-22 * exact) << x;
   });
   EXPECT_EQ(math::sigmoid_by_newton(kInf), 1.0f);
-  for (const float x : {-88.0f, -1000.0f, -kInf}) {
-    EXPECT_GT(math::sigmoid_by_newton(x), 0.0f);
-    EXPECT_LT(math::sigmoid_by_newton(x), 0x1p-124f);
-  }
 }
 
 // Every exponent and every pattern of the bits that rounding looks at.
@@ -183,11 +179,15 @@ TEST(Activation, GatesMultiplyTheUpPart) {
 TEST(Activation, ByNewtonIsTheSameFunction) {
   using Swiglu = math::ActivationFn<math::Silu, true>;
   using Silu = math::ActivationFn<math::Silu, false>;
-  sweep(-80.0f, 80.0f, 10000, [](float x) {
+  sweep(-86.6f, 86.6f, 100000, [](float x) {
     const double exact = kSilu.value(x);
     ASSERT_NEAR(Silu::forward_by_newton(x, kNan), exact, 0x1p-21 * std::fabs(exact) + 0x1p-149);
     ASSERT_EQ(Swiglu::forward_by_newton(x, -2.0f), -2.0f * Silu::forward_by_newton(x, 0.0f));
   });
+  for (const float x : {-86.7f, -88.0f, -1000.0f, -1e30f, -3e38f, -kInf}) {
+    EXPECT_LE(Silu::forward_by_newton(x, 0.0f), 0.0f);
+    EXPECT_GT(Silu::forward_by_newton(x, 0.0f), -0x1p-118f);
+  }
   EXPECT_TRUE(std::isnan(Swiglu::forward_by_newton(kNan, 1.0f)));
   EXPECT_EQ(Swiglu::forward_by_newton(kInf, 1.0f), kInf);
   // No reciprocal, or none that has another way.

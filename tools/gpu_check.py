@@ -272,8 +272,9 @@ class Run:
         library = ROOT / EXTENSION
         library.parent.mkdir(exist_ok=True)
         shutil.copy(self.folder / library.name, library)
-        self.command("pytest", sys.executable, "-m", "pytest", "-v", "-m", "gpu",
-                     "-p", "no:cacheprovider", *GPU_PYTHON_TESTS)  # fmt: skip
+        code = self.command("pytest", sys.executable, "-m", "pytest", "-v", "-m", "gpu",
+                            "-p", "no:cacheprovider", *GPU_PYTHON_TESTS)  # fmt: skip
+        self.good &= code == 0
         text = (self.out / "pytest.log").read_text()
         for name, state in re.findall(r"^(\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):
             self.tests[name] = {"PASSED": "passed", "SKIPPED": "skipped"}.get(state, "failed")

@@ -50,6 +50,12 @@ MUTANTS = [
         "return y;",
     ),
     Mutant(
+        "a gate may be any number",
+        "src/math/activation.h",
+        "x = at_least(x, -86.6f);",
+        "x = at_least(x, -100.0f);",
+    ),
+    Mutant(
         "A' without the score s",
         "src/cpu/down_proj_dgrad.cpp",
         "scaled_act[j] = from_float<T>(score * r.act);",

@@ -19,7 +19,11 @@ struct ValueSlope {
 
 struct Silu {  // x sigmoid(x)
   static SONICMOE_HD float value(float x) { return x * sigmoid(x); }
-  static SONICMOE_HD float value_by_newton(float x) { return x * sigmoid_by_newton(x); }
+  /// -2^-118 below -86.6, where the function is closer to 0.
+  static SONICMOE_HD float value_by_newton(float x) {
+    x = at_least(x, -86.6f);
+    return x * sigmoid_by_newton(x);
+  }
   static SONICMOE_HD ValueSlope both(float x) {
     const float s = sigmoid(x);
     const float v = x * s;
@@ -103,7 +107,7 @@ struct ActivationFn {
     if constexpr (kGated) return F::value(gate) * up;
     return F::value(gate);
   }
-  /// The same. The reciprocal that a function has, if it knows how, by Newton's method.
+  /// The same, by F::value_by_newton() where F has one.
   static SONICMOE_HD float forward_by_newton(float gate, float up) {
     if constexpr (requires { F::value_by_newton(gate); }) {
       const float value = F::value_by_newton(gate);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cmath>
-
 #include "math/ieee.h"
 
 namespace sonicmoe::math {
@@ -60,14 +58,13 @@ SONICMOE_HD float sigmoid(float x) {
 #endif
 }
 
-/// The same, but at least 2^-125, with half as much for the GPU's special function unit.
+/// The same for x >= -86.6 or NaN, with one of its two uses of the special function unit.
 SONICMOE_HD float sigmoid_by_newton(float x) {
-  constexpr float kMost = 125.0f;
 #if defined(__CUDA_ARCH__)
   float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(fminf(x * -1.44269504f, kMost)));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
 #else
-  const float e = exp(std::fmin(-x, kMost * 0.693147181f));
+  const float e = exp(-x);
 #endif
   return reciprocal_by_newton(add(1.0f, e));
 }

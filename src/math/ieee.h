@@ -49,6 +49,16 @@ SONICMOE_HD float div(float a, float b) {
 #endif
 }
 
+/// The larger one; a NaN x stays.
+SONICMOE_HD float at_least(float x, float low) {
+#if defined(__CUDA_ARCH__)
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
+  return x;
+#else
+  return x < low ? low : x;
+#endif
+}
+
 SONICMOE_HD std::uint32_t bits(float x) {
 #if defined(__CUDA_ARCH__)
   return __float_as_uint(x);

@@ -248,6 +248,101 @@ TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
   EXPECT_GT(compared, 0);
 }
 
+/// Rounded normal numbers, instead of integers that come through anything.
+Tensor uneven(std::size_t size, DType type, std::uint64_t seed) {
+  const Random random(seed, 5);
+  Tensor values(size);
+  for (std::size_t i = 0; i < size; ++i) values[i] = round_to(random.normal(i), type);
+  return values;
+}
+
+// What a token's row becomes depends on nothing but the token and the expert: not on where among
+// the expert's rows it lies.
+TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
+  const KernelInfo& kernel = GetParam();
+  const GemmOp op = op_of(kernel);
+  int runs = 0;
+  for (const DType dtype : kTypes) {
+    for (int a = 0; a < 9; ++a) {
+      LayerDesc desc = layer_of({3, 136, 200, 1, 300}, dtype);
+      desc.activation = static_cast<Activation>(a);
+      if (!runs_as(kernel, op, dtype, desc.activation)) continue;
+      SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(dtype));
+      Routing lists;
+      lists.tokens.assign(300, 1);
+      lists.experts.assign(300, 0);
+      GemmInputs inputs = integer_inputs(desc, lists, 3);
+      for (Tensor* values : {&inputs.x, &inputs.dout, &inputs.w1, &inputs.w2, &inputs.preact}) {
+        *values = uneven(values->size(), dtype, static_cast<std::uint64_t>(a));
+      }
+      const auto width = static_cast<std::int64_t>(inputs.preact.size()) / 300;
+      for (std::int64_t i = width; i < 300 * width; ++i) {
+        inputs.preact[i] = inputs.preact[i - width];
+      }
+      std::fill(inputs.slot_scores.begin(), inputs.slot_scores.end(), 0.7);
+      const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
+      ASSERT_EQ(run.failure, "");
+      for (const GemmOutput& output : kGemmOutputs) {
+        const Tensor& ours = run.tensors.*output.member;
+        const std::size_t columns = ours.size() / 300;
+        for (std::size_t i = columns; i < ours.size(); ++i) {
+          ASSERT_EQ(ours[i], ours[i % columns])
+              << output.name << " row " << i / columns << " column " << i % columns;
+        }
+      }
+      ++runs;
+    }
+  }
+  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
+// Gates that no model has, but that numbers of 16 bits may be: what they let through is nearly 0.
+TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
+  const KernelInfo& kernel = GetParam();
+  const GemmOp op = op_of(kernel);
+  constexpr std::int32_t kTokens = 20;
+  int runs = 0;
+  for (const DType dtype : kTypes) {
+    for (const Activation activation : {Activation::swiglu, Activation::silu}) {
+      LayerDesc desc = layer_of({kTokens, 16, 136, 1, kTokens}, dtype);
+      desc.activation = activation;
+      if (!runs_as(kernel, op, dtype, activation)) continue;
+      SCOPED_TRACE(std::string(name(activation)) + " " + name(dtype));
+      Routing lists;
+      for (std::int32_t t = 0; t < kTokens; ++t) {
+        lists.tokens.push_back(t);
+        lists.experts.push_back(0);
+      }
+      GemmInputs inputs = integer_inputs(desc, lists, 4);
+      // All gates of token t are one number from -80 to -65000, its up parts are t.
+      std::fill(inputs.x.begin(), inputs.x.end(), 0);
+      std::fill(inputs.w1.begin(), inputs.w1.end(), 0);
+      const std::int64_t width = desc.preact_width();
+      for (std::int64_t j = 0; j < width; ++j) {
+        const bool gate = j < desc.intermediate;
+        inputs.w1[j * 16 + (gate ? 0 : 1)] = 1;
+        for (std::int64_t t = 0; t < kTokens; ++t) {
+          const double number = -80 * std::pow(1.42, static_cast<double>(t));
+          inputs.x[t * 16] = round_to(number, dtype);
+          inputs.x[t * 16 + 1] = static_cast<double>(t);
+          inputs.preact[t * width + j] = inputs.x[t * 16 + (gate ? 0 : 1)];
+        }
+      }
+      const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
+      ASSERT_EQ(run.failure, "");
+      std::size_t small = 0;
+      for (const Tensor* ours : {&run.tensors.act, &run.tensors.dpreact, &run.tensors.scaled_act,
+                                 &run.tensors.row_dscores}) {
+        for (const double value : *ours) ASSERT_LE(std::fabs(value), 0x1p-60);
+        small += ours->size();
+      }
+      EXPECT_GE(small, static_cast<std::size_t>(kTokens * desc.intermediate));
+      ++runs;
+    }
+  }
+  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
 // Where what is gathered from is larger than L2 and there are tiles enough, CTAs begin one after
 // the other.
 TEST_P(ExactActivation, StartsApart) {

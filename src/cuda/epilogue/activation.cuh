@@ -129,10 +129,12 @@ struct StoreActivation : HoldsNothing {
             const float* g = &acc[chunk * 32 + 8 * i + 2 * j];
             const float* u = &acc[kUp + chunk * 32 + 8 * i + 2 * j];
             // One reciprocal of four is left to the special function unit: it is slower with an
-            // exponential and a reciprocal than the rest of the multiprocessor with all else.
-            block.w[j] = Pair<T>::pack(
-                Fn::forward_by_newton(g[0], u[0]),
-                j % 2 == 0 ? Fn::forward(g[1], u[1]) : Fn::forward_by_newton(g[1], u[1]));
+            // exponential and a reciprocal than the rest of the multiprocessor with all else. Which
+            // one goes by the column, so that equal rows have equal bits (j % 2 is a half of the
+            // rows, j / 2 of the columns).
+            block.w[j] =
+                Pair<T>::pack(Fn::forward_by_newton(g[0], u[0]),
+                              j < 2 ? Fn::forward(g[1], u[1]) : Fn::forward_by_newton(g[1], u[1]));
           }
           act.put(i, block);
         }
