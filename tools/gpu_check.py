@@ -219,11 +219,15 @@ class Run:
 
     def command(self, log: str, *command: object, seconds: int = 600, **environment: object) -> int:
         line = " ".join(str(word) for word in command)
-        print(f"gpu_check: after {time.monotonic() - self.began:.0f} s: {line[:100]}", flush=True)
+
+        def say(text: str) -> None:
+            print(f"gpu_check: after {time.monotonic() - self.began:.0f} s: {text}", flush=True)
+
+        say(line[:100])
         with (self.out / f"{log}.log").open("a") as stream:
             print("$", line, file=stream, flush=True)
             try:
-                return subprocess.run(
+                code = subprocess.run(
                     [str(word) for word in command], stdout=stream, stderr=subprocess.STDOUT,
                     timeout=seconds, cwd=ROOT,
                     # Waiting threads of programs that run beside each other must not spin.
@@ -232,10 +236,12 @@ class Run:
                     | {name: str(value) for name, value in environment.items()},
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
-                return 124
+                code = 124
             except FileNotFoundError as error:
                 print(error, file=stream)
-                return 127
+                code = 127
+        say(f"{log}: exit status {code}")
+        return code
 
     def gtest(self, names: str, shards: int = 1) -> None:
         def run(shard: int) -> Path:

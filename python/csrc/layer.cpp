@@ -8,10 +8,24 @@ PlanCache<LayerDesc, LayerPlan>& plans() {
   return cache;
 }
 
-/// fp32 tensors that backward adds dW1 and dW2 to, or neither.
+/// fp32 tensors that backward adds dW1 and dW2 to; one alone if the other is not asked for.
 struct MainGrads {
   const OptionalTensor& w1;
   const OptionalTensor& w2;
+
+  bool any() const { return w1.has_value() || w2.has_value(); }
+  /// In backward, which knows what is asked for.
+  void check_wanted(bool wants_dw1, bool wants_dw2) const {
+    if (!any()) return;
+    const char* const missing = wants_dw1 && !w1   ? "w1_main_grad"
+                                : wants_dw2 && !w2 ? "w2_main_grad"
+                                                   : nullptr;
+    if (missing == nullptr) return;
+    check(Status::error(StatusCode::invalid_argument,
+                        "%s: got None, allowed: a tensor, for that gradient is wanted and the "
+                        "other one is added to a tensor",
+                        missing));
+  }
 };
 
 /// The descriptor's sizes, read off the tensors. The weights say what d is, so that x is blamed
@@ -29,7 +43,7 @@ LayerDesc describe(const Tensor& x, const Tensor& w2, bool bias, const std::stri
   desc.activation = parse_activation(activation);
   desc.w1_layout = concat_layout ? W1Layout::concatenated : W1Layout::interleaved;
   desc.bias = bias;
-  desc.f32_weight_grads = desc.accumulate_weight_grads = main_grads.w1.has_value();
+  desc.f32_weight_grads = desc.accumulate_weight_grads = main_grads.any();
   return desc;
 }
 
@@ -63,16 +77,14 @@ class Inputs {
   void weights(const Tensor& w1, const Tensor& w2, const MainGrads& main_grads) const {
     like_w1("w1", w1, dtype_);
     like_w2("w2", w2, dtype_);
-    if (main_grads.w1.has_value() != main_grads.w2.has_value()) {
-      check(Status::error(StatusCode::invalid_argument,
-                          "%s: got None, allowed: w1_main_grad and w2_main_grad, or neither",
-                          main_grads.w1 ? "w2_main_grad" : "w1_main_grad"));
+    if (main_grads.w1) {
+      like_w1("w1_main_grad", *main_grads.w1, ScalarType::Float);
+      check_alignment("w1_main_grad", *main_grads.w1);
     }
-    if (!main_grads.w1) return;
-    like_w1("w1_main_grad", *main_grads.w1, ScalarType::Float);
-    like_w2("w2_main_grad", *main_grads.w2, ScalarType::Float);
-    check_alignment("w1_main_grad", *main_grads.w1);
-    check_alignment("w2_main_grad", *main_grads.w2);
+    if (main_grads.w2) {
+      like_w2("w2_main_grad", *main_grads.w2, ScalarType::Float);
+      check_alignment("w2_main_grad", *main_grads.w2);
+    }
   }
   void b1(const OptionalTensor& tensor) const {
     const char* const shape = is_glu(desc_.activation) ? "(E, 2n)" : "(E, n)";
@@ -207,6 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
     bool wants_drouter_w, bool wants_dw1, bool wants_dw2) {
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
+  main_grads.check_wanted(wants_dw1, wants_dw2);
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
   desc.dpreact_in_workspace = !dpreact.has_value();
@@ -296,6 +309,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     bool wants_dw2) {
   check_dims("preact", preact, 2, "(L, 2n or n)");
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
+  main_grads.check_wanted(wants_dw1, wants_dw2);
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_lists(&desc, preact.size(0));
   desc.dpreact_in_workspace = !dpreact.has_value();

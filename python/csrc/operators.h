@@ -20,9 +20,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     bool concat_layout, bool inference, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad);
 
 /// dx, drouter_w, dw1, db1, dw2, db2; the bias gradients are empty without biases. With main_grads,
-/// float32 and shaped like w1 and w2, dw1 and dw2 are added to those and come back empty. dpreact
-/// (R, W), optional: memory for dH, which may be preact itself. What is not wanted is not computed,
-/// not added, and comes back empty.
+/// float32 and shaped like w1 and w2, dw1 and dw2 are added to those and come back empty; one may
+/// be missing if its gradient is not wanted. dpreact (R, W), optional: memory for dH, which may be
+/// preact itself. What is not wanted is not computed, not added, and comes back empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
     OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,

@@ -55,6 +55,26 @@ def main_grad(name: str, value: torch.Tensor | None, weight: torch.Tensor) -> No
         raise ValueError(f"{name}: got a tensor, allowed: None, for the weight is frozen")
 
 
+def main_grads(
+    w1: torch.Tensor,
+    w1_main_grad: torch.Tensor | None,
+    w2: torch.Tensor,
+    w2_main_grad: torch.Tensor | None,
+) -> None:
+    """One alone only if the other weight is frozen."""
+    main_grad("w1_main_grad", w1_main_grad, w1)
+    main_grad("w2_main_grad", w2_main_grad, w2)
+    for name, one, weight, other in (
+        ("w1_main_grad", w1_main_grad, w1, w2_main_grad),
+        ("w2_main_grad", w2_main_grad, w2, w1_main_grad),
+    ):
+        if one is None and other is not None and weight.requires_grad:
+            raise ValueError(
+                f"{name}: got None, allowed: a torch.float32 tensor, for the other one is one and "
+                "the weight is not frozen"
+            )
+
+
 def on_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, allowed: {device}, where x is")

@@ -40,8 +40,7 @@ def topk_layer(
     inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2)
     if inference:
         w1_main_grad = w2_main_grad = None
-    _check.main_grad("w1_main_grad", w1_main_grad, w1)
-    _check.main_grad("w2_main_grad", w2_main_grad, w2)
+    _check.main_grads(w1, w1_main_grad, w2, w2_main_grad)
     with torch.set_grad_enabled(not inference):
         o, logits, counts, _, _ = _ops.layer_forward(
             x.contiguous(),
@@ -92,8 +91,7 @@ def routed_layer(
     inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2)
     if inference:
         w1_main_grad = w2_main_grad = None
-    _check.main_grad("w1_main_grad", w1_main_grad, w1)
-    _check.main_grad("w2_main_grad", w2_main_grad, w2)
+    _check.main_grads(w1, w1_main_grad, w2, w2_main_grad)
     with torch.set_grad_enabled(not inference):
         o, counts, _, _ = _ops.routed_forward(
             x.contiguous(),

@@ -78,7 +78,7 @@ def _layer_backward_fake(
     softmax_over_topk, norm_topk_probs, concat_layout, w1_main_grad=None, w2_main_grad=None,
     dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True, wants_dw2=True,
 ):  # fmt: skip
-    returns = w1_main_grad is None
+    returns = w1_main_grad is None and w2_main_grad is None
     gradients = _weight_gradients_fake(
         w1, w2, b2 is not None, returns and wants_dw1, returns and wants_dw2
     )
@@ -89,7 +89,7 @@ def _routed_backward_fake(
     dout, x, w1, w2, b2, preact, routing, activation, concat_layout, w1_main_grad=None,
     w2_main_grad=None, dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True,
 ):  # fmt: skip
-    returns = w1_main_grad is None
+    returns = w1_main_grad is None and w2_main_grad is None
     gradients = _weight_gradients_fake(
         w1, w2, b2 is not None, returns and wants_dw1, returns and wants_dw2
     )
@@ -170,7 +170,7 @@ def _returned(ctx, wants, dw1, db1, dw2, db2, has_bias):
     """Gradients of w1, b1, w2, b2, for autograd. Where those of the weights were added to
     main_grads, it hears of that; tracing finds out from the schema."""
     wants_dw1, wants_dw2 = wants[-2:]
-    if ctx.main_grads[0] is not None:
+    if any(t is not None for t in ctx.main_grads):
         written = [t for t, wanted in zip(ctx.main_grads, wants[-2:], strict=True) if wanted]
         if written and not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(written)

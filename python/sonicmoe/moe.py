@@ -176,12 +176,6 @@ class MoE(nn.Module):
                     "KernelBackendMoE.sonicmoe, with gradient_accumulation_fusion"
                 )
             if torch.is_grad_enabled() and not is_inference_mode:
-                if w1.requires_grad != w2.requires_grad:
-                    raise ValueError(
-                        f"{'c_proj' if w1.requires_grad else 'c_fc'}.weight.requires_grad: got "
-                        "False, allowed: the same of both weights, with "
-                        "gradient_accumulation_fusion"
-                    )
                 w1, main_grads["w1_main_grad"] = self.c_fc.accumulating("c_fc")
                 w2, main_grads["w2_main_grad"] = self.c_proj.accumulating("c_proj")
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
