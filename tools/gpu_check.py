@@ -274,16 +274,16 @@ class Run:
                 stream.write(path.read_text())
                 path.unlink()
 
-    def pytest(self) -> None:
+    def pytest(self) -> int:
         library = ROOT / EXTENSION
         library.parent.mkdir(exist_ok=True)
         shutil.copy(self.folder / library.name, library)
         code = self.command("pytest", sys.executable, "-m", "pytest", "-v", "-m", "gpu",
                             "-p", "no:cacheprovider", *GPU_PYTHON_TESTS)  # fmt: skip
-        self.good &= code == 0
         text = (self.out / "pytest.log").read_text()
         for name, state in re.findall(r"^(\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", text, re.M):
             self.tests[name] = {"PASSED": "passed", "SKIPPED": "skipped"}.get(state, "failed")
+        return code
 
     def sanitizers(self) -> dict[str, str]:
         """All at once, which takes less time."""
@@ -351,7 +351,7 @@ class Run:
         with ThreadPoolExecutor(2) as pool:  # beside the tests
             sanitizers, pytest = pool.submit(self.sanitizers), pool.submit(self.pytest)
             self.gtest(f"-{ALONE}", SHARDS)
-            pytest.result()
+            pytest_exit = pytest.result()
             sanitizer = sanitizers.result()
         self.gtest(ALONE)
         rows, copy = ([], 0.0) if quick else self.bench("bench", "--repeats", "10")
@@ -370,6 +370,7 @@ class Run:
             "driver": driver,
             "copy_TBps": copy,
             "tests": summary,
+            "pytest_exit": pytest_exit,
             "sanitizer": sanitizer,
             "bench": rows,
             "sustained": hot,
@@ -384,6 +385,7 @@ class Run:
             self.good = False
         (self.out / "h200.json").write_text(json.dumps(receipt, indent=1) + "\n")
         self.good &= summary["failed"] == summary["skipped"] == 0 and summary["passed"] > 0
+        self.good &= pytest_exit == 0
         self.good &= set(sanitizer.values()) == {"clean"}
         print(f"gpu_check: {summary}, {sanitizer}, receipt in {self.out}")
         return 0 if self.good else 1
@@ -402,6 +404,11 @@ def problems(build: Path) -> list[str]:
     passed = {name for name, state in receipt["test_names"].items() if state == "passed"}
     found += [f"test {name}: not passed" for name in listed_tests(build / "bin/gpu_test")
               if name not in passed]  # fmt: skip
+    # Of the Python tests it is not known here which there are.
+    if code := receipt.get("pytest_exit", 0):
+        found.append(f"the Python tests ended with exit status {code}")
+    found += [f"test {name}: {state}" for name, state in receipt["test_names"].items()
+              if "::" in name and state != "passed"]  # fmt: skip
     found += [f"kernel {name}: not in the receipt"
               for name in cuda_kernels(build / "bin/sonicmoe", build / "kernels.json")
               if name not in receipt["kernels"]]  # fmt: skip

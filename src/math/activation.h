@@ -19,7 +19,7 @@ struct ValueSlope {
 
 struct Silu {  // x sigmoid(x)
   static SONICMOE_HD float value(float x) { return x * sigmoid(x); }
-  /// -2^-118 below -86.6, where the function is closer to 0.
+  /// -2^-118 below -86.6, where the function is closer to 0; at -inf, too, where value() is a NaN.
   static SONICMOE_HD float value_by_newton(float x) {
     x = at_least(x, -86.6f);
     return x * sigmoid_by_newton(x);
@@ -41,9 +41,8 @@ struct Gelu {  // x Phi(x), Phi the normal distribution function, phi its densit
   /// The density has the same exponential.
   static SONICMOE_HD Normal normal(float x) {
     const float z = fabsf(x) * 0.70710678118654752f;
-    float t, e;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(fma(z, 0.3275911f, 1.0f)));
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * z * -1.44269504f));
+    const float t = fast_reciprocal(fma(z, 0.3275911f, 1.0f));
+    const float e = fast_exp(-(z * z));
     float q = 1.061405429f;
     q = fma(q, t, -1.453152027f);
     q = fma(q, t, 1.421413741f);

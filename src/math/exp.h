@@ -35,6 +35,28 @@ SONICMOE_HD float exp(float x) {
   return mul(mul(p, s1), s2);
 }
 
+// For activations, which unlike scores need not have the same bits on every backend: the GPU takes
+// its special function unit, whose relative error is a few units of 2^-22, and whose ends of the
+// range are right (0 and inf).
+
+SONICMOE_HD float fast_exp(float x) {
+#if defined(__CUDA_ARCH__)
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 1.44269504f));
+  return e;
+#else
+  return exp(x);
+#endif
+}
+SONICMOE_HD float fast_reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return div(1.0f, x);
+#endif
+}
 /// 1 / d for 1 <= d <= 2^125 without a division, to 2^-23; that of 1 is 1. The first guess, good to
 /// 5 %, negates the exponent. A step takes an error to its third power, Newton's squares that.
 SONICMOE_HD float reciprocal_by_newton(float d) {
@@ -44,29 +66,11 @@ SONICMOE_HD float reciprocal_by_newton(float d) {
   return fma(y, fma(-d, y, 1.0f), y);
 }
 
-/// 1 / (1 + e^-x). Not the same bits on every backend (activations, unlike scores, need not be):
-/// the GPU takes its special function unit, whose relative error is a few units of 2^-22.
-SONICMOE_HD float sigmoid(float x) {
-#if defined(__CUDA_ARCH__)
-  // 2^t and 1/t as the unit gives them: both ends of the range come out right (inf, then 0).
-  float e, s;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
-  return s;
-#else
-  return div(1.0f, add(1.0f, exp(-x)));
-#endif
-}
-
-/// The same for x >= -86.6 or NaN, with one of its two uses of the special function unit.
+/// 1 / (1 + e^-x).
+SONICMOE_HD float sigmoid(float x) { return fast_reciprocal(add(1.0f, fast_exp(-x))); }
+/// The same for x >= -86.6 or NaN.
 SONICMOE_HD float sigmoid_by_newton(float x) {
-#if defined(__CUDA_ARCH__)
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.44269504f));
-#else
-  const float e = exp(-x);
-#endif
-  return reciprocal_by_newton(add(1.0f, e));
+  return reciprocal_by_newton(add(1.0f, fast_exp(-x)));
 }
 
 }  // namespace sonicmoe::math

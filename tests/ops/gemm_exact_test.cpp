@@ -256,27 +256,67 @@ Tensor uneven(std::size_t size, DType type, std::uint64_t seed) {
   return values;
 }
 
+/// W1 of one expert, for an x of ones in four columns: every A lies within an fp32 rounding or two
+/// of the middle between two numbers of 16 bits, so that it shows by which of two ways of the same
+/// accuracy it was computed.
+void put_on_midpoints(const LayerDesc& desc, GemmInputs* inputs) {
+  const bool gated = is_glu(desc.activation);
+  const Random random(7, 6);
+  const double step = desc.dtype == DType::bf16 ? 0x1p-7 : 0x1p-10;  // of numbers from 1 to 2
+  const auto silu = [](double h) { return h / (1 + std::exp(-h)); };
+  std::fill(inputs->x.begin(), inputs->x.end(), 1);
+  std::fill(inputs->w1.begin(), inputs->w1.end(), 0);
+  // Three numbers of 16 bits add up to one of fp32.
+  const auto put = [&](std::int64_t row, double value) {
+    for (int i = 1; i <= 3; ++i) {
+      const double part = round_to(value, desc.dtype);
+      inputs->w1[row * desc.hidden + i] = part;
+      value -= part;
+    }
+  };
+  for (std::int64_t j = 0; j < desc.intermediate; ++j) {
+    const double middle = round_to(1 + random.uniform(2 * j) * 0.9, desc.dtype) + step / 2;
+    if (gated) {
+      const double gate = round_to(0.5 + random.uniform(2 * j + 1), desc.dtype);
+      inputs->w1[j * desc.hidden] = gate;
+      put(desc.intermediate + j, middle / silu(gate));
+    } else {
+      double h = middle;  // Newton's method; silu rises there
+      for (int i = 0; i < 50; ++i) {
+        const double s = 1 / (1 + std::exp(-h));
+        h -= (silu(h) - middle) / (s + h * s * (1 - s));
+      }
+      put(j, h);
+    }
+  }
+}
+
 // What a token's row becomes depends on nothing but the token and the expert: not on where among
 // the expert's rows it lies.
 TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
+  constexpr std::int64_t kRows = 300;
   int runs = 0;
   for (const DType dtype : kTypes) {
     for (int a = 0; a < 9; ++a) {
-      LayerDesc desc = layer_of({3, 136, 200, 1, 300}, dtype);
+      LayerDesc desc = layer_of({3, 136, 1032, 1, kRows}, dtype);
       desc.activation = static_cast<Activation>(a);
       if (!runs_as(kernel, op, dtype, desc.activation)) continue;
       SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(dtype));
       Routing lists;
-      lists.tokens.assign(300, 1);
-      lists.experts.assign(300, 0);
+      lists.tokens.assign(kRows, 1);
+      lists.experts.assign(kRows, 0);
       GemmInputs inputs = integer_inputs(desc, lists, 3);
+      std::uint64_t seed = 0;
       for (Tensor* values : {&inputs.x, &inputs.dout, &inputs.w1, &inputs.w2, &inputs.preact}) {
-        *values = uneven(values->size(), dtype, static_cast<std::uint64_t>(a));
+        *values = uneven(values->size(), dtype, ++seed);
       }
-      const auto width = static_cast<std::int64_t>(inputs.preact.size()) / 300;
-      for (std::int64_t i = width; i < 300 * width; ++i) {
+      const bool silu =
+          desc.activation == Activation::swiglu || desc.activation == Activation::silu;
+      if (op == GemmOp::up_proj && silu && dtype != DType::f32) put_on_midpoints(desc, &inputs);
+      const std::int64_t width = desc.preact_width();
+      for (std::int64_t i = width; i < kRows * width; ++i) {
         inputs.preact[i] = inputs.preact[i - width];
       }
       std::fill(inputs.slot_scores.begin(), inputs.slot_scores.end(), 0.7);
@@ -284,7 +324,7 @@ TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
       ASSERT_EQ(run.failure, "");
       for (const GemmOutput& output : kGemmOutputs) {
         const Tensor& ours = run.tensors.*output.member;
-        const std::size_t columns = ours.size() / 300;
+        const std::size_t columns = ours.size() / kRows;
         for (std::size_t i = columns; i < ours.size(); ++i) {
           ASSERT_EQ(ours[i], ours[i % columns])
               << output.name << " row " << i / columns << " column " << i % columns;
@@ -314,7 +354,7 @@ TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
         lists.experts.push_back(0);
       }
       GemmInputs inputs = integer_inputs(desc, lists, 4);
-      // All gates of token t are one number from -80 to -65000, its up parts are t.
+      // All gates of token t are one number from -80 to -63000, its up parts are t.
       std::fill(inputs.x.begin(), inputs.x.end(), 0);
       std::fill(inputs.w1.begin(), inputs.w1.end(), 0);
       const std::int64_t width = desc.preact_width();
