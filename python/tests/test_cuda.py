@@ -120,6 +120,15 @@ def test_compiles_to_one_graph(routing):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+def on_another_stream(step):
+    """As PyTorch wants it before a capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 @pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
 def test_captured_in_a_graph(routing):
     moe = module(routing=routing, rounding="sr", tile=16).bfloat16()
@@ -130,10 +139,7 @@ def test_captured_in_a_graph(routing):
         o, aux_loss = moe(x)
         return o, torch.autograd.grad(o.float().square().sum() + aux_loss, parameters)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
+    on_another_stream(step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -332,10 +338,7 @@ def test_gradient_accumulation_fusion_in_a_graph():
         o, _ = moe(x)
         o.float().square().sum().backward()
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
+    on_another_stream(step)
     once = [weight.main_grad.clone() for weight in weights]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -129,7 +129,8 @@ class Backward {
     std::size_t largest = 0;
     for (const auto& [memory, bytes] : outputs_) largest = std::max(largest, bytes);
     poison_ = arena_.output("poison", largest);
-    const std::size_t bytes = down_proj_dgrad_.workspace_bytes();
+    const std::size_t bytes =
+        std::max(down_proj_dgrad_.workspace_bytes(), up_proj_dgrad_.workspace_bytes());
     workspace_ = {arena_.output("workspace", bytes, 256), bytes};
   }
 
@@ -250,7 +251,7 @@ class Backward {
     check(down_proj_dgrad_.run(args_, workspace_, stream));
   }
   void score_grad(Stream stream) const { run(score_grad_, score_args_, stream); }
-  void up_proj_dgrad(Stream stream) const { run(up_proj_dgrad_, args_, stream); }
+  void up_proj_dgrad(Stream stream) const { check(up_proj_dgrad_.run(args_, workspace_, stream)); }
   void down_proj_wgrad(Stream stream, bool beside) const {
     GroupedGemmArgs args = args_;
     args.beside_previous = beside;

@@ -14,5 +14,18 @@ TEST(Graph, ReplaysWithOtherRouting) {
   }
 }
 
+// With tiles that are dealt (ExactDealt), whose counter every replay has to clear.
+TEST(Graph, DealsAgain) {
+  Case c = case_named("given/hostile", DType::bf16);
+  c.desc.tokens = 300;
+  c.desc.experts = 540;
+  c.desc.list_length = 1000;
+  for (const bool gathers : {true, false}) {
+    c.desc.hidden = gathers ? 2048 : 8;
+    c.desc.intermediate = gathers ? 8 : 1024;
+    expect_replays(c, gathers ? "cuda.up_proj.128x256" : "cuda.up_proj_dgrad.128x256");
+  }
+}
+
 }  // namespace
 }  // namespace sonicmoe::verify

@@ -191,6 +191,26 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
   EXPECT_GT(runs, 0);
 }
 
+class ExactDealt : public ExactGemm {};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDealt);  // on the CPU
+
+// Where sums are long and tiles are many, CUDA deals the tiles of 256 columns to whoever is free.
+TEST_P(ExactDealt, AllTiles) {
+  const GemmOp op = op_of(GetParam());
+  const bool gathers = op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad;
+  Shape shape = gathers ? Shape{400, 2048, 8, 540, 0} : Shape{400, 8, 1024, 540, 0};
+  const Random random(1, 2);
+  const auto [lists, first] = counted(
+      shape.experts, [&](auto e) { return e % 20 == 0 ? 300 : static_cast<int>(e % 4); },
+      [&](auto i, auto) { return random.below(i, shape.tokens); });
+  shape.list_length = first.back();
+  const std::int64_t blocks = (gathers ? shape.hidden : shape.intermediate) / 64;
+  ASSERT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, 1),
+                          static_cast<int>(blocks), gathers));
+  const LayerDesc desc = layer_of(shape, DType::bf16);
+  expect_exact(op, desc, integer_inputs(desc, lists, 3), GetParam().name);
+}
+
 class ExactActivation : public ExactGemm {};
 
 // Where an expert's last tile has no rows, CUDA multiplies what the tile before left in shared
@@ -568,10 +588,20 @@ std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
   return kernels_of(kDevice, names);
 }
 
+/// Of CUDA, with tiles that may be dealt.
+std::vector<KernelInfo> dealt_kernels() {
+  constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::down_proj_dgrad,
+                             GemmOp::up_proj_dgrad};
+  std::vector<KernelInfo> kernels = kernels_for(kOps);
+  std::erase_if(kernels, [](const KernelInfo& k) { return !k.name.ends_with(".128x256"); });
+  return kernels;
+}
+
 constexpr GemmOp kWithActivation[] = {GemmOp::up_proj, GemmOp::down_proj_dgrad};
 constexpr GemmOp kWeightGradients[] = {GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
 constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(kernels_for(kGemmOps)), kLabel);
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactDealt, testing::ValuesIn(dealt_kernels()), kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactActivation, testing::ValuesIn(kernels_for(kWithActivation)),
                          kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactWeightGradient,

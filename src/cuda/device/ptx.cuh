@@ -108,6 +108,21 @@ __device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint
                : "memory");
 }
 
+/// `value` to shared memory of CTA `rank` of the cluster; its 4 bytes count on the barrier there.
+/// Both addresses as in this CTA.
+__device__ __forceinline__ void store_async(std::uint32_t to, std::uint32_t barrier,
+                                            std::uint32_t rank, std::int32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counted, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [there], %3, [counted];\n"
+      "}" ::"r"(to),
+      "r"(barrier), "r"(rank), "r"(value)
+      : "memory");
+}
+
 /// Waits until the phase of this parity has completed. A fresh barrier counts as having completed
 /// a phase of parity 1.
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32_t parity) {
@@ -132,6 +147,12 @@ __device__ __forceinline__ uint4 load_shared(std::uint32_t from) {
                : "r"(from)
                : "memory");
   return bits;
+}
+
+__device__ __forceinline__ std::int32_t load_shared_word(std::uint32_t from) {
+  std::int32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
 }
 
 /// 16 bytes from global to shared memory, through the generic proxy.

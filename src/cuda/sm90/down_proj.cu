@@ -11,7 +11,8 @@ struct DownProj
     : Traits<T, Own::load_rows, Major::k, kN, kSchedule, kStages, StoreTile<AtRows, kBias>> {};
 
 template <class Config>
-Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+              const Exec& exec) {
   constexpr int kN = Config::kN;
   const std::int64_t n = d.intermediate;
   TensorMaps maps(d.dtype);
@@ -33,7 +34,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.columns = static_cast<int>(d.hidden);
   e.biased = d.bias;
   e.bias = a.b2;
-  return launch<Config>(p, e, exec, "down_proj: launch");
+  return launch_dealt<Config>(d, p, e, workspace, exec, "down_proj: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>
@@ -49,10 +50,10 @@ struct Entry {
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
   }
-  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
                     const Exec& exec) noexcept {
     if (d.rows == 0) return {};
-    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
   }
 };
 
@@ -67,7 +68,7 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 
 const Kernel<GroupedGemmDesc> kDownProj256 = {"down_proj",      "cuda.down_proj.128x256",
                                               DeviceType::cuda, reject_gemm,
-                                              no_workspace,     Wide::run,
+                                              dealer_workspace, Wide::run,
                                               Wide::prepare,    yield_wide};
 const Kernel<GroupedGemmDesc> kDownProj192 = {
     "down_proj",   "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,

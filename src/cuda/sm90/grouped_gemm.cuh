@@ -49,11 +49,15 @@ struct Traits {
   static constexpr int kMBlocks = kOwn / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kN * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
+  /// May tiles be dealt (see Dealer)? Narrow tiles, and the gradients of weights, lose by it.
+  static constexpr bool kDealt = kRows && !kPingpong && kN == 256;
+  static constexpr int kDeals = kDealt ? 16 : 0;  // numbers of tiles that are told, by turns
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
   static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
-  static constexpr int kBarriers = (kOwnEmpties ? 3 : 2) * kStages + 2 * kTiles + 2;
+  static constexpr int kBarriers = (kOwnEmpties ? 3 : 2) * kStages + 2 * kTiles + 2 + kDeals;
   static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
-                                       kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8;
+                                       kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8 +
+                                       kDeals * 4;
   static constexpr int kThreads = 384;
   static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows ? 72 : kGathers ? 56 : 40;
   static constexpr int kConsumerRegisters = kOwnLoad == Own::gather_rows ? 216
@@ -71,6 +75,7 @@ struct Traits {
   static_assert(kRows || !kPingpong, "ping-pong needs the same number of k blocks in every tile");
   static_assert(kRows || kEpilogueBlocks == 0, "consumers count blocks by tiles");
   static_assert(!kPingpong || kEpilogueBlocks == 0, "a tile's blocks follow each other");
+  static_assert(!kDealt || kStages < kDeals, "a peer that is behind would miss a number");
 };
 
 /// Arguments of a kernel, but for its epilogue's.
@@ -92,6 +97,7 @@ struct GemmParams {
   bool paired;           ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;       ///< contraction ops: shared tiles in the first half
   int start_spread;      ///< gather_rows: cycles between the first and the last pair's start
+  std::int32_t* dealt;   ///< kDealt: (1) how many tiles were dealt, or null: see Dealer
   bool beside_previous;  ///< needs nothing of the kernel before it in the stream
 };
 
@@ -139,6 +145,12 @@ struct SharedMemory {
   __device__ __forceinline__ std::uint32_t own_empty(int stage) const {
     return barrier(2 * Traits::kStages + 2 * Traits::kTiles + 2 + stage);
   }
+  __device__ __forceinline__ std::uint32_t deal(int slot) const {
+    return barrier(Traits::kBarriers - Traits::kDeals + slot);
+  }
+  __device__ __forceinline__ std::uint32_t dealt_number(int slot) const {
+    return barrier(Traits::kBarriers) + slot * 4;
+  }
 };
 
 /// An expert without rows has a block of zeros: its gradient is written, too.
@@ -156,8 +168,8 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
   constexpr int kN = Traits::kN;
   // An expert without rows: its gradient comes from zeros, which zero_tail() writes.
   if (!Traits::kRows && tile.rows == 0) return mbarrier_arrive(full);
-  // Without a gather the producer has few registers, and time to ask for its rank again.
-  if constexpr (!Traits::kGathers) rank = static_cast<int>(cluster_rank());
+  // Asked for again: a register fewer.
+  if constexpr (!Traits::kOwnEmpties) rank = static_cast<int>(cluster_rank());
   const Share share{rank, Traits::kRows && tile.apart != 0};
   constexpr int kOwnBox = Traits::kGathers ? 0 : kOwnBytes;
   mbarrier_expect(full, kN * kLineBytes + kOwnBox);
@@ -192,7 +204,7 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
 /// Tells the consumers which tile comes next; a negative expert ends the work. By the first warp of
 /// the producer, which walks ahead of them. They need no walk of their own, and its registers.
 template <class Traits>
-__device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles,
+__device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Traits::kTiles> tiles,
                                          const Tile& tile) {
   mbarrier_wait(memory.taken(tiles.slot()), tiles.phase() ^ 1);
   if (elect_one()) {
@@ -205,7 +217,6 @@ __device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Trait
     mbarrier_arrive(memory.announced(tiles.slot()));
   }
   __syncwarp();
-  ++tiles.count;
 }
 
 /// The next tile; false at the end. Every lane says that it has read it: for racecheck, to which
@@ -229,6 +240,59 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
   return tile->expert >= 0;
 }
 
+/// The number of the tile that a cluster has after the one it has: every stride-th; or, with a
+/// counter, tiles are dealt in order to whoever asks next. Multiprocessors are not equally fast,
+/// and clusters that got apart no longer find each other's operands in L2
+/// (docs/findings/dealing.md).
+///
+/// The leader of the first CTA asks while a tile is loaded, and tells both CTAs. No number is
+/// overwritten before all have read it: a CTA is at most kStages blocks ahead of its peer.
+template <class Traits>
+class Dealer {
+ public:
+  __device__ __forceinline__ Dealer(const GemmParams& p, SharedMemory<Traits> memory, int first,
+                                    int stride)
+      : p_(p), memory_(memory), stride_(stride), number_(first) {}
+
+  /// By one thread of each CTA, before the blocks of a tile. Nothing waits for the answer here.
+  __device__ __forceinline__ void ask() {
+    if constexpr (Traits::kDealt) {
+      if (p_.dealt != nullptr && cluster_rank() == 0) number_ = atomicAdd(p_.dealt, 1);
+    }
+  }
+  /// By the same thread, later. `tiles`: how many this cluster has had, with this one.
+  __device__ __forceinline__ void tell(unsigned tiles) {
+    if constexpr (Traits::kDealt) {
+      if (p_.dealt == nullptr) return;
+      const Ring<Traits::kDeals> deal{tiles - 1};
+      mbarrier_expect(memory_.deal(deal.slot()), 4);
+      if (cluster_rank() != 0) return;
+#pragma unroll
+      for (int to = 0; to < Traits::kCluster; ++to) {
+        store_async(memory_.dealt_number(deal.slot()), memory_.deal(deal.slot()), to,
+                    number_ + stride_);
+      }
+    }
+  }
+  /// By all threads.
+  __device__ __forceinline__ int next(unsigned tiles) {
+    if constexpr (Traits::kDealt) {
+      if (p_.dealt != nullptr) {
+        const Ring<Traits::kDeals> deal{tiles - 1};
+        mbarrier_wait(memory_.deal(deal.slot()), deal.phase());
+        return load_shared_word(memory_.dealt_number(deal.slot()));
+      }
+    }
+    return number_ += stride_;
+  }
+
+ private:
+  const GemmParams& p_;
+  SharedMemory<Traits> memory_;
+  int stride_;
+  int number_;  // of the tile; with a counter: how many were dealt
+};
+
 template <class Traits>
 __device__ __forceinline__ void produce(const GemmParams& p,
                                         const typename Traits::Epilogue::Params& epilogue,
@@ -249,8 +313,12 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   constexpr bool kLooksAhead = Traits::kOwnLoad == Own::gather_rows;
   typename Gather::Ahead ahead{};
   if (more) ahead = Gather::look_up(p, tile);
-  for (int index = first + stride; more; index += stride) {
+  Dealer<Traits> dealer(p, memory, first, stride);
+  constexpr int kTold = 3;  // by this block the dealer has an answer
+  while (more) {
     if (leader_warp) announce<Traits>(memory, tiles, tile);
+    ++tiles.count;
+    if (Traits::kDealt && leader_warp && elect_one()) dealer.ask();
     Gather gather(p, tile, ahead);
     const int blocks = k_blocks<Traits>(p, tile);
     for (int block = 0; block < blocks; ++block) {
@@ -273,7 +341,12 @@ __device__ __forceinline__ void produce(const GemmParams& p,
         if constexpr (Traits::kGathers) copy_async_arrive(full);
       }
       ++pipe.count;
+      if (Traits::kDealt && (block == kTold || (block < kTold && block + 1 == blocks)) &&
+          leader_warp && elect_one()) {
+        dealer.tell(tiles.count);
+      }
     }
+    const int index = dealer.next(tiles.count);
     Tile next;
     if constexpr (kLooksAhead) {
       more = walk.find(index, rank, &next);
@@ -570,6 +643,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(memory.announced(i), 1);
       mbarrier_init(memory.taken(i), 256);  // every consumer thread
     }
+    for (int i = 0; i < Traits::kDeals; ++i) mbarrier_init(memory.deal(i), 1);
     mbarrier_init(memory.turn(0), 4);
     mbarrier_init(memory.turn(1), 4);
     fence_mbarrier_init();

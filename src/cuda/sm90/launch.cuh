@@ -72,6 +72,25 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 
+/// What a Dealer counts in, as workspace.
+inline constexpr std::size_t kDealerBytes = sizeof(std::int32_t);
+inline std::size_t dealer_workspace(const GroupedGemmDesc&, const Exec&) { return kDealerBytes; }
+
+/// launch(), with tiles dealt where deals() says so.
+template <class Traits>
+Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
+                    const typename Traits::Epilogue::Params& epilogue, void* counter,
+                    const Exec& exec, const char* what) {
+  if constexpr (Traits::kDealt) {
+    if (deals(rounds(d.rows, d.experts, params.shared_tiles), params.k_blocks, Traits::kGathers)) {
+      params.dealt = static_cast<std::int32_t*>(counter);
+      const cudaError_t error = cudaMemsetAsync(counter, 0, kDealerBytes, stream_of(exec));
+      if (Status status = to_status(error, what); !status.ok()) return status;
+    }
+  }
+  return launch<Traits>(params, epilogue, exec, what);
+}
+
 /// Stripes of rows are rounded up to pairs of 128, in 32 bits.
 inline std::string reject_rows(const char* argument, std::int64_t rows) {
   constexpr std::int64_t kMost = INT32_MAX - 2 * kOwn + 1;

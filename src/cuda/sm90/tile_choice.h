@@ -102,6 +102,13 @@ inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }
 
+/// Are tiles dealt to whoever is free, instead of each pair of CTAs having its share? That takes
+/// 2 to 3 microseconds and repays where operands are long, and where there are many tiles:
+/// docs/findings/dealing.md.
+inline bool deals(double rounds, int k_blocks, bool gathers) {
+  return rounds >= 8 && k_blocks >= (gathers ? 32 : 16);
+}
+
 /// The router's products with x, in tiles of `width` experts. Bytes that come into a multiprocessor
 /// are what they take time for: 128 rows or columns of x beside `width` of the other operand.
 

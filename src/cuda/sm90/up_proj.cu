@@ -11,7 +11,8 @@ struct UpProj : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
                        StoreActivation<Activations, kBias>> {};
 
 template <class Config>
-Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+              const Exec& exec) {
   constexpr int kN = Config::kN;
   const bool gated = is_glu(d.activation);
   const W1View w1 = w1_view(d, d.hidden);
@@ -52,7 +53,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.bias_expert_stride = b1.expert_stride;
   e.intermediate = static_cast<int>(d.intermediate);
   e.activation = d.activation;
-  return launch<Config>(p, e, exec, "up_proj: launch");
+  return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>
@@ -77,10 +78,10 @@ struct Entry {
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
   }
-  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
                     const Exec& exec) noexcept {
     if (d.rows == 0) return {};
-    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
   }
 };
 
@@ -105,7 +106,7 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 }  // namespace
 
 const Kernel<GroupedGemmDesc> kUpProj256 = {
-    "up_proj", "cuda.up_proj.128x256", DeviceType::cuda, reject_wide, no_workspace,
+    "up_proj", "cuda.up_proj.128x256", DeviceType::cuda, reject_wide, dealer_workspace,
     Wide::run, Wide::prepare,          yield_wide};
 const Kernel<GroupedGemmDesc> kUpProj128 = {
     "up_proj",   "cuda.up_proj.128x128", DeviceType::cuda, reject_gemm, no_workspace,

@@ -11,7 +11,8 @@ struct UpProjDgrad
     : Traits<T, Own::load_rows, Major::mn, kN, kSchedule, kStages, StoreTile<AtRows, false>> {};
 
 template <class Config>
-Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
+Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+              const Exec& exec) {
   const std::int64_t n = d.intermediate;
   const bool gated = is_glu(d.activation);
   const std::int64_t width = gated ? 2 * n : n;
@@ -43,7 +44,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   e.out[0] = a.dx_rows;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
-  return launch<Config>(p, e, exec, "up_proj_dgrad: launch");
+  return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj_dgrad: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>
@@ -57,10 +58,10 @@ struct Entry {
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
   }
-  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
                     const Exec& exec) noexcept {
     if (d.rows == 0) return {};
-    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
   }
 };
 
@@ -76,7 +77,7 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 
 const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x256",
                                                  DeviceType::cuda, reject_gemm,
-                                                 no_workspace,     Wide::run,
+                                                 dealer_workspace, Wide::run,
                                                  Wide::prepare,    yield_wide};
 const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x192",
                                                  DeviceType::cuda, reject_gemm,
