@@ -197,7 +197,7 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDealt);  // on the CPU
 // Where sums are long and tiles are many, CUDA deals the tiles of 256 columns to whoever is free.
 TEST_P(ExactDealt, AllTiles) {
   const GemmOp op = op_of(GetParam());
-  const bool gathers = op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad;
+  const bool gathers = op == GemmOp::up_proj;
   Shape shape = gathers ? Shape{400, 2048, 8, 540, 0} : Shape{400, 8, 1024, 540, 0};
   const Random random(1, 2);
   const auto [lists, first] = counted(
@@ -590,8 +590,7 @@ std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
 
 /// Of CUDA, with tiles that may be dealt.
 std::vector<KernelInfo> dealt_kernels() {
-  constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::down_proj_dgrad,
-                             GemmOp::up_proj_dgrad};
+  constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::up_proj_dgrad};
   std::vector<KernelInfo> kernels = kernels_for(kOps);
   std::erase_if(kernels, [](const KernelInfo& k) { return !k.name.ends_with(".128x256"); });
   return kernels;

@@ -21,13 +21,6 @@ __global__ void sum_partials(const float* partials, int tiles_n, std::int64_t ca
   dscores[row] = sum;
 }
 
-/// Of dscores, where a row has parts in more than one tile. What the dealer needs comes after.
-std::size_t partials_bytes(const GroupedGemmDesc& d, int width) {
-  const int along_n = tiles(d.intermediate, width);
-  return along_n == 1 ? 0
-                      : static_cast<std::size_t>(along_n) * static_cast<std::size_t>(d.rows) * 4;
-}
-
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
               const Exec& exec) {
@@ -59,8 +52,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.capacity = d.rows;
   e.intermediate = static_cast<int>(n);
   e.activation = d.activation;
-  void* const counter = static_cast<char*>(workspace) + partials_bytes(d, Config::kN);
-  Status status = launch_dealt<Config>(d, p, e, counter, exec, "down_proj_dgrad: launch");
+  Status status = launch<Config>(p, e, exec, "down_proj_dgrad: launch");
   if (!status.ok() || p.shared_tiles == 1) return status;
   constexpr int kThreads = 256;
   sum_partials<<<tiles(d.rows, kThreads), kThreads, 0, stream_of(exec)>>>(
@@ -82,7 +74,9 @@ struct Entry {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
   }
   static std::size_t workspace(const GroupedGemmDesc& d, const Exec&) {
-    return partials_bytes(d, kN) + (kN == 256 ? kDealerBytes : 0);
+    const int along_n = tiles(d.intermediate, kN);
+    return along_n == 1 ? 0
+                        : static_cast<std::size_t>(along_n) * static_cast<std::size_t>(d.rows) * 4;
   }
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* memory,
                     const Exec& exec) noexcept {

@@ -49,8 +49,10 @@ struct Traits {
   static constexpr int kMBlocks = kOwn / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kN * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
-  /// May tiles be dealt (see Dealer)? Narrow tiles, and the gradients of weights, lose by it.
-  static constexpr bool kDealt = kRows && !kPingpong && kN == 256;
+  /// May tiles be dealt (see Dealer)? The other kernels lose by it: narrow tiles, the gradients of
+  /// weights, and down_proj_dgrad, which gathers rows and has its weights by columns.
+  static constexpr bool kDealt =
+      kRows && !kPingpong && kN == 256 && !(kGathers && kSharedMajor == Major::mn);
   static constexpr int kDeals = kDealt ? 16 : 0;  // numbers of tiles that are told, by turns
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
   static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
@@ -168,8 +170,8 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
   constexpr int kN = Traits::kN;
   // An expert without rows: its gradient comes from zeros, which zero_tail() writes.
   if (!Traits::kRows && tile.rows == 0) return mbarrier_arrive(full);
-  // Asked for again: a register fewer.
-  if constexpr (!Traits::kOwnEmpties) rank = static_cast<int>(cluster_rank());
+  // Who has too few registers asks for the rank again.
+  if constexpr (!Traits::kGathers || Traits::kDealt) rank = static_cast<int>(cluster_rank());
   const Share share{rank, Traits::kRows && tile.apart != 0};
   constexpr int kOwnBox = Traits::kGathers ? 0 : kOwnBytes;
   mbarrier_expect(full, kN * kLineBytes + kOwnBox);
@@ -241,8 +243,8 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
 }
 
 /// The number of the tile that a cluster has after the one it has: every stride-th; or, with a
-/// counter, tiles are dealt in order to whoever asks next. Multiprocessors are not equally fast,
-/// and clusters that got apart no longer find each other's operands in L2
+/// counter, tiles are dealt in order to whoever asks next. By stride a cluster that is slower than
+/// others falls behind with every tile, and no longer finds their operands in L2
 /// (docs/findings/dealing.md).
 ///
 /// The leader of the first CTA asks while a tile is loaded, and tells both CTAs. No number is

@@ -14,10 +14,10 @@ struct alignas(16) Tile {
   int apart;      ///< 1: the CTAs have the same rows and neighbouring shared stripes
 };
 
-/// How a cluster goes through the tiles of all experts: static stride over a numbering that each
-/// producer warp derives for itself from the offsets in device memory. Experts ascend, or come in a
-/// given order; inside an expert, groups of `kGroup` cluster tiles along the own axis, in each the
-/// shared axis outside, so that neighbouring clusters reuse each other's operands from L2.
+/// The tiles of all experts by number; each producer warp derives them for itself from the offsets
+/// in device memory. Experts ascend, or come in a given order; inside an expert, groups of `kGroup`
+/// cluster tiles along the own axis, in each the shared axis outside, so that neighbouring clusters
+/// reuse each other's operands from L2.
 ///
 /// An expert whose number of stripes along the own axis is odd leaves no second one for the last
 /// pair: there the CTAs go apart, both on that stripe, each with a stripe of its own along the
