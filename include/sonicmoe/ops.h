@@ -145,7 +145,8 @@ struct GroupedGemmArgs {
   /// before that, if that was promised the same, and so on. This one may then begin where they
   /// leave multiprocessors free; its own end still implies the end of all before it. What comes
   /// before must launch something (ours do unless there are no rows or tokens) and, if it lets its
-  /// successor start early, must have waited for its own predecessor by then, as ours do.
+  /// successor start early, must have waited for its own predecessor by then, as ours do. Without
+  /// effect where tiles are dealt (docs/findings/dealing.md).
   bool beside_previous = false;
 };
 struct SONICMOE_API GroupedGemmDesc {

@@ -102,7 +102,7 @@ __device__ __forceinline__ void mbarrier_arrive_at(std::uint32_t barrier, std::u
       : "memory");
 }
 
-/// Arrives, and makes the phase wait for `bytes` of bulk copies too.
+/// Arrives, and makes the phase wait for `bytes` of bulk copies or store_async(), too.
 __device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");

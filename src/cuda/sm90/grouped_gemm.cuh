@@ -50,7 +50,8 @@ struct Traits {
   static constexpr int kStageBytes = kOwnBytes + kN * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
   /// May tiles be dealt (see Dealer)? The other kernels lose by it: narrow tiles, the gradients of
-  /// weights, and down_proj_dgrad, which gathers rows and has its weights by columns.
+  /// weights, and down_proj_dgrad, which gathers rows and has its weights by columns. (The router's
+  /// logits in wide tiles could, and are not.)
   static constexpr bool kDealt =
       kRows && !kPingpong && kN == 256 && !(kGathers && kSharedMajor == Major::mn);
   static constexpr int kDeals = kDealt ? 16 : 0;  // numbers of tiles that are told, by turns
@@ -99,7 +100,7 @@ struct GemmParams {
   bool paired;           ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;       ///< contraction ops: shared tiles in the first half
   int start_spread;      ///< gather_rows: cycles between the first and the last pair's start
-  std::int32_t* dealt;   ///< kDealt: (1) how many tiles were dealt, or null: see Dealer
+  std::int32_t* dealt;   ///< kDealt: (1) numbers drawn so far, or null: see Dealer
   bool beside_previous;  ///< needs nothing of the kernel before it in the stream
 };
 
@@ -247,8 +248,9 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
 /// others falls behind with every tile, and no longer finds their operands in L2
 /// (docs/findings/dealing.md).
 ///
-/// The leader of the first CTA asks while a tile is loaded, and tells both CTAs. No number is
-/// overwritten before all have read it: a CTA is at most kStages blocks ahead of its peer.
+/// The leader of the first CTA draws while a tile is loaded, and tells both CTAs. No number is
+/// overwritten before all have read it: a CTA is at most kStages blocks ahead of its peer. A
+/// cluster's first tile is not drawn, and whoever draws a number past the last tile ends.
 template <class Traits>
 class Dealer {
  public:
@@ -256,7 +258,8 @@ class Dealer {
                                     int stride)
       : p_(p), memory_(memory), stride_(stride), number_(first) {}
 
-  /// By one thread of each CTA, before the blocks of a tile. Nothing waits for the answer here.
+  /// By one thread of each CTA, before the blocks of a tile. Nothing waits for the answer here, and
+  /// elect_one() elects the same thread for tell().
   __device__ __forceinline__ void ask() {
     if constexpr (Traits::kDealt) {
       if (p_.dealt != nullptr && cluster_rank() == 0) number_ = atomicAdd(p_.dealt, 1);
@@ -276,7 +279,7 @@ class Dealer {
       }
     }
   }
-  /// By all threads.
+  /// By all threads that produce.
   __device__ __forceinline__ int next(unsigned tiles) {
     if constexpr (Traits::kDealt) {
       if (p_.dealt != nullptr) {
@@ -292,7 +295,7 @@ class Dealer {
   const GemmParams& p_;
   SharedMemory<Traits> memory_;
   int stride_;
-  int number_;  // of the tile; with a counter: how many were dealt
+  int number_;  // of the tile; with a counter: what was drawn
 };
 
 template <class Traits>
@@ -343,6 +346,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
         if constexpr (Traits::kGathers) copy_async_arrive(full);
       }
       ++pipe.count;
+      // Tiles of fewer blocks are not dealt today, but would never end.
       if (Traits::kDealt && (block == kTold || (block < kTold && block + 1 == blocks)) &&
           leader_warp && elect_one()) {
         dealer.tell(tiles.count);
