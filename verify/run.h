@@ -40,6 +40,7 @@ std::string first_difference(const LayerRun& a, const LayerRun& b);
 struct GemmRun {
   std::string failure;
   LayerTensors tensors;
+  std::vector<std::byte> workspace;  ///< what the operation left there
 };
 GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs, Device device = {},
                  const Options& options = {});

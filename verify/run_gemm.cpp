@@ -169,6 +169,8 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   run.failure = status.ok() ? arena.damage() : status.message();
   if (!run.failure.empty()) return run;
 
+  const std::span<const std::byte> left = arena["workspace"].bytes();
+  run.workspace.assign(left.begin(), left.end());
   LayerTensors& out = run.tensors;
   const auto written = [&](const char* label, DType stored) {
     return rows_in_use(arena, label, stored, g.rows(), R, &run);

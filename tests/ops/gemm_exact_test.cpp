@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <span>
 
@@ -45,9 +46,8 @@ GemmRun run_kernel(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
   return run_gemm(op, desc, inputs, kDevice, options);
 }
 
-void expect_exact(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
-                  const std::string& kernel) {
-  const GemmRun run = run_kernel(op, desc, inputs, kernel);
+void compare_exactly(const GemmRun& run, GemmOp op, const LayerDesc& desc,
+                     const GemmInputs& inputs) {
   ASSERT_EQ(run.failure, "");
   const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
   for (const GemmOutput& output : kGemmOutputs) {
@@ -55,6 +55,14 @@ void expect_exact(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
                                     without_traces(expected.*output.member));
     ASSERT_TRUE(check.pass) << check.tensor << ": " << check.note;
   }
+}
+
+/// What was run.
+GemmRun expect_exact(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
+                     const std::string& kernel) {
+  GemmRun run = run_kernel(op, desc, inputs, kernel);
+  compare_exactly(run, op, desc, inputs);
+  return run;
 }
 
 /// Sentinels, duplicates, an expert without rows, all of it unsorted.
@@ -194,21 +202,46 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
 class ExactDealt : public ExactGemm {};
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDealt);  // on the CPU
 
-// Where sums are long and tiles are many, CUDA deals the tiles of 256 columns to whoever is free.
+// Where sums are long and tiles are many, CUDA deals the tiles of 256 columns to whoever is free:
+// each is drawn once, but for the first of each pair of CTAs, which in the end draws one past the
+// last.
 TEST_P(ExactDealt, AllTiles) {
+  struct Dealt {
+    std::int64_t hidden, intermediate, experts;
+    int across;  ///< tiles to a stripe of 128 rows
+  };
   const GemmOp op = op_of(GetParam());
   const bool gathers = op == GemmOp::up_proj;
-  Shape shape = gathers ? Shape{400, 2048, 8, 540, 0} : Shape{400, 8, 1024, 540, 0};
-  const Random random(1, 2);
-  const auto [lists, first] = counted(
-      shape.experts, [&](auto e) { return e % 20 == 0 ? 300 : static_cast<int>(e % 4); },
-      [&](auto i, auto) { return random.below(i, shape.tokens); });
-  shape.list_length = first.back();
-  const std::int64_t blocks = (gathers ? shape.hidden : shape.intermediate) / 64;
-  ASSERT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, 1),
-                          static_cast<int>(blocks), gathers));
-  const LayerDesc desc = layer_of(shape, DType::bf16);
-  expect_exact(op, desc, integer_inputs(desc, lists, 3), GetParam().name);
+  // More tiles for a pair of CTAs than there are places for numbers (16); pairs that go apart, with
+  // a tile for each and with a tile for one.
+  std::vector<Dealt> all = {{2048, 8, 1400, 1}};
+  if (!gathers) all = {{8, 1024, 1400, 1}, {520, op == GemmOp::down_proj ? 1024 : 512, 270, 3}};
+  for (const Dealt& dealt : all) {
+    Shape shape = {400, dealt.hidden, dealt.intermediate, dealt.experts, 0};
+    const Random random(1, 2);
+    const auto [lists, first] = counted(
+        shape.experts, [&](auto e) { return e % 20 == 0 ? 300 : static_cast<int>(e % 4); },
+        [&](auto i, auto) { return random.below(i, shape.tokens); });
+    shape.list_length = first.back();
+    const std::int64_t sums = (gathers                   ? shape.hidden
+                               : op == GemmOp::down_proj ? shape.intermediate
+                                                         : 2 * shape.intermediate);
+    ASSERT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, dealt.across),
+                            static_cast<int>(sums / 64), gathers));
+    int tiles = 0;
+    for (std::size_t e = 0; e + 1 < first.size(); ++e) {
+      const int stripes = cuda::tiles(first[e + 1] - first[e], 128);
+      tiles += stripes / 2 * dealt.across + stripes % 2 * ((dealt.across + 1) / 2);
+    }
+    ASSERT_GT(tiles, (dealt.across == 1 ? 17 : 4) * cuda::kPairs);
+
+    const LayerDesc desc = layer_of(shape, DType::bf16);
+    const GemmRun run = expect_exact(op, desc, integer_inputs(desc, lists, 3), GetParam().name);
+    ASSERT_EQ(run.workspace.size(), sizeof(std::int32_t));
+    std::int32_t drawn = 0;
+    std::memcpy(&drawn, run.workspace.data(), sizeof drawn);
+    EXPECT_EQ(drawn, tiles);
+  }
 }
 
 class ExactActivation : public ExactGemm {};
