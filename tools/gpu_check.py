@@ -406,7 +406,7 @@ def problems(build: Path) -> list[str]:
     found += [f"test {name}: not passed" for name in listed_tests(build / "bin/gpu_test")
               if name not in passed]  # fmt: skip
     # Of the Python tests it is not known here which there are.
-    if code := receipt.get("pytest_exit", 0):
+    if code := receipt["pytest_exit"]:
         found.append(f"the Python tests ended with exit status {code}")
     found += [f"test {name}: {state}" for name, state in receipt["test_names"].items()
               if "::" in name and state != "passed"]  # fmt: skip

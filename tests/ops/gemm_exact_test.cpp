@@ -19,9 +19,10 @@ namespace {
 
 /// silu(-64) and its slope are about 1e-26 and not the same bits in fp32 and fp64; added to an
 /// integer they vanish, alone they count as zero.
+constexpr double kTrace = 0x1p-60;
 Tensor without_traces(Tensor values) {
   for (double& v : values) {
-    if (std::fabs(v) < 0x1p-60) v = 0;
+    if (std::fabs(v) < kTrace) v = 0;
   }
   return values;
 }
@@ -228,10 +229,9 @@ TEST_P(ExactDealt, AllTiles) {
                                                          : 2 * shape.intermediate);
     ASSERT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, dealt.across),
                             static_cast<int>(sums / 64), gathers));
-    int tiles = 0;
+    std::int64_t tiles = 0;
     for (std::size_t e = 0; e + 1 < first.size(); ++e) {
-      const int stripes = cuda::tiles(first[e + 1] - first[e], 128);
-      tiles += stripes / 2 * dealt.across + stripes % 2 * ((dealt.across + 1) / 2);
+      tiles += cuda::pair_tiles(cuda::tiles(first[e + 1] - first[e], 128), dealt.across);
     }
     ASSERT_GT(tiles, (dealt.across == 1 ? 17 : 4) * cuda::kPairs);
 
@@ -244,7 +244,26 @@ TEST_P(ExactDealt, AllTiles) {
   }
 }
 
-class ExactActivation : public ExactGemm {};
+class ExactActivation : public ExactGemm {
+ protected:
+  /// f(layer) for each type and activation that this kernel runs.
+  template <class F>
+  void for_layers(const Shape& shape, std::span<const Activation> activations, F&& f) {
+    int runs = 0;
+    for (const DType dtype : kTypes) {
+      for (const Activation activation : activations) {
+        LayerDesc desc = layer_of(shape, dtype);
+        desc.activation = activation;
+        if (!runs_as(GetParam(), op_of(GetParam()), dtype, activation)) continue;
+        SCOPED_TRACE(std::string(name(activation)) + " " + name(dtype));
+        f(desc);
+        if (HasFatalFailure()) return;
+        ++runs;
+      }
+    }
+    if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+  }
+};
 
 // Where an expert's last tile has no rows, CUDA multiplies what the tile before left in shared
 // memory: another expert's rows, of which nothing may come through.
@@ -347,93 +366,71 @@ void put_on_midpoints(const LayerDesc& desc, GemmInputs* inputs) {
 // What a token's row becomes depends on nothing but the token and the expert: not on where among
 // the expert's rows it lies.
 TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
-  const KernelInfo& kernel = GetParam();
-  const GemmOp op = op_of(kernel);
+  const GemmOp op = op_of(GetParam());
   constexpr std::int64_t kRows = 300;
-  int runs = 0;
-  for (const DType dtype : kTypes) {
-    for (int a = 0; a < 9; ++a) {
-      LayerDesc desc = layer_of({3, 136, 1032, 1, kRows}, dtype);
-      desc.activation = static_cast<Activation>(a);
-      if (!runs_as(kernel, op, dtype, desc.activation)) continue;
-      SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(dtype));
-      Routing lists;
-      lists.tokens.assign(kRows, 1);
-      lists.experts.assign(kRows, 0);
-      GemmInputs inputs = integer_inputs(desc, lists, 3);
-      std::uint64_t seed = 0;
-      for (Tensor* values : {&inputs.x, &inputs.dout, &inputs.w1, &inputs.w2, &inputs.preact}) {
-        *values = uneven(values->size(), dtype, ++seed);
-      }
-      const bool silu =
-          desc.activation == Activation::swiglu || desc.activation == Activation::silu;
-      if (op == GemmOp::up_proj && silu && dtype != DType::f32) put_on_midpoints(desc, &inputs);
-      const std::int64_t width = desc.preact_width();
-      for (std::int64_t i = width; i < kRows * width; ++i) {
-        inputs.preact[i] = inputs.preact[i - width];
-      }
-      std::fill(inputs.slot_scores.begin(), inputs.slot_scores.end(), 0.7);
-      const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
-      ASSERT_EQ(run.failure, "");
-      for (const GemmOutput& output : kGemmOutputs) {
-        const Tensor& ours = run.tensors.*output.member;
-        const std::size_t columns = ours.size() / kRows;
-        for (std::size_t i = columns; i < ours.size(); ++i) {
-          ASSERT_EQ(ours[i], ours[i % columns])
-              << output.name << " row " << i / columns << " column " << i % columns;
-        }
-      }
-      ++runs;
+  std::vector<Activation> all;
+  for (int a = 0; a < 9; ++a) all.push_back(static_cast<Activation>(a));
+  for_layers({3, 136, 1032, 1, kRows}, all, [&](const LayerDesc& desc) {
+    Routing lists;
+    lists.tokens.assign(kRows, 1);
+    lists.experts.assign(kRows, 0);
+    GemmInputs inputs = integer_inputs(desc, lists, 3);
+    std::uint64_t seed = 0;
+    for (Tensor* values : {&inputs.x, &inputs.dout, &inputs.w1, &inputs.w2, &inputs.preact}) {
+      *values = uneven(values->size(), desc.dtype, ++seed);
     }
-  }
-  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+    const bool silu = desc.activation == Activation::swiglu || desc.activation == Activation::silu;
+    if (op == GemmOp::up_proj && silu && desc.dtype != DType::f32) put_on_midpoints(desc, &inputs);
+    const std::int64_t width = desc.preact_width();
+    for (std::int64_t i = width; i < kRows * width; ++i) {
+      inputs.preact[i] = inputs.preact[i - width];
+    }
+    std::fill(inputs.slot_scores.begin(), inputs.slot_scores.end(), 0.7);
+    const GemmRun run = run_kernel(op, desc, inputs, GetParam().name);
+    ASSERT_EQ(run.failure, "");
+    for (const GemmOutput& output : kGemmOutputs) {
+      const Tensor& ours = run.tensors.*output.member;
+      const std::size_t columns = ours.size() / kRows;
+      for (std::size_t i = columns; i < ours.size(); ++i) {
+        ASSERT_EQ(ours[i], ours[i % columns])
+            << output.name << " row " << i / columns << " column " << i % columns;
+      }
+    }
+  });
 }
 
 // Gates that no model has, but that numbers of 16 bits may be: what they let through is nearly 0.
 TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
-  const KernelInfo& kernel = GetParam();
-  const GemmOp op = op_of(kernel);
   constexpr std::int32_t kTokens = 20;
-  int runs = 0;
-  for (const DType dtype : kTypes) {
-    for (const Activation activation : {Activation::swiglu, Activation::silu}) {
-      LayerDesc desc = layer_of({kTokens, 16, 136, 1, kTokens}, dtype);
-      desc.activation = activation;
-      if (!runs_as(kernel, op, dtype, activation)) continue;
-      SCOPED_TRACE(std::string(name(activation)) + " " + name(dtype));
-      Routing lists;
-      for (std::int32_t t = 0; t < kTokens; ++t) {
-        lists.tokens.push_back(t);
-        lists.experts.push_back(0);
+  constexpr Activation kSilus[] = {Activation::swiglu, Activation::silu};
+  for_layers({kTokens, 16, 136, 1, kTokens}, kSilus, [&](const LayerDesc& desc) {
+    const auto [lists, first] = counted(
+        1, [&](auto) { return kTokens; }, [](auto i, auto) { return i; });
+    GemmInputs inputs = integer_inputs(desc, lists, 4);
+    // All gates of token t are one number from -80 to -63000, its up parts are t.
+    std::fill(inputs.x.begin(), inputs.x.end(), 0);
+    std::fill(inputs.w1.begin(), inputs.w1.end(), 0);
+    const std::int64_t width = desc.preact_width();
+    for (std::int64_t j = 0; j < width; ++j) {
+      const bool gate = j < desc.intermediate;
+      inputs.w1[j * desc.hidden + (gate ? 0 : 1)] = 1;
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        const double number = -80 * std::pow(1.42, static_cast<double>(t));
+        inputs.x[t * desc.hidden] = round_to(number, desc.dtype);
+        inputs.x[t * desc.hidden + 1] = static_cast<double>(t);
+        inputs.preact[t * width + j] = inputs.x[t * desc.hidden + (gate ? 0 : 1)];
       }
-      GemmInputs inputs = integer_inputs(desc, lists, 4);
-      // All gates of token t are one number from -80 to -63000, its up parts are t.
-      std::fill(inputs.x.begin(), inputs.x.end(), 0);
-      std::fill(inputs.w1.begin(), inputs.w1.end(), 0);
-      const std::int64_t width = desc.preact_width();
-      for (std::int64_t j = 0; j < width; ++j) {
-        const bool gate = j < desc.intermediate;
-        inputs.w1[j * 16 + (gate ? 0 : 1)] = 1;
-        for (std::int64_t t = 0; t < kTokens; ++t) {
-          const double number = -80 * std::pow(1.42, static_cast<double>(t));
-          inputs.x[t * 16] = round_to(number, dtype);
-          inputs.x[t * 16 + 1] = static_cast<double>(t);
-          inputs.preact[t * width + j] = inputs.x[t * 16 + (gate ? 0 : 1)];
-        }
-      }
-      const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
-      ASSERT_EQ(run.failure, "");
-      std::size_t small = 0;
-      for (const Tensor* ours : {&run.tensors.act, &run.tensors.dpreact, &run.tensors.scaled_act,
-                                 &run.tensors.row_dscores}) {
-        for (const double value : *ours) ASSERT_LE(std::fabs(value), 0x1p-60);
-        small += ours->size();
-      }
-      EXPECT_GE(small, static_cast<std::size_t>(kTokens * desc.intermediate));
-      ++runs;
     }
-  }
-  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+    const GemmRun run = run_kernel(op_of(GetParam()), desc, inputs, GetParam().name);
+    ASSERT_EQ(run.failure, "");
+    std::size_t small = 0;
+    for (const Tensor* ours : {&run.tensors.act, &run.tensors.dpreact, &run.tensors.scaled_act,
+                               &run.tensors.row_dscores}) {
+      for (const double value : *ours) ASSERT_LT(std::fabs(value), kTrace);
+      small += ours->size();
+    }
+    EXPECT_GE(small, static_cast<std::size_t>(kTokens * desc.intermediate));
+  });
 }
 
 // Where what is gathered from is larger than L2 and there are tiles enough, CTAs begin one after

@@ -7,8 +7,8 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T, bool kBias, int kN, Schedule kSchedule, int kStages>
-struct DownProj
-    : Traits<T, Own::load_rows, Major::k, kN, kSchedule, kStages, StoreTile<AtRows, kBias>> {};
+struct DownProj : Traits<T, Own::load_rows, Major::k, kN, kSchedule, kStages,
+                         StoreTile<AtRows, kBias>, (kN == 256)> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,

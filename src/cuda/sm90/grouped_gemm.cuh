@@ -25,7 +25,7 @@ enum class Own {
 /// All numbers of one compiled kernel. The own axis is M, kOwn wide in a tile; N is the axis of the
 /// operand that the CTAs of a cluster share.
 template <class T_, Own kOwnLoad_, Major kSharedMajor_, int kN_, Schedule kSchedule_, int kStages_,
-          class Epilogue_>
+          class Epilogue_, bool kDealt_ = false>
 struct Traits {
   using T = T_;
   using Epilogue = Epilogue_;
@@ -49,18 +49,15 @@ struct Traits {
   static constexpr int kMBlocks = kOwn / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
   static constexpr int kStageBytes = kOwnBytes + kN * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
-  /// May tiles be dealt (see Dealer)? The other kernels lose by it: narrow tiles, the gradients of
-  /// weights, and down_proj_dgrad, which gathers rows and has its weights by columns. (The router's
-  /// logits in wide tiles could, and are not.)
-  static constexpr bool kDealt =
-      kRows && !kPingpong && kN == 256 && !(kGathers && kSharedMajor == Major::mn);
-  static constexpr int kDeals = kDealt ? 16 : 0;  // numbers of tiles that are told, by turns
+  /// May tiles be dealt (see Dealer)?
+  static constexpr bool kDealt = kDealt_;
+  static constexpr int kTold = kDealt ? 16 : 0;  // places for numbers of tiles that are told
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
   static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
-  static constexpr int kBarriers = (kOwnEmpties ? 3 : 2) * kStages + 2 * kTiles + 2 + kDeals;
+  static constexpr int kBarriers = (kOwnEmpties ? 3 : 2) * kStages + 2 * kTiles + 2 + kTold;
   static constexpr int kSharedMemory = kStages * kStageBytes + 8 * kWarpBytes +
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8 +
-                                       kDeals * 4;
+                                       kTold * 4;
   static constexpr int kThreads = 384;
   static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows ? 72 : kGathers ? 56 : 40;
   static constexpr int kConsumerRegisters = kOwnLoad == Own::gather_rows ? 216
@@ -78,7 +75,7 @@ struct Traits {
   static_assert(kRows || !kPingpong, "ping-pong needs the same number of k blocks in every tile");
   static_assert(kRows || kEpilogueBlocks == 0, "consumers count blocks by tiles");
   static_assert(!kPingpong || kEpilogueBlocks == 0, "a tile's blocks follow each other");
-  static_assert(!kDealt || kStages < kDeals, "a peer that is behind would miss a number");
+  static_assert(!kDealt || kStages < kTold, "a peer that is behind would miss a number");
 };
 
 /// Arguments of a kernel, but for its epilogue's.
@@ -100,7 +97,7 @@ struct GemmParams {
   bool paired;           ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;       ///< contraction ops: shared tiles in the first half
   int start_spread;      ///< gather_rows: cycles between the first and the last pair's start
-  std::int32_t* dealt;   ///< kDealt: (1) numbers drawn so far, or null: see Dealer
+  std::int32_t* draws;   ///< kDealt: (1) numbers drawn so far, or null: see Dealer
   bool beside_previous;  ///< needs nothing of the kernel before it in the stream
 };
 
@@ -148,10 +145,10 @@ struct SharedMemory {
   __device__ __forceinline__ std::uint32_t own_empty(int stage) const {
     return barrier(2 * Traits::kStages + 2 * Traits::kTiles + 2 + stage);
   }
-  __device__ __forceinline__ std::uint32_t deal(int slot) const {
-    return barrier(Traits::kBarriers - Traits::kDeals + slot);
+  __device__ __forceinline__ std::uint32_t told(int slot) const {
+    return barrier(Traits::kBarriers - Traits::kTold + slot);
   }
-  __device__ __forceinline__ std::uint32_t dealt_number(int slot) const {
+  __device__ __forceinline__ std::uint32_t told_number(int slot) const {
     return barrier(Traits::kBarriers) + slot * 4;
   }
 };
@@ -262,19 +259,19 @@ class Dealer {
   /// elect_one() elects the same thread for tell().
   __device__ __forceinline__ void ask() {
     if constexpr (Traits::kDealt) {
-      if (p_.dealt != nullptr && cluster_rank() == 0) number_ = atomicAdd(p_.dealt, 1);
+      if (p_.draws != nullptr && cluster_rank() == 0) number_ = atomicAdd(p_.draws, 1);
     }
   }
   /// By the same thread, later. `tiles`: how many this cluster has had, with this one.
   __device__ __forceinline__ void tell(unsigned tiles) {
     if constexpr (Traits::kDealt) {
-      if (p_.dealt == nullptr) return;
-      const Ring<Traits::kDeals> deal{tiles - 1};
-      mbarrier_expect(memory_.deal(deal.slot()), 4);
+      if (p_.draws == nullptr) return;
+      const Ring<Traits::kTold> place{tiles - 1};
+      mbarrier_expect(memory_.told(place.slot()), 4);
       if (cluster_rank() != 0) return;
 #pragma unroll
       for (int to = 0; to < Traits::kCluster; ++to) {
-        store_async(memory_.dealt_number(deal.slot()), memory_.deal(deal.slot()), to,
+        store_async(memory_.told_number(place.slot()), memory_.told(place.slot()), to,
                     number_ + stride_);
       }
     }
@@ -282,10 +279,10 @@ class Dealer {
   /// By all threads that produce.
   __device__ __forceinline__ int next(unsigned tiles) {
     if constexpr (Traits::kDealt) {
-      if (p_.dealt != nullptr) {
-        const Ring<Traits::kDeals> deal{tiles - 1};
-        mbarrier_wait(memory_.deal(deal.slot()), deal.phase());
-        return load_shared_word(memory_.dealt_number(deal.slot()));
+      if (p_.draws != nullptr) {
+        const Ring<Traits::kTold> place{tiles - 1};
+        mbarrier_wait(memory_.told(place.slot()), place.phase());
+        return load_shared_word(memory_.told_number(place.slot()));
       }
     }
     return number_ += stride_;
@@ -319,7 +316,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   typename Gather::Ahead ahead{};
   if (more) ahead = Gather::look_up(p, tile);
   Dealer<Traits> dealer(p, memory, first, stride);
-  constexpr int kTold = 3;  // by this block the dealer has an answer
+  constexpr int kTellAt = 3;  // by this block the dealer has an answer
   while (more) {
     if (leader_warp) announce<Traits>(memory, tiles, tile);
     ++tiles.count;
@@ -347,7 +344,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
       }
       ++pipe.count;
       // Tiles of fewer blocks are not dealt today, but would never end.
-      if (Traits::kDealt && (block == kTold || (block < kTold && block + 1 == blocks)) &&
+      if (Traits::kDealt && (block == kTellAt || (block < kTellAt && block + 1 == blocks)) &&
           leader_warp && elect_one()) {
         dealer.tell(tiles.count);
       }
@@ -649,7 +646,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       mbarrier_init(memory.announced(i), 1);
       mbarrier_init(memory.taken(i), 256);  // every consumer thread
     }
-    for (int i = 0; i < Traits::kDeals; ++i) mbarrier_init(memory.deal(i), 1);
+    for (int i = 0; i < Traits::kTold; ++i) mbarrier_init(memory.told(i), 1);
     mbarrier_init(memory.turn(0), 4);
     mbarrier_init(memory.turn(1), 4);
     fence_mbarrier_init();

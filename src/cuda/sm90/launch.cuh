@@ -83,7 +83,7 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
                     const Exec& exec, const char* what) {
   if constexpr (Traits::kDealt) {
     if (deals(rounds(d.rows, d.experts, params.shared_tiles), params.k_blocks, Traits::kGathers)) {
-      params.dealt = static_cast<std::int32_t*>(counter);
+      params.draws = static_cast<std::int32_t*>(counter);
       params.beside_previous = false;  // it is the memset that comes before
       const cudaError_t error = cudaMemsetAsync(counter, 0, kDealerBytes, stream_of(exec));
       if (Status status = to_status(error, what); !status.ok()) return status;

@@ -29,22 +29,27 @@ inline std::string yield_to(const char* axis, std::int64_t extent, int width, in
 /// the choice is less good, not wrong.
 inline constexpr int kPairs = 66;
 
+/// Tiles of pairs of CTAs in an expert's stripes of 128 rows, `across` tiles to a stripe. The last
+/// of an odd number of stripes is shared by a pair along `across`.
+inline std::int64_t pair_tiles(std::int64_t stripes, int across) {
+  return stripes / 2 * across + stripes % 2 * ((across + 1) / 2);
+}
+
 /// Rounds of all pairs, whole or not, that an operation over `rows` rows takes, `across` tiles to a
 /// stripe of 128 rows. Experts have the mean number of rows, or a standard deviation of random
-/// routing more or less, with equal weight. The last of an odd number of stripes is shared by a
-/// pair along `across`.
+/// routing more or less, with equal weight.
 inline double rounds(std::int64_t rows, std::int64_t experts, int across) {
   // Experts without rows have no tiles.
   experts = std::clamp<std::int64_t>(experts, 1, std::max<std::int64_t>(rows, 1));
   const double mean = static_cast<double>(rows) / static_cast<double>(experts);
-  std::int64_t pair_tiles = 0;
+  std::int64_t of_three = 0;
   for (int side = -1; side <= 1; ++side) {
     const double of_expert = mean + side * std::sqrt(mean);
     const auto stripes =
         std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / 128)));
-    pair_tiles += stripes / 2 * across + stripes % 2 * ((across + 1) / 2);
+    of_three += pair_tiles(stripes, across);
   }
-  return static_cast<double>(pair_tiles * experts) / (3 * kPairs);
+  return static_cast<double>(of_three * experts) / (3 * kPairs);
 }
 
 /// Ping-pong over tiles of 192 columns, or 256 cooperatively. A k block of 64 takes 4 cycles a

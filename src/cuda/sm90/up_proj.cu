@@ -8,7 +8,7 @@ namespace {
 
 template <class T, class Activations, bool kBias, int kN, Schedule kSchedule, int kStages>
 struct UpProj : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
-                       StoreActivation<Activations, kBias>> {};
+                       StoreActivation<Activations, kBias>, (kN == 256)> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,

@@ -7,8 +7,8 @@ namespace sonicmoe::cuda {
 namespace {
 
 template <class T, int kN, Schedule kSchedule, int kStages>
-struct UpProjDgrad
-    : Traits<T, Own::load_rows, Major::mn, kN, kSchedule, kStages, StoreTile<AtRows, false>> {};
+struct UpProjDgrad : Traits<T, Own::load_rows, Major::mn, kN, kSchedule, kStages,
+                            StoreTile<AtRows, false>, (kN == 256)> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
