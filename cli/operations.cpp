@@ -25,6 +25,7 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer, bool
   row_slots_ = words(s_.r);
   slot_rows_ = words(s_.r);
   row_scores_ = words(s_.r);
+  tile_counters_ = words(3);
   preact_ = rows_of(s_.w);
   act_ = rows_of(s_.n);
   expert_out_ = rows_of(s_.d);
@@ -85,6 +86,16 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
   args.beside_previous =
       rows_ > 0 && (op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad);
   add(name, desc, args, flops, moved);
+  // Alone an operation clears what its tiles are counted in; in a sequence an earlier one has.
+  std::int32_t* const counter = tile_counters_.as<std::int32_t>();
+  if (op == GemmOp::up_proj) args.tile_counter = counter, args.next_tile_counter = counter + 1;
+  if (op == GemmOp::down_proj) args.tile_counter = counter + 1;
+  if (op == GemmOp::down_proj_dgrad) args.next_tile_counter = counter + 2;
+  if (op == GemmOp::up_proj_dgrad) args.tile_counter = counter + 2;
+  if (args.tile_counter != nullptr || args.next_tile_counter != nullptr) {
+    const auto plan = settings_.plan(desc, settings_.layer_line());
+    in_sequence_.push_back(task(name, plan, args, flops, moved));
+  }
   if (!every_kernel_) return;
   for (const KernelInfo& kernel : kernels()) {
     if (kernel.op != name || kernel.device != settings_.device.type) continue;
@@ -100,9 +111,12 @@ Task Operations::sequence(std::string name, std::initializer_list<const char*> o
   Task all{.name = std::move(name), .run = {}};
   std::vector<std::function<Status()>> runs;
   for (const char* operation : operations) {
-    const Task* task = operation == aggregate_alone_.name ? &aggregate_alone_ : nullptr;
+    const Task* task = nullptr;
     for (const Group& group : groups_) {
       if (group.tasks[0].name == operation) task = &group.tasks[0];
+    }
+    for (const Task& other : in_sequence_) {
+      if (other.name == operation) task = &other;
     }
     if (task == nullptr) continue;  // bias_grad, where there are no biases
     runs.push_back(task->run);
@@ -124,7 +138,7 @@ Task Operations::forward() const {
 
 Task Operations::backward() const {
   return sequence("backward", {"down_proj_dgrad", "bias_grad", "score_grad", "down_proj_wgrad",
-                               "up_proj_wgrad", "up_proj_dgrad", "aggregate_alone"});
+                               "up_proj_wgrad", "up_proj_dgrad", "aggregate_dx"});
 }
 
 Task Operations::routing() const {
@@ -206,6 +220,7 @@ void Operations::add_metadata() {
   args.row_scores = row_scores_.as<float>();
   args.token_offsets = token_offsets_.as<std::int32_t>();
   args.token_slots = token_slots_.as<std::int32_t>();
+  args.next_tile_counter = tile_counters_.as<std::int32_t>();
   add("metadata", metadata, args, 0,
       {&ids_, &slot_tokens_, &scores_, &block_counts_, &layer_.counts, &offsets_, &expert_order_,
        &row_tokens_, &row_slots_, &slot_rows_, &row_scores_, &token_offsets_, &token_slots_});
@@ -358,9 +373,9 @@ void Operations::add_backward() {
   AggregateArgs args = aggregate_args();
   args.rows = dx_rows_.data();
   args.out = l.dx.data();
-  aggregate_alone_ =
-      task("aggregate_alone", settings_.plan(aggregate_desc(), settings_.layer_line()), args, 0,
-           {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx});
+  in_sequence_.push_back(  // without the router's dX
+      task("aggregate_dx", settings_.plan(aggregate_desc(), settings_.layer_line()), args, 0,
+           {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx}));
   AggregateDesc with_router = aggregate_desc();
   if (!rounded() && s_.k <= kMaxRoutedTopK &&
       (desc.router == RouterMode::softmax_over_topk || desc.norm_topk_probs)) {

@@ -56,8 +56,9 @@ class Operations {
   Buffer block_counts_;                                         // not for token rounding
   Buffer slot_tokens_, token_offsets_, token_slots_, dscores_;  // token rounding only
   Buffer preact_, act_, expert_out_, dpreact_, scaled_act_, row_dscores_, dx_rows_, dlogits_;
+  Buffer tile_counters_;  // of up_proj, down_proj, up_proj_dgrad
   std::vector<Group> groups_;
-  Task aggregate_alone_;  // without the router's dX
+  std::vector<Task> in_sequence_;  // what a sequence has instead of groups_' task of that name
 };
 
 }  // namespace sonicmoe::cli

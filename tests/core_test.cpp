@@ -292,6 +292,19 @@ TEST(Kernels, CudaStartsAreSpreadByShape) {
   EXPECT_EQ(cuda::start_spread(0, 0, 0), 0);
 }
 
+TEST(Deals, ManyTilesWithLongSums) {
+  EXPECT_TRUE(cuda::deals(8, 32, true, false));
+  EXPECT_FALSE(cuda::deals(8, 31, true, false));
+  EXPECT_TRUE(cuda::deals(8, 24, true, true));  // a counter that is clear costs nothing
+  EXPECT_FALSE(cuda::deals(8, 23, true, true));
+  for (const bool cleared : {false, true}) {
+    EXPECT_TRUE(cuda::deals(8, 16, false, cleared));
+    EXPECT_FALSE(cuda::deals(8, 15, false, cleared));
+    EXPECT_FALSE(cuda::deals(7.9, 1000, true, cleared));
+    EXPECT_FALSE(cuda::deals(7.9, 1000, false, cleared));
+  }
+}
+
 // Over all six products the choice is within 5 % of the best of all compiled tiles.
 TEST(Kernels, CudaTilesAreNearlyTheBest) {
   constexpr GemmOp kOps[6] = {GemmOp::up_proj,         GemmOp::down_proj,

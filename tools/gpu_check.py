@@ -57,7 +57,7 @@ SHARDS = 3
 SANITIZED = ":".join(
     [
         "Kernels/ExactGemm.Quick/*",
-        "Kernels/ExactDealt.AllTiles/cuda_up_proj_128x256",
+        "Kernels/ExactDealt.CountsWhereItIsTold/cuda_down_proj_dgrad_128x256",
         "Kernels/ExactRouterGemm.Quick/*",
         "Kernels/ExactWeightGradient.AnyNumberOfRows/cuda_up_proj_wgrad_256x128",
         "Beside.SmallShape",

@@ -44,6 +44,7 @@ struct GemmInputs {
   Tensor scaled_act;      ///< (rows, n)
   Tensor dw1, dw2;  ///< what gradients are added to, [gate | up]; accumulate_weight_grads only
   std::vector<std::int32_t> expert_order;  ///< empty: not given
+  bool has_tile_counter = false;           ///< is GroupedGemmArgs::tile_counter given?
 };
 
 /// Small integers and powers of two, so that every sum is exact in fp32 in any order: a right

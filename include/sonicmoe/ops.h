@@ -90,6 +90,8 @@ struct MetadataArgs {
   /// (E), optional: a good order for the weight gradients. Experts by falling counts, in halves of
   /// the mean S/E, rounded; those that are alike by id.
   std::int32_t* expert_order = nullptr;
+  std::int32_t* next_tile_counter =
+      nullptr;                         ///< (1), optional, CUDA: set to 0, see GroupedGemmArgs
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId
 };
 struct SONICMOE_API MetadataDesc {
@@ -140,6 +142,13 @@ struct GroupedGemmArgs {
   void* dw1 = nullptr;           ///< like w1; zero for experts without rows
   void* dw1_up = nullptr;
   void* dw2 = nullptr;
+  /// (1), optional, CUDA: where tiles are dealt (docs/findings/dealing.md) they are counted here: 0
+  /// when the operation begins, for each call anew, and anything when it ends. Null: in the
+  /// workspace, which the operation then clears by a launch of its own.
+  std::int32_t* tile_counter = nullptr;
+  /// (1), optional, CUDA, not `tile_counter`: with rows, up_proj and down_proj_dgrad set it to 0,
+  /// for the tile_counter of an operation after them. Others leave it alone.
+  std::int32_t* next_tile_counter = nullptr;
   /// CUDA: a promise that the operation before this one in the stream (all its kernels) writes
   /// nothing that this one reads or writes, and reads nothing that it writes; likewise the one
   /// before that, if that was promised the same, and so on. This one may then begin where they

@@ -21,6 +21,7 @@ struct ForwardRegions {
   std::size_t slot_scores;  // token rounding: backward does not need them
   std::size_t row_slots;
   std::size_t block_counts;
+  std::size_t tile_counters;  // of up_proj and down_proj
   std::size_t act;
   std::size_t expert_out;
   std::size_t scratch;
@@ -29,7 +30,8 @@ struct ForwardRegions {
 struct BackwardRegions {
   std::size_t dpreact;
   std::size_t row_dscores;
-  std::size_t dscores;  // token rounding: of the lists it made
+  std::size_t tile_counter;  // of up_proj_dgrad
+  std::size_t dscores;       // token rounding: of the lists it made
   std::size_t dlogits;
   std::size_t scaled_act;
   std::size_t dx_rows;  // over scaled_act: dW2 has used that by then
@@ -72,6 +74,8 @@ struct LayerPlan::Impl {
   bool given() const { return kind() == SlotKind::given; }
   bool rounded() const { return kind() == SlotKind::rounded; }
   bool lists() const { return kind() != SlotKind::top_k; }
+  /// Do operations count tiles, and where? On the CPU none does.
+  bool counts_tiles() const { return exec.device.type == DeviceType::cuda && desc.rows() > 0; }
   /// Do a token's logits have gradients at its own experts alone, unless the caller adds some?
   /// Then the sum over dX's rows adds the router's part, and no product is needed.
   bool routed() const {
@@ -183,6 +187,7 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   impl->fwd.row_slots = ledger.book("row_slots", 4 * rows);
   impl->block_counts = lists ? 0 : block_counts_bytes(top_k, impl->exec.device);
   impl->fwd.block_counts = ledger.book("block_counts", impl->block_counts);
+  impl->fwd.tile_counters = ledger.book("tile_counters", impl->counts_tiles() ? 8 : 0);
   impl->fwd.act = ledger.book("act", rows * static_cast<std::size_t>(d.intermediate) * size);
   impl->fwd.expert_out =
       ledger.book("expert_out", rows * static_cast<std::size_t>(d.hidden) * size);
@@ -230,6 +235,7 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   Ledger& ledger = impl->backward_ledger;
   impl->bwd.dpreact = ledger.book("dpreact", d.dpreact_in_workspace ? rows * width * size : 0);
   impl->bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
+  impl->bwd.tile_counter = ledger.book("tile_counter", impl->counts_tiles() ? 4 : 0);
   impl->bwd.dscores = ledger.book("dscores", impl->rounded() ? 4 * rows : 0);
   impl->bwd.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(d.experts) * size);
   impl->bwd.scratch = ledger.book("scratch", scratch);
@@ -358,6 +364,13 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
   const float* slot_scores = p.given() ? args.list_scores : made_scores;
   std::uint8_t* block_counts = nullptr;
   if (p.block_counts > 0) block_counts = seq.region(p.fwd.block_counts);
+  // Each is cleared by the operation before its own.
+  std::int32_t* up_tiles = nullptr;
+  std::int32_t* down_tiles = nullptr;
+  if (p.counts_tiles()) {
+    up_tiles = seq.region(p.fwd.tile_counters);
+    down_tiles = up_tiles + 1;
+  }
 
   if (!p.given()) {
     seq.run(p.router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
@@ -394,6 +407,7 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
                        .token_offsets = routing.token_offsets,
                        .token_slots = routing.token_slots,
                        .expert_order = routing.expert_order,
+                       .next_tile_counter = up_tiles,
                        .error_word = args.error_word});
   seq.run(p.up_proj, {.offsets = routing.offsets,
                       .row_tokens = routing.row_tokens,
@@ -403,12 +417,15 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
                       .b1 = args.b1,
                       .b1_up = args.b1_up,
                       .preact = args.preact,
-                      .act = seq.region(p.fwd.act)});
+                      .act = seq.region(p.fwd.act),
+                      .tile_counter = up_tiles,
+                      .next_tile_counter = down_tiles});
   seq.run(p.down_proj, {.offsets = routing.offsets,
                         .w2 = args.w2,
                         .b2 = args.b2,
                         .act = seq.region(p.fwd.act),
-                        .expert_out = seq.region(p.fwd.expert_out)});
+                        .expert_out = seq.region(p.fwd.expert_out),
+                        .tile_counter = down_tiles});
   seq.run(p.aggregate_o, {.rows = seq.region(p.fwd.expert_out),
                           .slot_rows = routing.slot_rows,
                           .token_offsets = routing.token_offsets,
@@ -437,6 +454,8 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
   void* const preact = const_cast<void*>(args.preact);
   void* const dpreact = d.dpreact_in_workspace ? seq.region(p.bwd.dpreact) : args.dpreact;
   void* const dlogits = seq.region(p.bwd.dlogits);
+  std::int32_t* dx_tiles = nullptr;  // cleared by down_proj_dgrad
+  if (p.counts_tiles()) dx_tiles = seq.region(p.bwd.tile_counter);
 
   seq.run(p.down_proj_dgrad, {.offsets = routing.offsets,
                               .row_tokens = routing.row_tokens,
@@ -446,7 +465,8 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                               .preact = preact,
                               .dpreact = dpreact,
                               .scaled_act = seq.region(p.bwd.scaled_act),
-                              .row_dscores = seq.region(p.bwd.row_dscores)});
+                              .row_dscores = seq.region(p.bwd.row_dscores),
+                              .next_tile_counter = dx_tiles});
   if (d.bias) {
     seq.run(p.bias_grad, {.offsets = routing.offsets,
                           .row_tokens = routing.row_tokens,
@@ -501,7 +521,8 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                .w1 = args.w1,
                .w1_up = args.w1_up,
                .dpreact = dpreact,
-               .dx_rows = seq.region(p.bwd.dx_rows)});
+               .dx_rows = seq.region(p.bwd.dx_rows),
+               .tile_counter = dx_tiles});
   const bool routed = p.routed() && args.dlogits == nullptr;
   const bool dense = !p.given() && !routed;  // then dx holds the router's part until it is added to
   if (!p.given()) {

@@ -386,7 +386,8 @@ Status validate(const MetadataDesc& d, const MetadataArgs& a) {
     check.ints("token_offsets", a.token_offsets, 1, "(T+1) int32");
     check.ints("token_slots", a.token_slots, slots, "(S) int32");
   }
-  check.optional("expert_order", a.expert_order, 1, 4);
+  check.optional("expert_order", a.expert_order, 1, 4)
+      .optional("next_tile_counter", a.next_tile_counter, 1, 4);
   check.optional("block_counts", a.block_counts, slots);
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
@@ -398,6 +399,10 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
   Checker check;
   check.ints("offsets", a.offsets, 1, "(E+1) int32");
   check.optional("expert_order", a.expert_order, 1, 4);
+  check.optional("tile_counter", a.tile_counter, 1, 4);
+  check.optional("next_tile_counter", a.next_tile_counter, 1, 4);
+  check.require(a.next_tile_counter == nullptr || a.next_tile_counter != a.tile_counter,
+                "next_tile_counter", "tile_counter", "another word, or null");
   if (gathers) {
     check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
     check.tensor(up ? "x" : "dout", up ? a.x : a.dout, d.rows * d.tokens, "(T, d)");

@@ -200,48 +200,70 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
   EXPECT_GT(runs, 0);
 }
 
-class ExactDealt : public ExactGemm {};
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDealt);  // on the CPU
-
 // Where sums are long and tiles are many, CUDA deals the tiles of 256 columns to whoever is free:
 // each is drawn once, but for the first of each pair of CTAs, which in the end draws one past the
 // last.
-TEST_P(ExactDealt, AllTiles) {
+class ExactDealt : public ExactGemm {
+ protected:
   struct Dealt {
     std::int64_t hidden, intermediate, experts;
     int across;  ///< tiles to a stripe of 128 rows
+    std::int64_t tiles = 0;
   };
-  const GemmOp op = op_of(GetParam());
-  const bool gathers = op == GemmOp::up_proj;
-  // More tiles for a pair of CTAs than there are places for numbers (16); pairs that go apart, with
-  // a tile for each and with a tile for one.
-  std::vector<Dealt> all = {{2048, 8, 1400, 1}};
-  if (!gathers) all = {{8, 1024, 1400, 1}, {520, op == GemmOp::down_proj ? 1024 : 512, 270, 3}};
-  for (const Dealt& dealt : all) {
-    Shape shape = {400, dealt.hidden, dealt.intermediate, dealt.experts, 0};
+  bool gathers() const {
+    return op_of(GetParam()) == GemmOp::up_proj || op_of(GetParam()) == GemmOp::down_proj_dgrad;
+  }
+  /// Operands with as many tiles for a pair of CTAs as `least`. Sets dealt->tiles.
+  std::pair<LayerDesc, GemmInputs> operands(Dealt* dealt, int least) {
+    const GemmOp op = op_of(GetParam());
+    Shape shape = {400, dealt->hidden, dealt->intermediate, dealt->experts, 0};
+    const int every = dealt->across == 1 ? 20 : 60;
     const Random random(1, 2);
     const auto [lists, first] = counted(
-        shape.experts, [&](auto e) { return e % 20 == 0 ? 300 : static_cast<int>(e % 4); },
+        shape.experts, [&](auto e) { return e % every == 0 ? 300 : static_cast<int>(e % 4); },
         [&](auto i, auto) { return random.below(i, shape.tokens); });
     shape.list_length = first.back();
-    const std::int64_t sums = (gathers                   ? shape.hidden
-                               : op == GemmOp::down_proj ? shape.intermediate
-                                                         : 2 * shape.intermediate);
-    ASSERT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, dealt.across),
-                            static_cast<int>(sums / 64), gathers));
-    std::int64_t tiles = 0;
+    const std::int64_t sums = gathers()                 ? shape.hidden
+                              : op == GemmOp::down_proj ? shape.intermediate
+                                                        : 2 * shape.intermediate;
+    EXPECT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, dealt->across),
+                            static_cast<int>(sums / 64), gathers(), false));
     for (std::size_t e = 0; e + 1 < first.size(); ++e) {
-      tiles += cuda::pair_tiles(cuda::tiles(first[e + 1] - first[e], 128), dealt.across);
+      dealt->tiles += cuda::pair_tiles(cuda::tiles(first[e + 1] - first[e], 128), dealt->across);
     }
-    ASSERT_GT(tiles, (dealt.across == 1 ? 17 : 4) * cuda::kPairs);
-
+    EXPECT_GT(dealt->tiles, least * cuda::kPairs);
     const LayerDesc desc = layer_of(shape, DType::bf16);
-    const GemmRun run = expect_exact(op, desc, integer_inputs(desc, lists, 3), GetParam().name);
-    ASSERT_EQ(run.workspace.size(), sizeof(std::int32_t));
-    std::int32_t drawn = 0;
-    std::memcpy(&drawn, run.workspace.data(), sizeof drawn);
-    EXPECT_EQ(drawn, tiles);
+    return {desc, integer_inputs(desc, lists, 3)};
   }
+};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDealt);  // on the CPU
+
+TEST_P(ExactDealt, AllTiles) {
+  const GemmOp op = op_of(GetParam());
+  // More tiles for a pair of CTAs than there are places for numbers (16); pairs that go apart, with
+  // a tile for each and with a tile for one.
+  std::vector<Dealt> all = {{8, 1024, 1400, 1}, {520, 512, 270, 3}};
+  if (op == GemmOp::down_proj) all[1].intermediate = 1024;
+  if (gathers()) all = {{2048, 8, 1400, 1}, {2048, op == GemmOp::up_proj ? 264 : 520, 270, 3}};
+  for (Dealt& dealt : all) {
+    const auto [desc, inputs] = operands(&dealt, dealt.across == 1 ? 17 : 4);
+    const GemmRun run = expect_exact(op, desc, inputs, GetParam().name);
+    std::int32_t drawn = 0;  // the last word
+    ASSERT_GE(run.workspace.size(), sizeof drawn);
+    std::memcpy(&drawn, run.workspace.data() + run.workspace.size() - sizeof drawn, sizeof drawn);
+    EXPECT_EQ(drawn, dealt.tiles);
+  }
+}
+
+TEST_P(ExactDealt, CountsWhereItIsTold) {
+  Dealt dealt = {8, 1024, 600, 1};
+  if (gathers()) dealt = {2048, 8, 600, 1};
+  auto [desc, inputs] = operands(&dealt, 7);
+  inputs.has_tile_counter = true;
+  const GemmRun run = expect_exact(op_of(GetParam()), desc, inputs, GetParam().name);
+  EXPECT_EQ(run.tile_counter, dealt.tiles);
+  const GuardedBuffer poison(run.workspace.size());  // nothing else in the workspace
+  EXPECT_TRUE(std::ranges::equal(run.workspace, poison.bytes()));
 }
 
 class ExactActivation : public ExactGemm {
@@ -620,7 +642,8 @@ std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
 
 /// Of CUDA, with tiles that may be dealt.
 std::vector<KernelInfo> dealt_kernels() {
-  constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::up_proj_dgrad};
+  constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::down_proj_dgrad,
+                             GemmOp::up_proj_dgrad};
   std::vector<KernelInfo> kernels = kernels_for(kOps);
   std::erase_if(kernels, [](const KernelInfo& k) { return !k.name.ends_with(".128x256"); });
   return kernels;

@@ -37,6 +37,7 @@ Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& sco
   args.row_tokens = arena.output_int32("row_tokens", slots);
   args.row_slots = arena.output_int32("row_slots", slots);
   args.slot_rows = arena.output_int32("slot_rows", slots);
+  if (!kOnCpu) args.next_tile_counter = arena.output_int32("next_tile_counter", 1);
   if (wants_order) args.expert_order = arena.output_int32("expert_order", desc.experts);
   if (!scores.empty()) args.row_scores = arena.output_float("row_scores", slots);
   if (desc.top_k == 0) {
@@ -50,6 +51,9 @@ Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& sco
   const Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
   EXPECT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(arena.damage(), "");
+  if (!kOnCpu) {
+    EXPECT_EQ(arena.int32("next_tile_counter"), Ints{0});
+  }
   Metadata out;
   out.counts = arena.int32("counts");
   out.offsets = arena.int32("offsets");

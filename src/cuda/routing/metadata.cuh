@@ -43,4 +43,9 @@ __device__ __forceinline__ void empty_row(const MetadataArgs& a, std::int64_t ro
   if (a.row_scores != nullptr) a.row_scores[row] = 0.0f;
 }
 
+/// By one thread.
+__device__ __forceinline__ void clear_next_counter(const MetadataArgs& a) {
+  if (a.next_tile_counter != nullptr) *a.next_tile_counter = 0;
+}
+
 }  // namespace sonicmoe::cuda

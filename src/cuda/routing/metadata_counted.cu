@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
   }
   __syncthreads();
   if (last) {
-    if (thread == 0) a.offsets[p.experts] = total.one;
+    if (thread == 0) a.offsets[p.experts] = total.one, clear_next_counter(a);
     if (a.expert_order != nullptr) {
       rank_experts(all, p.experts, p.load_class, 0, begin, a.expert_order);
     }

@@ -34,7 +34,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.columns = static_cast<int>(d.hidden);
   e.biased = d.bias;
   e.bias = a.b2;
-  return launch_dealt<Config>(d, p, e, workspace, exec, "down_proj: launch");
+  return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "down_proj: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>

@@ -7,9 +7,11 @@
 namespace sonicmoe::cuda {
 namespace {
 
+constexpr int kWide = 256;  // tiles that may be dealt
+
 template <class T, class Activations, int kN, Schedule kSchedule, int kStages>
 struct DownProjDgrad : Traits<T, Own::gather_rows, Major::mn, kN, kSchedule, kStages,
-                              StoreActivationGrad<Activations>> {};
+                              StoreActivationGrad<Activations>, kN == kWide> {};
 
 /// dscores[r] = sum over the tiles along n, in order. One thread a row.
 __global__ void sum_partials(const float* partials, int tiles_n, std::int64_t capacity,
@@ -19,6 +21,13 @@ __global__ void sum_partials(const float* partials, int tiles_n, std::int64_t ca
   float sum = 0.0f;
   for (int i = 0; i < tiles_n; ++i) sum += partials[i * capacity + row];
   dscores[row] = sum;
+}
+
+/// Of the workspace, where dscores of each tile along n are, unless there is one; then comes what
+/// the tiles are counted in.
+std::size_t partials_bytes(const GroupedGemmDesc& d, int along_n) {
+  return along_n == 1 ? 0
+                      : static_cast<std::size_t>(along_n) * static_cast<std::size_t>(d.rows) * 4;
 }
 
 template <class Config>
@@ -36,6 +45,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.gathered = a.dout;
   p.offsets = a.offsets;
   p.beside_previous = a.beside_previous;
+  p.next_tile_counter = a.next_tile_counter;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
@@ -52,7 +62,9 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.capacity = d.rows;
   e.intermediate = static_cast<int>(n);
   e.activation = d.activation;
-  Status status = launch<Config>(p, e, exec, "down_proj_dgrad: launch");
+  char* const counter = static_cast<char*>(workspace) + partials_bytes(d, p.shared_tiles);
+  Status status =
+      launch_dealt<Config>(d, p, e, a.tile_counter, counter, exec, "down_proj_dgrad: launch");
   if (!status.ok() || p.shared_tiles == 1) return status;
   constexpr int kThreads = 256;
   sum_partials<<<tiles(d.rows, kThreads), kThreads, 0, stream_of(exec)>>>(
@@ -74,9 +86,7 @@ struct Entry {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
   }
   static std::size_t workspace(const GroupedGemmDesc& d, const Exec&) {
-    const int along_n = tiles(d.intermediate, kN);
-    return along_n == 1 ? 0
-                        : static_cast<std::size_t>(along_n) * static_cast<std::size_t>(d.rows) * 4;
+    return partials_bytes(d, tiles(d.intermediate, kN)) + (kN == kWide ? kDealerBytes : 0);
   }
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* memory,
                     const Exec& exec) noexcept {
@@ -86,7 +96,7 @@ struct Entry {
 };
 
 using Narrow = Entry<128, Schedule::cooperative, 6>;
-using Wide = Entry<256, Schedule::cooperative, 4>;
+using Wide = Entry<kWide, Schedule::cooperative, 4>;
 
 std::string yield_wide(const GroupedGemmDesc& d) {
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),

@@ -59,10 +59,12 @@ struct Traits {
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8 +
                                        kTold * 4;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows ? 72 : kGathers ? 56 : 40;
-  static constexpr int kConsumerRegisters = kOwnLoad == Own::gather_rows ? 216
-                                            : kGathers                   ? 224
-                                                                         : 232;
+  // With 72 a producer that deals and loads for the epilogue, too, would spill a register.
+  static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows
+                                                ? (kDealt && Epilogue::kLoads ? 80 : 72)
+                                            : kGathers ? 56
+                                                       : 40;
+  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 16 * 8;
 
   // g++ 12 makes one of decltype(parameter) under `if constexpr` in nested generic lambdas, where
   // nvcc does not: the host would launch a kernel that was never compiled.
@@ -75,6 +77,7 @@ struct Traits {
   static_assert(kRows || !kPingpong, "ping-pong needs the same number of k blocks in every tile");
   static_assert(kRows || kEpilogueBlocks == 0, "consumers count blocks by tiles");
   static_assert(!kPingpong || kEpilogueBlocks == 0, "a tile's blocks follow each other");
+  static_assert(kRows || !kDealt, "a tile may have too few k blocks to be told the next in");
   static_assert(!kDealt || kStages < kTold, "a peer that is behind would miss a number");
 };
 
@@ -89,16 +92,17 @@ struct GemmParams {
   const std::int32_t* expert_order;  ///< contraction ops: (E), or null: by id
   int gathered_width;                ///< contraction ops: of the own axis, gathered or not
   int experts;
-  int rows;              ///< without offsets: of all experts together ...
-  int part;              ///< ... and of each
-  int shared_tiles;      ///< along the shared axis
-  int k_blocks;          ///< rows ops: along K ...
-  int k_half;            ///< ... of which in the first half
-  bool paired;           ///< K contiguous: both boxes start at the same row (gate and up)
-  int shared_half;       ///< contraction ops: shared tiles in the first half
-  int start_spread;      ///< gather_rows: cycles between the first and the last pair's start
-  std::int32_t* draws;   ///< kDealt: (1) numbers drawn so far, or null: see Dealer
-  bool beside_previous;  ///< needs nothing of the kernel before it in the stream
+  int rows;                    ///< without offsets: of all experts together ...
+  int part;                    ///< ... and of each
+  int shared_tiles;            ///< along the shared axis
+  int k_blocks;                ///< rows ops: along K ...
+  int k_half;                  ///< ... of which in the first half
+  bool paired;                 ///< K contiguous: both boxes start at the same row (gate and up)
+  int shared_half;             ///< contraction ops: shared tiles in the first half
+  int start_spread;            ///< gather_rows: cycles between the first and the last pair's start
+  std::int32_t* tile_counter;  ///< kDealt: (1) numbers drawn so far, or null: see Dealer
+  std::int32_t* next_tile_counter;  ///< gather_rows: (1) set to 0, or null
+  bool beside_previous;             ///< needs nothing of the kernel before it in the stream
 };
 
 /// A position in a ring of `kSlots`: one register.
@@ -251,6 +255,9 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
 template <class Traits>
 class Dealer {
  public:
+  static constexpr int kTellAt =
+      3;  ///< this block, which each tile has: by then there is an answer
+
   __device__ __forceinline__ Dealer(const GemmParams& p, SharedMemory<Traits> memory, int first,
                                     int stride)
       : p_(p), memory_(memory), stride_(stride), number_(first) {}
@@ -259,13 +266,14 @@ class Dealer {
   /// elect_one() elects the same thread for tell().
   __device__ __forceinline__ void ask() {
     if constexpr (Traits::kDealt) {
-      if (p_.draws != nullptr && cluster_rank() == 0) number_ = atomicAdd(p_.draws, 1);
+      if (p_.tile_counter != nullptr && cluster_rank() == 0)
+        number_ = atomicAdd(p_.tile_counter, 1);
     }
   }
   /// By the same thread, later. `tiles`: how many this cluster has had, with this one.
   __device__ __forceinline__ void tell(unsigned tiles) {
     if constexpr (Traits::kDealt) {
-      if (p_.draws == nullptr) return;
+      if (p_.tile_counter == nullptr) return;
       const Ring<Traits::kTold> place{tiles - 1};
       mbarrier_expect(memory_.told(place.slot()), 4);
       if (cluster_rank() != 0) return;
@@ -279,7 +287,7 @@ class Dealer {
   /// By all threads that produce.
   __device__ __forceinline__ int next(unsigned tiles) {
     if constexpr (Traits::kDealt) {
-      if (p_.draws != nullptr) {
+      if (p_.tile_counter != nullptr) {
         const Ring<Traits::kTold> place{tiles - 1};
         mbarrier_wait(memory_.told(place.slot()), place.phase());
         return load_shared_word(memory_.told_number(place.slot()));
@@ -300,7 +308,9 @@ __device__ __forceinline__ void produce(const GemmParams& p,
                                         const typename Traits::Epilogue::Params& epilogue,
                                         SharedMemory<Traits> memory, int rank, int first,
                                         int stride) {
-  const bool leader_warp = threadIdx.x < 32;
+  // Uniform to the compiler, too, which else reads the thread's number again in every block:
+  // docs/findings/machine-code.md.
+  const bool leader_warp = uniform(static_cast<int>(threadIdx.x) / 32) == 0;
   if (!Traits::kGathers && !leader_warp) return;
   TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.expert_order, p.experts, p.rows,
                                                        p.part, p.gathered_width, p.shared_tiles);
@@ -316,7 +326,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   typename Gather::Ahead ahead{};
   if (more) ahead = Gather::look_up(p, tile);
   Dealer<Traits> dealer(p, memory, first, stride);
-  constexpr int kTellAt = 3;  // by this block the dealer has an answer
+  constexpr int kTellAt = Dealer<Traits>::kTellAt;
   while (more) {
     if (leader_warp) announce<Traits>(memory, tiles, tile);
     ++tiles.count;
@@ -343,9 +353,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
         if constexpr (Traits::kGathers) copy_async_arrive(full);
       }
       ++pipe.count;
-      // Tiles of fewer blocks are not dealt today, but would never end.
-      if (Traits::kDealt && (block == kTellAt || (block < kTellAt && block + 1 == blocks)) &&
-          leader_warp && elect_one()) {
+      if (Traits::kDealt && block == kTellAt && leader_warp && elect_one()) {
         dealer.tell(tiles.count);
       }
     }
@@ -660,6 +668,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // L1, by the copy engine and cp.async, and what that kernel waited for is in L2.
   if (!p.beside_previous) wait_for_previous();
   let_next_start();
+  // All of the kernels before have counted.
+  if constexpr (Traits::kOwnLoad == Own::gather_rows) {
+    if (p.next_tile_counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+      *p.next_tile_counter = 0;
+  }
 
   const int first = static_cast<int>(blockIdx.x) / Traits::kCluster;
   const int stride = static_cast<int>(gridDim.x) / Traits::kCluster;

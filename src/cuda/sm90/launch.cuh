@@ -76,17 +76,23 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
 inline constexpr std::size_t kDealerBytes = sizeof(std::int32_t);
 inline std::size_t dealer_workspace(const GroupedGemmDesc&, const Exec&) { return kDealerBytes; }
 
-/// launch(), with tiles dealt where deals() says so.
+/// launch(), with tiles dealt where deals() says so: counted in `tile_counter`, or if that is null
+/// in the workspace.
 template <class Traits>
 Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
-                    const typename Traits::Epilogue::Params& epilogue, void* counter,
-                    const Exec& exec, const char* what) {
+                    const typename Traits::Epilogue::Params& epilogue, std::int32_t* tile_counter,
+                    void* workspace, const Exec& exec, const char* what) {
   if constexpr (Traits::kDealt) {
-    if (deals(rounds(d.rows, d.experts, params.shared_tiles), params.k_blocks, Traits::kGathers)) {
-      params.draws = static_cast<std::int32_t*>(counter);
-      params.beside_previous = false;  // it is the memset that comes before
-      const cudaError_t error = cudaMemsetAsync(counter, 0, kDealerBytes, stream_of(exec));
-      if (Status status = to_status(error, what); !status.ok()) return status;
+    static_assert(Dealer<Traits>::kTellAt < kLeastDealtBlocks);
+    if (deals(rounds(d.rows, d.experts, params.shared_tiles), params.k_blocks, Traits::kGathers,
+              tile_counter != nullptr)) {
+      params.beside_previous = false;
+      params.tile_counter = tile_counter;
+      if (tile_counter == nullptr) {
+        params.tile_counter = static_cast<std::int32_t*>(workspace);
+        const cudaError_t error = cudaMemsetAsync(workspace, 0, kDealerBytes, stream_of(exec));
+        if (Status status = to_status(error, what); !status.ok()) return status;
+      }
     }
   }
   return launch<Traits>(params, epilogue, exec, what);

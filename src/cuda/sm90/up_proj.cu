@@ -31,6 +31,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.gathered = a.x;
   p.offsets = a.offsets;
   p.beside_previous = a.beside_previous;
+  p.next_tile_counter = a.next_tile_counter;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
@@ -53,7 +54,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.bias_expert_stride = b1.expert_stride;
   e.intermediate = static_cast<int>(d.intermediate);
   e.activation = d.activation;
-  return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj: launch");
+  return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>

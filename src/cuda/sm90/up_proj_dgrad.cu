@@ -44,7 +44,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.out[0] = a.dx_rows;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
-  return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj_dgrad: launch");
+  return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj_dgrad: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>
