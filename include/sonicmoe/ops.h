@@ -90,8 +90,8 @@ struct MetadataArgs {
   /// (E), optional: a good order for the weight gradients. Experts by falling counts, in halves of
   /// the mean S/E, rounded; those that are alike by id.
   std::int32_t* expert_order = nullptr;
-  std::int32_t* next_tile_counter =
-      nullptr;                         ///< (1), optional, CUDA: set to 0, see GroupedGemmArgs
+  /// (1), optional, CUDA: set to 0, for GroupedGemmArgs::tile_counter of an operation after this.
+  std::int32_t* next_tile_counter = nullptr;
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId
 };
 struct SONICMOE_API MetadataDesc {

@@ -255,8 +255,8 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
 template <class Traits>
 class Dealer {
  public:
-  static constexpr int kTellAt =
-      3;  ///< this block, which each tile has: by then there is an answer
+  /// The block, from 0, by which there is an answer. Every tile that is dealt has it.
+  static constexpr int kTellAt = 3;
 
   __device__ __forceinline__ Dealer(const GemmParams& p, SharedMemory<Traits> memory, int first,
                                     int stride)
@@ -308,8 +308,8 @@ __device__ __forceinline__ void produce(const GemmParams& p,
                                         const typename Traits::Epilogue::Params& epilogue,
                                         SharedMemory<Traits> memory, int rank, int first,
                                         int stride) {
-  // Uniform to the compiler, too, which else reads the thread's number again in every block:
-  // docs/findings/machine-code.md.
+  // Uniform to the compiler, too, so that tile, block and stage are the warp's to it, not each
+  // lane's: docs/findings/machine-code.md.
   const bool leader_warp = uniform(static_cast<int>(threadIdx.x) / 32) == 0;
   if (!Traits::kGathers && !leader_warp) return;
   TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.expert_order, p.experts, p.rows,
