@@ -6,6 +6,8 @@
 #include <limits>
 #include <numeric>
 
+#include "verify/parallel.h"
+
 namespace sonicmoe::verify {
 namespace {
 
@@ -32,7 +34,7 @@ Tensor normal_tensor(std::uint64_t seed, Stream stream, std::int64_t size, doubl
                      DType type) {
   const Random random(seed, stream);
   Tensor out(size);
-  for (std::int64_t i = 0; i < size; ++i) out[i] = round_to(scale * random.normal(i), type);
+  for_each_index(size, [&](auto i) { out[i] = round_to(scale * random.normal(i), type); });
   return out;
 }
 
@@ -117,9 +119,9 @@ Routing make_lists(const Case& c) {
 Tensor integers(std::uint64_t seed, Stream stream, std::int64_t size, std::int64_t magnitude) {
   const Random random(seed, stream);
   Tensor out(size);
-  for (std::int64_t i = 0; i < size; ++i) {
+  for_each_index(size, [&](auto i) {
     out[i] = static_cast<double>(random.below(i, 2 * magnitude + 1) - magnitude);
-  }
+  });
   return out;
 }
 
@@ -207,15 +209,11 @@ GemmInputs integer_inputs(const LayerDesc& desc, Routing routing, std::uint64_t 
     const std::int64_t chosen = choose.below(t, d / 8);
     for (std::int64_t i = 0; i < d / 8; ++i) out.x[t * d + 8 * i] = i == chosen;
   }
-  for (std::int64_t e = 0; e < E; ++e) {
-    for (std::int64_t j = 0; j < n; ++j) {
-      double* row = &out.w1[(e * W + j) * d];
-      for (std::int64_t i = 0; i < d; ++i) {
-        row[i] = i % 8 == 0 ? gate_value(gates, (e * n + j) * d + i) : 0;
-      }
-      out.b1[e * W + j] = 0;
-    }
-  }
+  for_each_index(E * n * d, [&](auto at) {
+    const std::int64_t e = at / (n * d), i = at % d;
+    out.w1[at + e * (W - n) * d] = i % 8 == 0 ? gate_value(gates, at) : 0;
+  });
+  for (std::int64_t e = 0; e < E; ++e) std::fill_n(&out.b1[e * W], n, 0.0);
   const Random preact(seed, kPreact);
   for (std::int64_t r = 0; r < R; ++r) {
     for (std::int64_t j = 0; j < n; ++j) out.preact[r * W + j] = gate_value(preact, r * W + j);

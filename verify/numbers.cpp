@@ -4,8 +4,11 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
+
+#include "verify/parallel.h"
 
 namespace sonicmoe::verify {
 namespace {
@@ -93,7 +96,7 @@ double round_to(double value, DType type) {
 
 std::vector<std::byte> encode(const Tensor& values, DType type) {
   std::vector<std::byte> bytes(values.size() * size_of(type));
-  for (std::size_t i = 0; i < values.size(); ++i) {
+  for_each_index(std::ssize(values), [&](auto i) {
     const double rounded = round_to(values[i], type);
     if (type == DType::f32) {
       const auto single = static_cast<float>(rounded);
@@ -102,16 +105,16 @@ std::vector<std::byte> encode(const Tensor& values, DType type) {
       const std::uint16_t bits = bits_of(rounded, type);
       std::memcpy(&bytes[2 * i], &bits, 2);
     }
-  }
+  });
   return bytes;
 }
 
 Tensor decode(std::span<const std::byte> bytes, DType type) {
   Tensor values(bytes.size() / size_of(type));
-  for (std::size_t i = 0; i < values.size(); ++i) {
+  for_each_index(std::ssize(values), [&](auto i) {
     values[i] = type == DType::f32 ? load<float>(&bytes[4 * i])
                                    : value_of(load<std::uint16_t>(&bytes[2 * i]), type);
-  }
+  });
   return values;
 }
 
