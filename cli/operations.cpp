@@ -85,7 +85,8 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
   // As in a layer and in backward(), where these follow score_grad and each other.
   args.beside_previous =
       rows_ > 0 && (op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad);
-  add(name, desc, args, flops, moved);
+  const auto chosen = settings_.plan(desc, settings_.layer_line());
+  groups_.push_back({.tasks = {task(name, chosen, args, flops, moved)}});
   // Alone an operation clears what its tiles are counted in; in a sequence an earlier one has.
   std::int32_t* const counter = tile_counters_.as<std::int32_t>();
   if (op == GemmOp::up_proj) args.tile_counter = counter, args.next_tile_counter = counter + 1;
@@ -93,8 +94,7 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
   if (op == GemmOp::down_proj_dgrad) args.next_tile_counter = counter + 2;
   if (op == GemmOp::up_proj_dgrad) args.tile_counter = counter + 2;
   if (args.tile_counter != nullptr || args.next_tile_counter != nullptr) {
-    const auto plan = settings_.plan(desc, settings_.layer_line());
-    in_sequence_.push_back(task(name, plan, args, flops, moved));
+    in_sequence_.push_back(task(name, chosen, args, flops, moved));
   }
   if (!every_kernel_) return;
   for (const KernelInfo& kernel : kernels()) {

@@ -292,10 +292,11 @@ TEST(Kernels, CudaStartsAreSpreadByShape) {
   EXPECT_EQ(cuda::start_spread(0, 0, 0), 0);
 }
 
-TEST(Deals, ManyTilesWithLongSums) {
+// Where operands are long and tiles many; sooner with a counter that is clear, which costs nothing.
+TEST(Kernels, CudaDealsTilesByShape) {
   EXPECT_TRUE(cuda::deals(8, 32, true, false));
   EXPECT_FALSE(cuda::deals(8, 31, true, false));
-  EXPECT_TRUE(cuda::deals(8, 24, true, true));  // a counter that is clear costs nothing
+  EXPECT_TRUE(cuda::deals(8, 24, true, true));
   EXPECT_FALSE(cuda::deals(8, 23, true, true));
   for (const bool cleared : {false, true}) {
     EXPECT_TRUE(cuda::deals(8, 16, false, cleared));

@@ -145,6 +145,7 @@ struct ToRows {
   __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
   __device__ void past_end(std::int64_t row) const { empty_row(a, row); }
   __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = row; }
+  /// Once, by one thread: the place for what is written once, too.
   __device__ void total(int experts, std::int32_t n) const {
     a.offsets[experts] = n;
     clear_next_counter(a);

@@ -251,7 +251,8 @@ __device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::k
 ///
 /// The leader of the first CTA draws while a tile is loaded, and tells both CTAs. No number is
 /// overwritten before all have read it: a CTA is at most kStages blocks ahead of its peer. A
-/// cluster's first tile is not drawn, and whoever draws a number past the last tile ends.
+/// cluster's first tile is not drawn, and whoever draws a number past the last tile ends. Without
+/// kDealt there is next() alone.
 template <class Traits>
 class Dealer {
  public:
@@ -265,23 +266,18 @@ class Dealer {
   /// By one thread of each CTA, before the blocks of a tile. Nothing waits for the answer here, and
   /// elect_one() elects the same thread for tell().
   __device__ __forceinline__ void ask() {
-    if constexpr (Traits::kDealt) {
-      if (p_.tile_counter != nullptr && cluster_rank() == 0)
-        number_ = atomicAdd(p_.tile_counter, 1);
-    }
+    if (p_.tile_counter != nullptr && cluster_rank() == 0) number_ = atomicAdd(p_.tile_counter, 1);
   }
   /// By the same thread, later. `tiles`: how many this cluster has had, with this one.
   __device__ __forceinline__ void tell(unsigned tiles) {
-    if constexpr (Traits::kDealt) {
-      if (p_.tile_counter == nullptr) return;
-      const Ring<Traits::kTold> place{tiles - 1};
-      mbarrier_expect(memory_.told(place.slot()), 4);
-      if (cluster_rank() != 0) return;
+    if (p_.tile_counter == nullptr) return;
+    const Ring<Traits::kTold> place{tiles - 1};
+    mbarrier_expect(memory_.told(place.slot()), 4);
+    if (cluster_rank() != 0) return;
 #pragma unroll
-      for (int to = 0; to < Traits::kCluster; ++to) {
-        store_async(memory_.told_number(place.slot()), memory_.told(place.slot()), to,
-                    number_ + stride_);
-      }
+    for (int to = 0; to < Traits::kCluster; ++to) {
+      store_async(memory_.told_number(place.slot()), memory_.told(place.slot()), to,
+                  number_ + stride_);
     }
   }
   /// By all threads that produce.
@@ -326,11 +322,12 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   typename Gather::Ahead ahead{};
   if (more) ahead = Gather::look_up(p, tile);
   Dealer<Traits> dealer(p, memory, first, stride);
-  constexpr int kTellAt = Dealer<Traits>::kTellAt;
   while (more) {
     if (leader_warp) announce<Traits>(memory, tiles, tile);
     ++tiles.count;
-    if (Traits::kDealt && leader_warp && elect_one()) dealer.ask();
+    if constexpr (Traits::kDealt) {
+      if (leader_warp && elect_one()) dealer.ask();
+    }
     Gather gather(p, tile, ahead);
     const int blocks = k_blocks<Traits>(p, tile);
     for (int block = 0; block < blocks; ++block) {
@@ -353,8 +350,8 @@ __device__ __forceinline__ void produce(const GemmParams& p,
         if constexpr (Traits::kGathers) copy_async_arrive(full);
       }
       ++pipe.count;
-      if (Traits::kDealt && block == kTellAt && leader_warp && elect_one()) {
-        dealer.tell(tiles.count);
+      if constexpr (Traits::kDealt) {
+        if (block == dealer.kTellAt && leader_warp && elect_one()) dealer.tell(tiles.count);
       }
     }
     const int index = dealer.next(tiles.count);

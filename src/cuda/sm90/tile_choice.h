@@ -107,10 +107,12 @@ inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }
 
+/// No tile that is dealt has fewer k blocks.
+inline constexpr int kLeastDealtBlocks = 16;
+
 /// Are tiles dealt to whoever is free, instead of each pair of CTAs having its share? That repays
 /// where operands are long, and where there are many tiles: docs/findings/dealing.md. A counter
 /// that nobody has `cleared` yet costs a launch of 2 to 3 microseconds and an early start.
-inline constexpr int kLeastDealtBlocks = 16;
 inline bool deals(double rounds, int k_blocks, bool gathers, bool cleared) {
   if (rounds < 8) return false;
   return k_blocks >= (!gathers ? kLeastDealtBlocks : cleared ? 24 : 32);
