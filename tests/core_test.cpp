@@ -298,9 +298,11 @@ TEST(Kernels, CudaDealsTilesByShape) {
   EXPECT_FALSE(cuda::deals(8, 31, true, false));
   EXPECT_TRUE(cuda::deals(8, 24, true, true));
   EXPECT_FALSE(cuda::deals(8, 23, true, true));
+  EXPECT_TRUE(cuda::deals(8, 16, false, false));
+  EXPECT_FALSE(cuda::deals(8, 15, false, false));
+  EXPECT_TRUE(cuda::deals(8, 12, false, true));
+  EXPECT_FALSE(cuda::deals(8, 11, false, true));
   for (const bool cleared : {false, true}) {
-    EXPECT_TRUE(cuda::deals(8, 16, false, cleared));
-    EXPECT_FALSE(cuda::deals(8, 15, false, cleared));
     EXPECT_FALSE(cuda::deals(7.9, 1000, true, cleared));
     EXPECT_FALSE(cuda::deals(7.9, 1000, false, cleared));
   }

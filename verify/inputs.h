@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "verify/cases.h"
 #include "verify/oracle.h"
@@ -43,8 +44,8 @@ struct GemmInputs {
   Tensor dpreact;         ///< (rows, W)
   Tensor scaled_act;      ///< (rows, n)
   Tensor dw1, dw2;  ///< what gradients are added to, [gate | up]; accumulate_weight_grads only
-  std::vector<std::int32_t> expert_order;  ///< empty: not given
-  bool has_tile_counter = false;           ///< is GroupedGemmArgs::tile_counter given?
+  std::vector<std::int32_t> expert_order;    ///< empty: not given
+  std::optional<std::int32_t> tile_counter;  ///< GroupedGemmArgs::tile_counter, if given
 };
 
 /// Small integers and powers of two, so that every sum is exact in fp32 in any order: a right

@@ -1,6 +1,6 @@
 #include <algorithm>
-#include <array>
 #include <limits>
+#include <span>
 
 #include "verify/device_memory.h"
 #include "verify/run.h"
@@ -163,9 +163,9 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       }
       break;
   }
-  if (in.has_tile_counter) {
+  if (in.tile_counter) {
     args.tile_counter = arena.output_int32("tile_counter", 1);
-    arena["tile_counter"].put(std::array<std::byte, 4>{});
+    arena["tile_counter"].put(std::as_bytes(std::span(&*in.tile_counter, 1)));
   }
   const bool clears = device.type == DeviceType::cuda && R > 0 &&
                       (op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad);
@@ -179,7 +179,7 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
 
   const std::span<const std::byte> left = arena["workspace"].bytes();
   run.workspace.assign(left.begin(), left.end());
-  if (in.has_tile_counter) run.tile_counter = arena.int32("tile_counter").front();
+  if (in.tile_counter) run.tile_counter = arena.int32("tile_counter").front();
   if (clears && arena.int32("next_tile_counter").front() != 0)
     run.failure = "did not clear next_tile_counter";
   LayerTensors& out = run.tensors;

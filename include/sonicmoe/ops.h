@@ -143,8 +143,9 @@ struct GroupedGemmArgs {
   void* dw1_up = nullptr;
   void* dw2 = nullptr;
   /// (1), optional, CUDA: where tiles are dealt (docs/findings/dealing.md) they are counted here: 0
-  /// when the operation begins, for each call anew, and anything when it ends. Null: in the
-  /// workspace, which the operation then clears by a launch of its own.
+  /// when the operation begins, for each call anew, and anything when it ends. If it begins with
+  /// anything else, tiles may be left out. Null: in the workspace, which the operation then clears
+  /// by a launch of its own.
   std::int32_t* tile_counter = nullptr;
   /// (1), optional, CUDA, not `tile_counter`: with rows, up_proj and down_proj_dgrad set it to 0,
   /// for the tile_counter of an operation after them. Others leave it alone.

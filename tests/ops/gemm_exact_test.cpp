@@ -213,8 +213,14 @@ class ExactDealt : public ExactGemm {
   bool gathers() const {
     return op_of(GetParam()) == GemmOp::up_proj || op_of(GetParam()) == GemmOp::down_proj_dgrad;
   }
-  /// Operands with as many tiles for a pair of CTAs as `least`. Sets dealt->tiles.
-  std::pair<LayerDesc, GemmInputs> operands(Dealt* dealt, int least) {
+  /// With as few k blocks as are dealt with a counter that is given.
+  Dealt shortest() const {
+    if (gathers()) return {1536, 8, 600, 1};
+    return {8, op_of(GetParam()) == GemmOp::down_proj ? 768 : 384, 600, 1};
+  }
+  /// Operands with as many tiles for a pair of CTAs as `least`, for a counter that is `given` or
+  /// one in the workspace. Sets dealt->tiles.
+  std::pair<LayerDesc, GemmInputs> operands(Dealt* dealt, int least, bool given) {
     const GemmOp op = op_of(GetParam());
     Shape shape = {400, dealt->hidden, dealt->intermediate, dealt->experts, 0};
     const int every = dealt->across == 1 ? 20 : 60;
@@ -227,7 +233,7 @@ class ExactDealt : public ExactGemm {
                               : op == GemmOp::down_proj ? shape.intermediate
                                                         : 2 * shape.intermediate;
     EXPECT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, dealt->across),
-                            static_cast<int>(sums / 64), gathers(), false));
+                            static_cast<int>(sums / 64), gathers(), given));
     for (std::size_t e = 0; e + 1 < first.size(); ++e) {
       dealt->tiles += cuda::pair_tiles(cuda::tiles(first[e + 1] - first[e], 128), dealt->across);
     }
@@ -246,7 +252,7 @@ TEST_P(ExactDealt, AllTiles) {
   if (op == GemmOp::down_proj) all[1].intermediate = 1024;
   if (gathers()) all = {{2048, 8, 1400, 1}, {2048, op == GemmOp::up_proj ? 264 : 520, 270, 3}};
   for (Dealt& dealt : all) {
-    const auto [desc, inputs] = operands(&dealt, dealt.across == 1 ? 17 : 4);
+    const auto [desc, inputs] = operands(&dealt, dealt.across == 1 ? 17 : 4, false);
     const GemmRun run = expect_exact(op, desc, inputs, GetParam().name);
     std::int32_t drawn = 0;  // the last word
     ASSERT_GE(run.workspace.size(), sizeof drawn);
@@ -256,14 +262,29 @@ TEST_P(ExactDealt, AllTiles) {
 }
 
 TEST_P(ExactDealt, CountsWhereItIsTold) {
-  Dealt dealt = {8, 1024, 600, 1};
-  if (gathers()) dealt = {2048, 8, 600, 1};
-  auto [desc, inputs] = operands(&dealt, 7);
-  inputs.has_tile_counter = true;
+  Dealt dealt = shortest();
+  auto [desc, inputs] = operands(&dealt, 7, true);
+  inputs.tile_counter = 0;
   const GemmRun run = expect_exact(op_of(GetParam()), desc, inputs, GetParam().name);
   EXPECT_EQ(run.tile_counter, dealt.tiles);
   const GuardedBuffer poison(run.workspace.size());  // nothing else in the workspace
   EXPECT_TRUE(std::ranges::equal(run.workspace, poison.bytes()));
+}
+
+// A count that no operation leaves: every pair of CTAs has the one tile that it does not draw.
+TEST_P(ExactDealt, WrongCountLeadsNowhere) {
+  Dealt dealt = shortest();
+  auto [desc, inputs] = operands(&dealt, 7, true);
+  for (const std::int32_t wrong : {-1'000'000, INT32_MAX - 5, INT32_MIN}) {
+    SCOPED_TRACE(wrong);
+    inputs.tile_counter = wrong;
+    const GemmRun run = run_kernel(op_of(GetParam()), desc, inputs, GetParam().name);
+    ASSERT_EQ(run.failure, "");
+    const std::uint32_t drawn =
+        static_cast<std::uint32_t>(run.tile_counter) - static_cast<std::uint32_t>(wrong);
+    ASSERT_GT(drawn, 0u);
+    ASSERT_LE(drawn, static_cast<std::uint32_t>(cuda::kPairs));
+  }
 }
 
 class ExactActivation : public ExactGemm {

@@ -25,8 +25,7 @@ struct ActivationParams {
 template <class Activations, bool kBias>
 struct StoreActivation : HoldsNothing {
   using Params = ActivationParams;
-  static constexpr bool kAdds = kBias;   ///< to what begin() puts into the accumulators
-  static constexpr bool kLoads = false;  ///< by the producer, into its blocks
+  static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr bool kGated = Activations::kGated;
   /// Units (columns of A) of a tile that is kN wide. With a gate the tile's left half holds gate
   /// columns, the right half the up columns of the same units, so that a pair lies in one thread.

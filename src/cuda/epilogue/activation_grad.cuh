@@ -30,7 +30,6 @@ template <class Activations>
 struct StoreActivationGrad : HoldsNothing {
   using Params = ActivationGradParams;
   static constexpr bool kAdds = false;
-  static constexpr bool kLoads = true;  ///< by the producer, into its blocks
   static constexpr int kParts = Activations::kGated ? 2 : 1;
   static constexpr int kScaledTiles = 2;  ///< of A', in turn
   static constexpr int kWarpBytes = kScaledTiles * WarpTile::kBytes;

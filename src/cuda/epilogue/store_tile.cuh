@@ -125,8 +125,7 @@ struct HeldTile {
 template <class At, bool kBias>
 struct StoreTile {
   using Params = StoreParams;
-  static constexpr bool kAdds = kBias;   ///< to what begin() puts into the accumulators
-  static constexpr bool kLoads = false;  ///< by the producer, into its blocks
+  static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr int kTiles = 2;
   static constexpr int kWarpBytes = kTiles * WarpTile::kBytes;
   template <int kN>

@@ -15,8 +15,7 @@ template <bool kPlain>
 struct StoreTransposed {
   using Params = StoreParams;
   static constexpr bool kAdds = false;
-  static constexpr bool kLoads = false;  ///< by the producer, into its blocks
-  static constexpr int kTiles = 2;       // of a warpgroup; a warp has a quarter of each
+  static constexpr int kTiles = 2;  // of a warpgroup; a warp has a quarter of each
   static constexpr int kWarpBytes = kTiles * WarpgroupTile::kBytes / 4;
   template <int kN>
   static constexpr int kBlocks = 0;

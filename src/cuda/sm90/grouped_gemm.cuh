@@ -59,11 +59,7 @@ struct Traits {
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8 +
                                        kTold * 4;
   static constexpr int kThreads = 384;
-  // With 72 a producer that deals and loads for the epilogue, too, would spill a register.
-  static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows
-                                                ? (kDealt && Epilogue::kLoads ? 80 : 72)
-                                            : kGathers ? 56
-                                                       : 40;
+  static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows ? 72 : kGathers ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 16 * 8;
 
   // g++ 12 makes one of decltype(parameter) under `if constexpr` in nested generic lambdas, where
@@ -223,25 +219,22 @@ __device__ __forceinline__ void announce(SharedMemory<Traits> memory, Ring<Trait
   __syncwarp();
 }
 
-/// The next tile; false at the end. Every lane says that it has read it: for racecheck, to which
+/// The next tile, as each lane has read it. Every lane says that it has: for racecheck, to which
 /// the arrival of one says nothing about the others of its warp.
 template <class Traits>
-__device__ __forceinline__ bool take(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles,
-                                     Tile* tile) {
+__device__ __forceinline__ Tile take(SharedMemory<Traits> memory, Ring<Traits::kTiles>& tiles) {
   mbarrier_wait(memory.announced(tiles.slot()), tiles.phase());
   const std::uint32_t at = memory.tile(tiles.slot());
+  Tile tile{};
   asm volatile(
       "ld.shared.v4.b32 {%0, %1, %2, %3}, [%5];\n"
       "ld.shared.b32 %4, [%5 + 16];"
-      : "=r"(tile->expert), "=r"(tile->own), "=r"(tile->shared), "=r"(tile->first_row),
-        "=r"(tile->rows)
+      : "=r"(tile.expert), "=r"(tile.own), "=r"(tile.shared), "=r"(tile.first_row), "=r"(tile.rows)
       : "r"(at)
       : "memory");
   mbarrier_arrive(memory.taken(tiles.slot()));
-  *tile = {uniform(tile->expert), uniform(tile->own), uniform(tile->shared),
-           uniform(tile->first_row), uniform(tile->rows)};
   ++tiles.count;
-  return tile->expert >= 0;
+  return tile;
 }
 
 /// The number of the tile that a cluster has after the one it has: every stride-th; or, with a
@@ -266,7 +259,7 @@ class Dealer {
   /// By one thread of each CTA, before the blocks of a tile. Nothing waits for the answer here, and
   /// elect_one() elects the same thread for tell().
   __device__ __forceinline__ void ask() {
-    if (p_.tile_counter != nullptr && cluster_rank() == 0) number_ = atomicAdd(p_.tile_counter, 1);
+    if (p_.tile_counter != nullptr && cluster_rank() == 0) drawn_ = atomicAdd(p_.tile_counter, 1);
   }
   /// By the same thread, later. `tiles`: how many this cluster has had, with this one.
   __device__ __forceinline__ void tell(unsigned tiles) {
@@ -274,10 +267,12 @@ class Dealer {
     const Ring<Traits::kTold> place{tiles - 1};
     mbarrier_expect(memory_.told(place.slot()), 4);
     if (cluster_rank() != 0) return;
+    // Whatever the counter began with, this is no number below 0: no operands have so many tiles.
+    constexpr unsigned kMost = 1u << 30;
+    const int number = static_cast<int>(min(static_cast<unsigned>(drawn_), kMost)) + stride_;
 #pragma unroll
     for (int to = 0; to < Traits::kCluster; ++to) {
-      store_async(memory_.told_number(place.slot()), memory_.told(place.slot()), to,
-                  number_ + stride_);
+      store_async(memory_.told_number(place.slot()), memory_.told(place.slot()), to, number);
     }
   }
   /// By all threads that produce.
@@ -286,7 +281,7 @@ class Dealer {
       if (p_.tile_counter != nullptr) {
         const Ring<Traits::kTold> place{tiles - 1};
         mbarrier_wait(memory_.told(place.slot()), place.phase());
-        return load_shared_word(memory_.told_number(place.slot()));
+        return uniform(load_shared_word(memory_.told_number(place.slot())));
       }
     }
     return number_ += stride_;
@@ -296,7 +291,8 @@ class Dealer {
   const GemmParams& p_;
   SharedMemory<Traits> memory_;
   int stride_;
-  int number_;  // of the tile; with a counter: what was drawn
+  int number_;     // of the tile, by stride
+  int drawn_ = 0;  // by the thread that asks and tells
 };
 
 template <class Traits>
@@ -572,7 +568,6 @@ __device__ __forceinline__ void consume(const GemmParams& p,
                                         SharedMemory<Traits> memory, int consumer) {
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
-  Tile tile;
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32) - 4;
   constexpr int kBlocks = Traits::kEpilogueBlocks;
   // What the tile before has left to store.
@@ -587,11 +582,25 @@ __device__ __forceinline__ void consume(const GemmParams& p,
     __syncwarp();
     EpilogueBlocks<Traits>(memory, {pipe.count - 1}).give_back(0);
   };
-  while (take<Traits>(memory, tiles, &tile)) {
+  // The next tile is taken beside the last products of this one, which saves a few hundred cycles.
+  // Not where epilogue blocks fill the ring: its announcement would wait for the stage of the last
+  // k block, and that for us. Sums over rows gain nothing by it.
+  constexpr bool kTakesEarly = Traits::kRows && kBlocks < Traits::kStages;
+  Tile next;
+  const auto take_next = [&] { next = take<Traits>(memory, tiles); };
+  take_next();
+  while (true) {
+    // Here, and not where it is read, or the compiler takes it for each lane's own.
+    const Tile tile = {uniform(next.expert), uniform(next.own), uniform(next.shared),
+                       uniform(next.first_row), uniform(next.rows)};
+    if (tile.expert < 0) break;
     const int blocks = k_blocks<Traits>(p, tile);
     const int turn = static_cast<int>(tiles.count) - 1;
     if constexpr (Traits::kRows) pipe.count = turn * (blocks + kBlocks);
-    if (Traits::kPingpong && turn % 2 != consumer) continue;
+    if (Traits::kPingpong && turn % 2 != consumer) {
+      take_next();
+      continue;
+    }
 
     // Turn k of consumer 0 follows turn k-1 of consumer 1, whose turn k follows that.
     const auto wait_for_turn = [&] {
@@ -608,6 +617,7 @@ __device__ __forceinline__ void consume(const GemmParams& p,
       wait_for_turn();
       pass(memory, pipe, blocks + kBlocks);
       end_turn();
+      take_next();
       continue;
     }
     float acc[Traits::kMBlocks][Traits::kN / 2];  // begins where the epilogue or the products say
@@ -621,10 +631,15 @@ __device__ __forceinline__ void consume(const GemmParams& p,
           give_back();
           run.prefetch();
         },
-        send, end_turn);
+        send,
+        [&] {
+          end_turn();
+          if constexpr (kTakesEarly) take_next();
+        });
     while (send()) {  // where chunks outnumber blocks
     }
     run.finish(acc, held, EpilogueBlocks<Traits>(memory, pipe));
+    if constexpr (!kTakesEarly) take_next();
   }
   while (send()) {
   }

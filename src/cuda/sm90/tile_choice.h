@@ -108,14 +108,15 @@ inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
 }
 
 /// No tile that is dealt has fewer k blocks.
-inline constexpr int kLeastDealtBlocks = 16;
+inline constexpr int kLeastDealtBlocks = 12;
 
 /// Are tiles dealt to whoever is free, instead of each pair of CTAs having its share? That repays
 /// where operands are long, and where there are many tiles: docs/findings/dealing.md. A counter
 /// that nobody has `cleared` yet costs a launch of 2 to 3 microseconds and an early start.
 inline bool deals(double rounds, int k_blocks, bool gathers, bool cleared) {
   if (rounds < 8) return false;
-  return k_blocks >= (!gathers ? kLeastDealtBlocks : cleared ? 24 : 32);
+  if (gathers) return k_blocks >= (cleared ? 24 : 32);
+  return k_blocks >= (cleared ? kLeastDealtBlocks : 16);
 }
 
 /// The router's products with x, in tiles of `width` experts. Bytes that come into a multiprocessor
