@@ -86,7 +86,7 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
     static_assert(Dealer<Traits>::kTellAt < kLeastDealtBlocks);
     if (deals(rounds(d.rows, d.experts, params.shared_tiles), params.k_blocks, Traits::kGathers,
               tile_counter != nullptr)) {
-      params.beside_previous = false;
+      params.beside_previous = false;  // what comes before clears the counter
       params.tile_counter = tile_counter;
       if (tile_counter == nullptr) {
         params.tile_counter = static_cast<std::int32_t*>(workspace);
