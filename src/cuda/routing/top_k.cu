@@ -1,6 +1,9 @@
 // Scores and ids of each token's K experts, a token per warp with its logits in registers. Softmax
 // over few entries of 16-bit logits, the usual case, takes a fraction of the instructions, with up
 // to eight tokens a warp; rows that do not fit take a block and K passes.
+//
+// None lets the next kernel start early. That is metadata, whose few blocks would all go to the
+// multiprocessors where ours leave room first (docs/findings/routing.md).
 #include "core/backends.h"
 #include "core/block_counts.h"
 #include "cuda/routing/select.cuh"
@@ -16,7 +19,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
           std::int32_t* error_word) {
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   wait_for_previous();
-  let_next_start();
   if (t >= tokens) return;
   const WarpRow<T, kPerLane, kFull> row(logits + t * route.experts, route.experts);
   if (error_word != nullptr && row.bad() && lane_id() == 0) report(error_word, kBadLogits);
@@ -175,8 +177,7 @@ __device__ __forceinline__ void store_counts(const std::int32_t* count, std::uin
   }
 }
 
-/// A block takes as many tokens as are counted together, and counts them. Metadata starts after it
-/// then: its few blocks would all go to the multiprocessors where ours leave room first.
+/// A block takes as many tokens as are counted together, and counts them.
 template <class T, int kLanes, int kPerLane, bool kFull>
 __global__ void __launch_bounds__(kFewThreads)
     top_few(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
@@ -185,7 +186,6 @@ __global__ void __launch_bounds__(kFewThreads)
   const int thread = static_cast<int>(threadIdx.x);
   for (int e = thread; e < kFewExperts; e += kFewThreads) count[e] = 0;
   wait_for_previous();
-  if (block_counts == nullptr) let_next_start();
   __syncthreads();
   const std::int64_t first = std::int64_t{blockIdx.x} * kCounted;
 #pragma unroll 1
@@ -221,7 +221,6 @@ __global__ void __launch_bounds__(kSlowThreads)
                std::int32_t* error_word) {
   const std::int64_t t = blockIdx.x;
   wait_for_previous();
-  let_next_start();
   const T* row = logits + t * route.experts;
   const RowSoftmax softmax = row_softmax(row, route.experts);  // every warp for itself
   // A NaN makes the sum one; so does an infinite maximum, which is taken from itself.
