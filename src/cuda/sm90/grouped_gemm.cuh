@@ -109,18 +109,19 @@ class Dealer {
   /// The block, from 0, by which there is an answer. Every tile that is dealt has it.
   static constexpr int kTellAt = 3;
 
-  __device__ __forceinline__ Dealer(const GemmParams& p, SharedMemory<Traits> memory, int first,
+  /// `counter`: null where tiles go by stride.
+  __device__ __forceinline__ Dealer(std::int32_t* counter, SharedMemory<Traits> memory, int first,
                                     int stride)
-      : p_(p), memory_(memory), stride_(stride), number_(first) {}
+      : counter_(counter), memory_(memory), stride_(stride), number_(first) {}
 
   /// By one thread of each CTA, before the blocks of a tile. Nothing waits for the answer here, and
   /// elect_one() elects the same thread for tell().
   __device__ __forceinline__ void ask() {
-    if (p_.tile_counter != nullptr && cluster_rank() == 0) drawn_ = atomicAdd(p_.tile_counter, 1);
+    if (counter_ != nullptr && cluster_rank() == 0) drawn_ = atomicAdd(counter_, 1);
   }
   /// By the same thread, later. `tiles`: how many this cluster has had, with this one.
   __device__ __forceinline__ void tell(unsigned tiles) {
-    if (p_.tile_counter == nullptr) return;
+    if (counter_ == nullptr) return;
     const Ring<Traits::kTold> place{tiles - 1};
     mbarrier_expect(memory_.told(place.slot()), 4);
     if (cluster_rank() != 0) return;
@@ -136,7 +137,7 @@ class Dealer {
   /// By all threads that produce.
   __device__ __forceinline__ int next(unsigned tiles) {
     if constexpr (Traits::kDealt) {
-      if (p_.tile_counter != nullptr) {
+      if (counter_ != nullptr) {
         const Ring<Traits::kTold> place{tiles - 1};
         mbarrier_wait(memory_.told(place.slot()), place.phase());
         return uniform(load_shared_word(memory_.told_number(place.slot())));
@@ -146,7 +147,7 @@ class Dealer {
   }
 
  private:
-  const GemmParams& p_;
+  std::int32_t* counter_;
   SharedMemory<Traits> memory_;
   int stride_;
   int number_;     // of the tile, by stride
@@ -175,7 +176,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   constexpr bool kLooksAhead = Traits::kOwnLoad == Own::gather_rows;
   typename Gather::Ahead ahead{};
   if (more) ahead = Gather::look_up(p, tile);
-  Dealer<Traits> dealer(p, memory, first, stride);
+  Dealer<Traits> dealer(p.tile_counter, memory, first, stride);
   while (more) {
     if (leader_warp) announce<Traits>(memory, tiles, tile);
     ++tiles.count;
