@@ -100,8 +100,7 @@ using Wide = Entry<kWide, Schedule::cooperative, 4>;
 
 std::string yield_wide(const GroupedGemmDesc& d) {
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
-                         std::min(narrow_percent(d.rows, d.experts),
-                                  narrow_percent_with_epilogue(tiles(d.hidden, kK))));
+                         d.activation);
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "sonicmoe/types.h"
+
 /// Which of two compiled tiles an operation takes: pure functions of the shape, each the reason why
 /// the larger tile yields to the other, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
@@ -66,31 +68,20 @@ inline std::string yield_to_pingpong(std::int64_t rows, std::int64_t experts, st
          " k blocks: tiles of 192 take less time than tiles of 256";
 }
 
-/// Time of a round of narrow tiles, in % of one of tiles twice as wide: half where so few rows
-/// share an expert's weights that bringing those takes the time, more where the products do, for
-/// which a narrow tile moves half as many bytes again.
-inline double narrow_percent(std::int64_t rows, std::int64_t experts) {
-  if (rows <= 64 * experts) return 50;
-  if (rows <= 128 * experts) return 60;
-  return rows <= 256 * experts ? 70 : 77;
+/// Time of a round of narrow tiles, in % of one of tiles twice as wide. Those of SwiGLU are fitted;
+/// the others' choose among activations at run time, for which they took a sixth longer beside
+/// their wide ones (receipts/activations.log).
+inline int narrow_percent(Activation activation) {
+  return activation == Activation::swiglu ? 57 : 67;
 }
 
-/// The same where epilogues are long, as dgrad's are: the wide tile's takes as long as 12 of its k
-/// blocks, a narrow tile's as 7 of those.
-inline double narrow_percent_with_epilogue(std::int64_t k_blocks) {
-  return static_cast<double>(67 * k_blocks + 700) / static_cast<double>(k_blocks + 12);
-}
-
-/// Operations over rows: yields where `narrow` tiles across instead of `wide` take less time, by
-/// more than the model's error.
+/// up_proj and dgrad: yields where `narrow` tiles across take less time than `wide` ones.
 inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
-                                   double percent) {
+                                   Activation activation) {
   const auto whole = [&](int across) {
     return std::max(1.0, std::ceil(rounds(rows, experts, across)));
   };
-  const double with_wide = whole(wide) * 100;
-  const double with_narrow = whole(narrow) * percent;
-  if (with_wide * 0.95 <= with_narrow) return {};
+  if (whole(wide) * 100 <= whole(narrow) * narrow_percent(activation)) return {};
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
          " experts: " + std::to_string(narrow) + " narrow tiles across take less time than " +
          std::to_string(wide);
