@@ -23,8 +23,10 @@ class DeviceClock {
   void start();
   double stop();  ///< seconds since start(); waits
 
-  /// Seconds of each of `count` runs, caches flushed before each, without waiting in between.
-  std::vector<double> repeat(int count, const std::function<void()>& run);
+  /// Seconds of each of `count` runs, without waiting in between; before each, untimed, a flush of
+  /// the caches and then lead().
+  std::vector<double> repeat(int count, const std::function<void()>& lead,
+                             const std::function<void()>& run);
 
   /// Starts a copy within the device.
   static void copy(void* to, const void* from, std::size_t bytes);

@@ -1,5 +1,6 @@
 #include "operations.h"
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 
@@ -105,6 +106,19 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
     if (!plan.ok()) continue;  // it cannot run this shape
     groups_.push_back({.tasks = {task(kernel.name, plan.value(), gemm_args(), flops, moved)}});
   }
+}
+
+void Operations::add_in_place(const std::string& name, const std::string& behind) {
+  if (settings_.device.type != DeviceType::cuda) return;
+  const auto named = [&](const std::string& wanted) {
+    return std::ranges::find_if(groups_,
+                                [&](const Group& group) { return group.tasks[0].name == wanted; })
+        ->tasks[0];
+  };
+  Task task = named(name);
+  task.name += ".in_place";
+  task.lead = named(behind).run;
+  groups_.push_back({.tasks = {std::move(task)}});
 }
 
 Task Operations::sequence(std::string name, std::initializer_list<const char*> operations) const {
@@ -290,6 +304,7 @@ void Operations::add_forward() {
   args.out = l.o.data();
   add("aggregate_o", aggregate_desc(), args, 0,
       {&expert_out_, &slot_rows_, &token_offsets_, &token_slots_, &scores_, &l.o});
+  add_in_place("aggregate_o", "down_proj");
 }
 
 void Operations::add_score_grad() {
@@ -386,11 +401,12 @@ void Operations::add_backward() {
     args.router_w = l.router_w.data();
     add("aggregate_dx", with_router, args, 0,
         {&dx_rows_, &slot_rows_, &ids_, &dlogits_, &l.router_w, &l.dx});
-    return;
+  } else {
+    args.addend = l.dx.data();
+    add("aggregate_dx", with_router, args, 0,
+        {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});
   }
-  args.addend = l.dx.data();
-  add("aggregate_dx", with_router, args, 0,
-      {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});
+  add_in_place("aggregate_dx", "up_proj_dgrad");
 }
 
 }  // namespace sonicmoe::cli

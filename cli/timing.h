@@ -22,6 +22,9 @@ struct Task {
   double bytes = 0;
   /// CUDA: how long the call keeps the host, not how long the device works.
   bool on_host = false;
+  /// CUDA: runs between the flush and the timing, where set: what the task finds in the caches then
+  /// is what this leaves there.
+  std::function<Status()> lead = {};
   std::vector<double> seconds = {};
 };
 
