@@ -52,7 +52,7 @@ double DeviceClock::stop() {
   return static_cast<double>(milliseconds) * 1e-3;
 }
 
-std::vector<double> DeviceClock::repeat(int count, const std::function<void()>& lead,
+std::vector<double> DeviceClock::repeat(int count, const std::function<void()>& before,
                                         const std::function<void()>& run) {
   struct Events {
     std::vector<cudaEvent_t> all;
@@ -64,7 +64,7 @@ std::vector<double> DeviceClock::repeat(int count, const std::function<void()>& 
   for (int i = 0; i < count; ++i) {
     // The host is ahead anyway: five times the last-level cache is enough.
     check(cudaMemsetAsync(impl_->memory.data(), 1, impl_->memory.bytes() / 2, nullptr));
-    lead();
+    before();
     check(cudaEventRecord(events.all[2 * i], nullptr));
     run();
     check(cudaEventRecord(events.all[2 * i + 1], nullptr));

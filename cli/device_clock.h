@@ -24,8 +24,8 @@ class DeviceClock {
   double stop();  ///< seconds since start(); waits
 
   /// Seconds of each of `count` runs, without waiting in between; before each, untimed, a flush of
-  /// the caches and then lead().
-  std::vector<double> repeat(int count, const std::function<void()>& lead,
+  /// the caches and then before().
+  std::vector<double> repeat(int count, const std::function<void()>& before,
                              const std::function<void()>& run);
 
   /// Starts a copy within the device.

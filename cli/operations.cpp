@@ -1,6 +1,5 @@
 #include "operations.h"
 
-#include <algorithm>
 #include <memory>
 #include <stdexcept>
 
@@ -83,7 +82,7 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
                           std::initializer_list<const Buffer*> moved) {
   const GroupedGemmDesc desc = gemm_desc(op);
   GroupedGemmArgs args = gemm_args();
-  // As in a layer and in backward(), where these follow score_grad and each other.
+  // As in backward(), where these follow score_grad and each other.
   args.beside_previous =
       rows_ > 0 && (op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad);
   const auto chosen = settings_.plan(desc, settings_.layer_line());
@@ -108,17 +107,21 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
   }
 }
 
-void Operations::add_in_place(const std::string& name, const std::string& behind) {
+void Operations::add_behind_gemm(const std::string& name, const std::string& gemm) {
   if (settings_.device.type != DeviceType::cuda) return;
   const auto named = [&](const std::string& wanted) {
-    return std::ranges::find_if(groups_,
-                                [&](const Group& group) { return group.tasks[0].name == wanted; })
-        ->tasks[0];
+    for (const Group& group : groups_) {
+      if (group.tasks[0].name == wanted) return group.tasks[0];
+    }
+    throw std::logic_error(wanted + ": no such operation");
   };
-  Task task = named(name);
-  task.name += ".in_place";
-  task.lead = named(behind).run;
-  groups_.push_back({.tasks = {std::move(task)}});
+  Task sum = named(name);
+  sum.name += ".behind_gemm";
+  const auto before = [product = named(gemm)] {
+    const Status status = product.run();
+    if (!status.ok()) throw std::runtime_error(product.name + ": " + status.message());
+  };
+  groups_.push_back({.tasks = {std::move(sum)}, .before = before});
 }
 
 Task Operations::sequence(std::string name, std::initializer_list<const char*> operations) const {
@@ -304,7 +307,7 @@ void Operations::add_forward() {
   args.out = l.o.data();
   add("aggregate_o", aggregate_desc(), args, 0,
       {&expert_out_, &slot_rows_, &token_offsets_, &token_slots_, &scores_, &l.o});
-  add_in_place("aggregate_o", "down_proj");
+  add_behind_gemm("aggregate_o", "down_proj");
 }
 
 void Operations::add_score_grad() {
@@ -406,7 +409,7 @@ void Operations::add_backward() {
     add("aggregate_dx", with_router, args, 0,
         {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});
   }
-  add_in_place("aggregate_dx", "up_proj_dgrad");
+  add_behind_gemm("aggregate_dx", "up_proj_dgrad");
 }
 
 }  // namespace sonicmoe::cli

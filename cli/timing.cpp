@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "device_clock.h"
 #include "interrupt.h"
@@ -36,17 +38,16 @@ class CacheFlush {
   Buffer memory_;
 };
 
-void run(const Task& task, const std::function<Status()>& part) {
-  const Status status = part();
+void run(const Task& task) {
+  const Status status = task.run();
   if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
 }
 
 double time_once(const Task& task, DeviceClock* clock) {
   if (clock != nullptr && task.on_host) clock->wait();
-  if (task.lead) run(task, task.lead);
   if (clock != nullptr) clock->start();
   const auto start = std::chrono::steady_clock::now();
-  run(task, task.run);
+  run(task);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   const double on_device = clock != nullptr ? clock->stop() : 0;
   return clock != nullptr && !task.on_host ? on_device : elapsed.count();
@@ -103,14 +104,14 @@ void time_sustained(const std::vector<Group*>& groups, double seconds, Device de
   DeviceClock clock(device);
   const Progress progress;
   // What works hardest first: what leaves the chip cool must not come before it.
-  std::vector<Task*> tasks;
+  std::vector<std::pair<const Group*, Task*>> tasks;
   for (Group* group : groups) {
-    for (Task& task : group->tasks) tasks.push_back(&task);
+    for (Task& task : group->tasks) tasks.emplace_back(group, &task);
   }
-  std::stable_sort(tasks.begin(), tasks.end(),
-                   [](const Task* one, const Task* two) { return one->flops > two->flops; });
+  std::ranges::stable_sort(tasks, std::greater(),
+                           [](const auto& of_group) { return of_group.second->flops; });
   bool settled = false;
-  for (Task* task : tasks) {
+  for (const auto& [group, task] : tasks) {
     progress.show(task->name);
     if (task->on_host) {
       constexpr int kRuns = 10;
@@ -121,12 +122,12 @@ void time_sustained(const std::vector<Group*>& groups, double seconds, Device de
     }
     const auto repeat = [&](int count) {
       if (interrupted()) return std::vector<double>();
-      const auto unless_interrupted = [task](const std::function<Status()>& part) {
-        return [task, &part] {
-          if (part && !interrupted()) run(*task, part);
-        };
+      const auto before = [&group] {
+        if (group->before && !interrupted()) group->before();
       };
-      return clock.repeat(count, unless_interrupted(task->lead), unless_interrupted(task->run));
+      return clock.repeat(count, before, [&task] {
+        if (!interrupted()) run(*task);
+      });
     };
     // How many runs fill the time, flushes included.
     constexpr int kTries = 5;

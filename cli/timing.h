@@ -22,9 +22,6 @@ struct Task {
   double bytes = 0;
   /// CUDA: how long the call keeps the host, not how long the device works.
   bool on_host = false;
-  /// CUDA: runs between the flush and the timing, where set: what the task finds in the caches then
-  /// is what this leaves there.
-  std::function<Status()> lead = {};
   std::vector<double> seconds = {};
 };
 
@@ -46,8 +43,9 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
 /// On CUDA: every task by itself, again and again, caches flushed in between; first for at least
 /// half of `seconds`, or the first task for 5 s, until the chip has settled under load; then timed
 /// for `seconds`. The one with the most flops first. The chip gets as hot as each task makes it.
-/// Tasks on the host are timed ten times; `before` and `after`, which only groups of the CPU have,
-/// are not called. Stops early and throws like time_interleaved().
+/// Tasks on the host are timed ten times. A group's `before` comes before each run of each of its
+/// tasks; `after`, which only groups of the CPU have, is not called. Stops early and throws like
+/// time_interleaved().
 void time_sustained(const std::vector<Group*>& groups, double seconds, Device device);
 
 }  // namespace sonicmoe::cli

@@ -26,6 +26,9 @@ struct RouterGemmArgs {
   void* logits = nullptr;         ///< (T, E): forward
   void* dx = nullptr;             ///< (T, d): dgrad
   void* dw = nullptr;             ///< (E, d): wgrad
+  /// CUDA, wgrad: the promise of GroupedGemmArgs::beside_previous, which covers the workspace, too.
+  /// Without effect where E is no multiple of 8.
+  bool beside_previous = false;
 };
 enum class GemmPass : std::int32_t { forward = 0, dgrad = 1, wgrad = 2 };
 struct SONICMOE_API RouterGemmDesc {
@@ -155,8 +158,8 @@ struct GroupedGemmArgs {
   /// before that, if that was promised the same, and so on. This one may then begin where they
   /// leave multiprocessors free; its own end still implies the end of all before it. What comes
   /// before must launch something (ours do unless there are no rows or tokens) and, if it lets its
-  /// successor start early, must have waited for its own predecessor by then, as ours do. Without
-  /// effect where tiles are dealt (docs/findings/dealing.md).
+  /// successor start early, must have waited for its own predecessor by then, as ours do, or have
+  /// been promised the same. Without effect where tiles are dealt (docs/findings/dealing.md).
   bool beside_previous = false;
 };
 struct SONICMOE_API GroupedGemmDesc {

@@ -2,8 +2,8 @@
 // over few entries of 16-bit logits, the usual case, takes a fraction of the instructions, with up
 // to eight tokens a warp; rows that do not fit take a block and K passes.
 //
-// None lets the next kernel start early. That is metadata, whose few blocks would all go to the
-// multiprocessors where ours leave room first (docs/findings/routing.md).
+// None lets metadata start early, whose few blocks would all go to the multiprocessors where ours
+// leave room first (docs/findings/routing.md).
 #include "core/backends.h"
 #include "core/block_counts.h"
 #include "cuda/routing/select.cuh"
