@@ -32,8 +32,8 @@ constexpr const char* kHelp =
     "With --sustained everything is timed by itself, what takes most work first, after 5 s in\n"
     "which that has kept the chip busy: a GEMM then runs at the clock that the power cap leaves\n"
     "it.\n"
-    "With --ops 'aggregate_o.behind_gemm' and 'aggregate_dx.behind_gemm' are (on CUDA) the sums\n"
-    "right behind the product whose rows they add, as in a layer, instead of behind a flush.\n"
+    "With --ops 'aggregate_o.in_layer' and 'aggregate_dx.in_layer' are (on CUDA) the sums right\n"
+    "behind the products before them, as in a layer, instead of right behind a flush.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
     "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
     "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
@@ -84,14 +84,14 @@ std::string cell(double value, const char* format) {
 
 Json print_rows(const std::vector<Row>& rows, const Roof& roof) {
   Json results = Json::array();
-  std::printf("%-24s %10s %9s %9s %8s %10s %9s %8s\n", "", "ms", "+-", "TFLOP/s", "GB/s",
+  std::printf("%-21s %10s %9s %9s %8s %10s %9s %8s\n", "", "ms", "+-", "TFLOP/s", "GB/s",
               "bound ms", "of bound", "of roof");
   for (const auto& [task, bound] : rows) {
     if (task.seconds.empty()) continue;
     const double seconds = median(task.seconds), spread = mad(task.seconds);
     const double tflops = task.flops / seconds * 1e-12, gbps = task.bytes / seconds * 1e-9;
     const double of_roof = task.on_host ? std::nan("") : roof.seconds(task) / seconds;
-    std::printf("%-24s %10s %9s %9s %8s %10s %9s %8s\n", task.name.c_str(),
+    std::printf("%-21s %10s %9s %9s %8s %10s %9s %8s\n", task.name.c_str(),
                 cell(seconds * 1e3, "%.3f").c_str(), cell(spread * 1e3, "%.3f").c_str(),
                 cell(tflops, "%.4f").c_str(), cell(gbps, "%.2f").c_str(),
                 cell(bound * 1e3, "%.3f").c_str(), cell(bound / seconds, "%.2f").c_str(),
@@ -115,7 +115,7 @@ Json print_bound(const Bound& bound) {
   for (const auto& [task, way] : bound.gemms()) {
     const double seconds = median(task->seconds), spread = mad(task->seconds);
     const double tflops = task->flops / seconds * 1e-12;
-    std::printf("%-24s %10.3f %9.3f %9s   %s\n", task->name.c_str(), seconds * 1e3, spread * 1e3,
+    std::printf("%-21s %10.3f %9.3f %9s   %s\n", task->name.c_str(), seconds * 1e3, spread * 1e3,
                 cell(tflops, "%.4f").c_str(), way);
     list.push_back({{"gemm", task->name},
                     {"way", way},

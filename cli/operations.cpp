@@ -82,7 +82,7 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
                           std::initializer_list<const Buffer*> moved) {
   const GroupedGemmDesc desc = gemm_desc(op);
   GroupedGemmArgs args = gemm_args();
-  // As in backward(), where these follow score_grad and each other.
+  // As in a layer and in backward(), where these follow score_grad and each other.
   args.beside_previous =
       rows_ > 0 && (op == GemmOp::down_proj_wgrad || op == GemmOp::up_proj_wgrad);
   const auto chosen = settings_.plan(desc, settings_.layer_line());
@@ -107,7 +107,7 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
   }
 }
 
-void Operations::add_behind_gemm(const std::string& name, const std::string& gemm) {
+void Operations::add_in_layer(const std::string& name, std::initializer_list<const char*> before) {
   if (settings_.device.type != DeviceType::cuda) return;
   const auto named = [&](const std::string& wanted) {
     for (const Group& group : groups_) {
@@ -115,13 +115,17 @@ void Operations::add_behind_gemm(const std::string& name, const std::string& gem
     }
     throw std::logic_error(wanted + ": no such operation");
   };
-  Task sum = named(name);
-  sum.name += ".behind_gemm";
-  const auto before = [product = named(gemm)] {
-    const Status status = product.run();
-    if (!status.ok()) throw std::runtime_error(product.name + ": " + status.message());
+  std::vector<Task> tasks;
+  for (const char* operation : before) tasks.push_back(named(operation));
+  const auto run = [tasks] {
+    for (const Task& task : tasks) {
+      const Status status = task.run();
+      if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
+    }
   };
-  groups_.push_back({.tasks = {std::move(sum)}, .before = before});
+  Task task = named(name);
+  task.name += ".in_layer";
+  groups_.push_back({.tasks = {std::move(task)}, .before = run});
 }
 
 Task Operations::sequence(std::string name, std::initializer_list<const char*> operations) const {
@@ -307,7 +311,7 @@ void Operations::add_forward() {
   args.out = l.o.data();
   add("aggregate_o", aggregate_desc(), args, 0,
       {&expert_out_, &slot_rows_, &token_offsets_, &token_slots_, &scores_, &l.o});
-  add_behind_gemm("aggregate_o", "down_proj");
+  add_in_layer("aggregate_o", {"down_proj"});
 }
 
 void Operations::add_score_grad() {
@@ -409,7 +413,7 @@ void Operations::add_backward() {
     add("aggregate_dx", with_router, args, 0,
         {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx, &l.dx});
   }
-  add_behind_gemm("aggregate_dx", "up_proj_dgrad");
+  add_in_layer("aggregate_dx", {"up_proj_dgrad", "router_wgrad"});
 }
 
 }  // namespace sonicmoe::cli

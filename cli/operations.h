@@ -32,8 +32,8 @@ class Operations {
            std::initializer_list<const Buffer*> moved);
   void add_gemm(const char* name, GemmOp op, double flops,
                 std::initializer_list<const Buffer*> moved);
-  /// On CUDA `name` once more, timed right behind the product whose rows it adds, as in a layer.
-  void add_behind_gemm(const std::string& name, const std::string& gemm);
+  /// On CUDA `name` once more, timed right behind what comes before it in a layer.
+  void add_in_layer(const std::string& name, std::initializer_list<const char*> before);
   void add_routing();
   void add_top_k();
   void add_rounding();

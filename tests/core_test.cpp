@@ -144,12 +144,12 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::up_proj, 1536, 256, "128x256", kSwiglu, 196608, 128},
       {GemmOp::up_proj, 4096, 1024, "128x256"},
       {GemmOp::up_proj, 2048, 64, "128x128"},
-      // 2.1 rounds or 4.2: three of wide tiles take longer than five of narrow ones, if those are
-      // SwiGLU's.
+      // 2.1 rounds or 4.2: three of wide tiles take longer than five of narrow ones.
       {GemmOp::up_proj, 1536, 256, "128x128"},
       {GemmOp::up_proj, 2048, 704, "128x128"},
-      {GemmOp::up_proj, 1536, 256, "128x256", Activation::geglu},
-      {GemmOp::up_proj, 1536, 256, "128x256", kGelu},
+      {GemmOp::up_proj, 1536, 256, "128x128", Activation::geglu},
+      {GemmOp::up_proj, 1536, 256, "128x256", Activation::geglu, 196608, 128},
+      {GemmOp::up_proj, 1536, 256, "128x256", kGelu, 196608, 128},
       {GemmOp::up_proj, 2048, 64, "128x128", kGelu},
       {GemmOp::up_proj, 2048, 128, "128x128", kGelu},
       // Few rows an expert: narrow tiles unless they only make more rounds of the same.
@@ -169,7 +169,7 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::down_proj_dgrad, 1536, 256, "128x256", kSwiglu, 196608, 128},
       {GemmOp::down_proj_dgrad, 1536, 256, "128x128"},
       {GemmOp::down_proj_dgrad, 2048, 64, "128x128"},
-      {GemmOp::down_proj_dgrad, 1536, 256, "128x256", kGelu},
+      {GemmOp::down_proj_dgrad, 1536, 256, "128x256", kGelu, 196608, 128},
       {GemmOp::down_proj_dgrad, 512, 512, "128x256", kSwiglu, 65536, 60},
       {GemmOp::down_proj_dgrad, 1024, 704, "128x128", kSwiglu, 8192, 256},
       {GemmOp::down_proj_dgrad, 4096, 640, "128x128", kSwiglu, 4096, 64},

@@ -26,9 +26,6 @@ struct RouterGemmArgs {
   void* logits = nullptr;         ///< (T, E): forward
   void* dx = nullptr;             ///< (T, d): dgrad
   void* dw = nullptr;             ///< (E, d): wgrad
-  /// CUDA, wgrad: the promise of GroupedGemmArgs::beside_previous, which covers the workspace, too.
-  /// Without effect where E is no multiple of 8.
-  bool beside_previous = false;
 };
 enum class GemmPass : std::int32_t { forward = 0, dgrad = 1, wgrad = 2 };
 struct SONICMOE_API RouterGemmDesc {

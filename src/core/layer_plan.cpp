@@ -495,16 +495,10 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                                     .dlogits_in = args.dlogits,
                                     .dlogits = dlogits});
   }
-  const bool routed = p.routed() && args.dlogits == nullptr;
-  const bool dense = !p.given() && !routed;  // then dx holds the router's part until it is added to
-  // dW2, dW1 and dWr need nothing of each other, so each may begin beside the end of the one
-  // before; and dW2 and dW1 need nothing of score_grad, which has waited for dgrad. (With rows
-  // there is always a kernel of score_grad.) But dWr needs what score_grad makes: if it is to begin
-  // early, whichever of the two comes first waits for that. Nor does it begin beside router_dgrad,
-  // with which it shares scratch memory. dX~ waits: it takes the place of A', which dW2 reads.
+  // The weight gradients need dH and A', not what the operation before each of them makes; with
+  // rows there is always a kernel of score_grad, which has waited for dgrad. dX~ takes the place of
+  // A'.
   const bool beside = d.rows() > 0;
-  const bool router_beside =
-      beside && routed && args.drouter_w != nullptr && (args.dw2 != nullptr || args.dw1 != nullptr);
   seq.run_for(args.dw2, p.down_proj_wgrad,
               {.offsets = routing.offsets,
                .row_tokens = routing.row_tokens,
@@ -512,7 +506,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                .dout = args.dout,
                .scaled_act = seq.region(p.bwd.scaled_act),
                .dw2 = args.dw2,
-               .beside_previous = beside && !router_beside});
+               .beside_previous = beside});
   seq.run_for(args.dw1, p.up_proj_wgrad,
               {.offsets = routing.offsets,
                .row_tokens = routing.row_tokens,
@@ -521,18 +515,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                .dpreact = dpreact,
                .dw1 = args.dw1,
                .dw1_up = args.dw1_up,
-               .beside_previous = beside && (!router_beside || args.dw2 != nullptr)});
-  if (!p.given()) {
-    const RouterGemmArgs router{.x = args.x,
-                                .w = args.router_w,
-                                .dlogits = dlogits,
-                                .dx = args.dx,
-                                .dw = args.drouter_w,
-                                .beside_previous = router_beside};
-    if (dense) seq.run_for(args.dx, p.router_dgrad, router);
-    seq.run_for(args.drouter_w, p.router_wgrad, router);
-  }
-  // Right before the sum, which finds some of it in L2.
+               .beside_previous = beside});
   seq.run_for(args.dx, p.up_proj_dgrad,
               {.offsets = routing.offsets,
                .w1 = args.w1,
@@ -540,6 +523,14 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                .dpreact = dpreact,
                .dx_rows = seq.region(p.bwd.dx_rows),
                .tile_counter = dx_tiles});
+  const bool routed = p.routed() && args.dlogits == nullptr;
+  const bool dense = !p.given() && !routed;  // then dx holds the router's part until it is added to
+  if (!p.given()) {
+    const RouterGemmArgs router{
+        .x = args.x, .w = args.router_w, .dlogits = dlogits, .dx = args.dx, .dw = args.drouter_w};
+    if (dense) seq.run_for(args.dx, p.router_dgrad, router);
+    seq.run_for(args.drouter_w, p.router_wgrad, router);
+  }
   seq.run_for(args.dx, p.aggregate_dx,
               {.rows = seq.region(p.bwd.dx_rows),
                .slot_rows = routing.slot_rows,

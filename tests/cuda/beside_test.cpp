@@ -25,8 +25,8 @@ namespace {
 struct Shape {
   std::int64_t tokens, slots, hidden, intermediate, experts;
 };
-/// Over two tiles a multiprocessor in every product but dWr, so that an operation is still at work
-/// on most of them when the first are free for the next.
+/// Over two tiles a multiprocessor in every product, so that an operation is still at work on most
+/// of them when the first are free for the next.
 constexpr Shape kLarge{4096, 16384, 264, 264, 48};
 /// Fewer tiles than multiprocessors: the next operation finds free ones at once.
 constexpr Shape kSmall{50, 200, 72, 40, 7};
@@ -37,8 +37,6 @@ constexpr Shape kLong{4096, 16384, 256, 136, 3};
 /// Rows that dW1 is made of, where it is to end long before the dW2 that it began beside.
 constexpr std::int64_t kFewRows = 40;
 constexpr std::int64_t kAllRows = std::numeric_limits<std::int32_t>::max();
-/// Experts of the router, apart from those of the products: a multiple of 8.
-constexpr std::int64_t kRouterExperts = 72;
 
 /// Experts with from none to about twice the mean number of rows, a few without any in between, and
 /// sentinels.
@@ -86,9 +84,6 @@ bool finite(std::span<const std::byte> bits, std::size_t size) {
   return true;
 }
 
-/// dWr: there where routing is not given as lists.
-enum class Router { none, beside };
-
 enum class DxRows {
   own,              ///< in memory of its own
   over_scaled_act,  ///< as in LayerPlan's workspace: over A', which dW2 must not need any more
@@ -98,14 +93,12 @@ enum class DxRows {
 using Results = std::map<std::string, std::vector<std::byte>>;
 
 /// LayerPlan's backward from dO to dX~, as operations: dH and A', the gradients of the scores, then
-/// dW2, dW1 and perhaps dWr, each promised to run beside what is before it, then dX~, which waits.
-/// (In a layer with dWr dW2 waits, too, for dWr is made of what score_grad makes. Here that is an
-/// input.)
+/// dW2 and dW1, each promised to run beside what is before it, then dX~, which waits.
 class Backward {
  public:
   /// dW1 is made of the first `dw1_rows` rows.
-  Backward(const Shape& s, DxRows where, Router router, std::int64_t dw1_rows = kAllRows)
-      : shape_(s), router_(router), dw1_rows_(dw1_rows) {
+  Backward(const Shape& s, DxRows where, std::int64_t dw1_rows = kAllRows)
+      : shape_(s), dw1_rows_(dw1_rows) {
     const std::int64_t R = s.slots, d = s.hidden, n = s.intermediate, E = s.experts;
     args_.x = arena_.input("x", numbers(s.tokens * d, 1));
     args_.dout = arena_.input("dout", numbers(s.tokens * d, 2));
@@ -120,8 +113,6 @@ class Backward {
     dw1_offsets_ = arena_.input("dw1_offsets", std::vector<std::int32_t>(E + 1));
     args_.row_tokens = arena_.input("row_tokens", std::vector<std::int32_t>(R));
     score_args_.slot_rows = arena_.input("slot_rows", std::vector<std::int32_t>(R));
-    router_args_.x = args_.x;
-    router_args_.dlogits = arena_.input("dlogits", numbers(s.tokens * kRouterExperts, 7));
 
     args_.dpreact = output("dpreact", R * 2 * n * 2);
     args_.row_dscores = static_cast<float*>(output("row_dscores", R * 4));
@@ -129,21 +120,18 @@ class Backward {
     score_args_.dscores = static_cast<float*>(output("dscores", R * 4));
     args_.dw1 = output("dw1", E * 2 * n * d * 2);
     args_.dw2 = output("dw2", E * d * n * 2);
-    router_args_.dw = output("drouter_w", kRouterExperts * d * 2);
     if (where == DxRows::over_scaled_act) {
       args_.scaled_act = args_.dx_rows = output("dx_rows", R * std::max(n, d) * 2);
     } else {
       args_.scaled_act = output("scaled_act", R * n * 2);
       args_.dx_rows = output("dx_rows", R * d * 2);
     }
+    std::size_t largest = 0;
+    for (const auto& [memory, bytes] : outputs_) largest = std::max(largest, bytes);
+    poison_ = arena_.output("poison", largest);
     const std::size_t bytes =
         std::max(down_proj_dgrad_.workspace_bytes(), up_proj_dgrad_.workspace_bytes());
     workspace_ = {arena_.output("workspace", bytes, 256), bytes};
-    const std::size_t router_bytes = router_wgrad_.workspace_bytes();
-    router_workspace_ = {output("router_workspace", router_bytes), router_bytes};
-    std::size_t largest = 0;
-    for (const auto& [memory, size] : outputs_) largest = std::max(largest, size);
-    poison_ = arena_.output("poison", largest);
   }
 
   void route(const Routing& routing) {
@@ -179,13 +167,11 @@ class Backward {
     score_grad({}), wait();
     down_proj_wgrad({}, false), wait();
     up_proj_wgrad({}, false, args_.dw1), wait();
-    router_wgrad({}, false), wait();
     up_proj_dgrad({}), wait();
     Results all;
-    for (const std::string name : {"dscores", "dw2", "dw1", "dx_rows", "drouter_w"}) {
-      if (name == "drouter_w" && router_ == Router::none) continue;
+    for (const char* name : kResults) {
       const auto bits = result(name);
-      EXPECT_TRUE(finite(bits, name == "dscores" ? 4 : 2)) << name;
+      EXPECT_TRUE(finite(bits, name == std::string("dscores") ? 4 : 2)) << name;
       all[name].assign(bits.begin(), bits.end());
     }
     return all;
@@ -201,7 +187,6 @@ class Backward {
   }
   void start(Stream stream, void* dw1_again = nullptr) const {
     start_weights(stream, dw1_again);
-    router_wgrad(stream, true);
     up_proj_dgrad(stream);
   }
 
@@ -225,6 +210,8 @@ class Backward {
   std::string damage() const { return arena_.damage(); }
 
  private:
+  static constexpr const char* kResults[] = {"dscores", "dw2", "dw1", "dx_rows"};
+
   static void check(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
 
   void* output(const char* name, std::size_t bytes) {
@@ -255,15 +242,6 @@ class Backward {
     return make_plan(desc, kDevice).value();
   }
 
-  OpPlan<RouterGemmDesc> router_product() const {
-    RouterGemmDesc desc;
-    desc.pass = GemmPass::wgrad;
-    desc.tokens = shape_.tokens;
-    desc.hidden = shape_.hidden;
-    desc.experts = kRouterExperts;
-    return make_plan(desc, kDevice).value();
-  }
-
   /// Without workspace, which two operations beside each other could not share.
   template <class Plan>
   static void run(const Plan& plan, const typename Plan::Args& args, Stream stream) {
@@ -286,15 +264,8 @@ class Backward {
     args.beside_previous = beside;
     run(up_proj_wgrad_, args, stream);
   }
-  void router_wgrad(Stream stream, bool beside) const {
-    if (router_ == Router::none) return;
-    RouterGemmArgs args = router_args_;
-    args.beside_previous = beside;
-    check(router_wgrad_.run(args, router_workspace_, stream));
-  }
 
   Shape shape_;
-  Router router_;
   std::int64_t dw1_rows_;
   std::size_t rows_ = 0;  // in use
   Arena arena_{kDevice};
@@ -302,21 +273,18 @@ class Backward {
   const void* poison_ = nullptr;  // as much as the largest of them
   GroupedGemmArgs args_;          // of all five: each takes what it needs
   ScoreGradArgs score_args_;
-  RouterGemmArgs router_args_;
   const std::int32_t* dw1_offsets_ = nullptr;
-  Workspace workspace_, router_workspace_;
+  Workspace workspace_;
   OpPlan<GroupedGemmDesc> down_proj_dgrad_ = product(GemmOp::down_proj_dgrad);
   OpPlan<ScoreGradDesc> score_grad_ = to_slots();
   OpPlan<GroupedGemmDesc> down_proj_wgrad_ = product(GemmOp::down_proj_wgrad);
   OpPlan<GroupedGemmDesc> up_proj_wgrad_ = product(GemmOp::up_proj_wgrad);
-  OpPlan<RouterGemmDesc> router_wgrad_ = router_product();
   OpPlan<GroupedGemmDesc> up_proj_dgrad_ = product(GemmOp::up_proj_dgrad);
 };
 
-void expect_same_bits(const Shape& shape, DxRows where, Router router, int rounds) {
+void expect_same_bits(const Shape& shape, DxRows where, int rounds) {
   SCOPED_TRACE(where == DxRows::own ? "dX~ in memory of its own" : "dX~ over A'");
-  SCOPED_TRACE(router == Router::none ? "without dWr" : "with dWr");
-  Backward backward(shape, where, router);
+  Backward backward(shape, where);
   backward.route(ragged(shape, 1));
   const Results expected = backward.one_by_one();
   const OwnStream stream(kDevice);
@@ -332,24 +300,18 @@ void expect_same_bits(const Shape& shape, DxRows where, Router router, int round
 // weight gradient that begins before the dgrad that its A' or dH comes from has ended, because an
 // operation in between let it start too early (NaN).
 TEST(Beside, LargeShape) {
-  for (const Router router : {Router::none, Router::beside}) {
-    expect_same_bits(kLarge, DxRows::own, router, 5);
-    expect_same_bits(kLarge, DxRows::over_scaled_act, router, 20);
-  }
+  expect_same_bits(kLarge, DxRows::own, 5);
+  expect_same_bits(kLarge, DxRows::over_scaled_act, 20);
 }
 
 // The same where most multiprocessors have nothing to do, so that whatever may begin does.
 TEST(Beside, SmallShape) {
-  for (const Router router : {Router::none, Router::beside}) {
-    expect_same_bits(kSmall, DxRows::own, router, 20);
-    expect_same_bits(kSmall, DxRows::over_scaled_act, router, 20);
-  }
+  expect_same_bits(kSmall, DxRows::own, 20);
+  expect_same_bits(kSmall, DxRows::over_scaled_act, 20);
 }
 
-void expect_same_replays(const Shape& shape, std::span<const Routing> routings, Router router,
-                         int rounds) {
-  SCOPED_TRACE(router == Router::none ? "without dWr" : "with dWr");
-  Backward backward(shape, DxRows::over_scaled_act, router);
+void expect_same_replays(const Shape& shape, std::span<const Routing> routings, int rounds) {
+  Backward backward(shape, DxRows::over_scaled_act);
   backward.route(routings.front());
   (void)backward.one_by_one();  // loads the kernels
   const OwnStream stream(kDevice);
@@ -373,23 +335,20 @@ void expect_same_replays(const Shape& shape, std::span<const Routing> routings, 
 // offsets or ids from before the replay (other bits, or an address out of range).
 TEST(Beside, GraphWithOtherRouting) {
   const Routing large[] = {ragged(kLarge, 2), ragged(kLarge, 3), all_to(kLarge, 20)};
+  expect_same_replays(kLarge, large, 3);
   const Routing small[] = {ragged(kSmall, 2), all_to(kSmall, kSmall.experts), ragged(kSmall, 3),
                            all_to(kSmall, 0), ragged(kSmall, 4)};
-  for (const Router router : {Router::none, Router::beside}) {
-    expect_same_replays(kLarge, large, router, 3);
-    expect_same_replays(kSmall, small, router, 20);
-  }
+  expect_same_replays(kSmall, small, 20);
 }
 
 // dW2 is at work on two multiprocessors long after the dW1 beside it has nothing more to do. To be
 // caught: an operation that began early and whose end does not imply that of what it ran beside.
-// dX~ waits for dW1 alone, or for dWr, and would be over A' while dW2 has most of that still to
-// read. Two dW1: it must also pass through an operation that itself began beside one that did. (On
-// an H200 kernels that never wait pass this, too: a grid seems to end only after those that it
-// depends on. That is not promised.)
-void expect_end_implies_all_before(Router router) {
-  SCOPED_TRACE(router == Router::none ? "without dWr" : "with dWr");
-  Backward backward(kLong, DxRows::over_scaled_act, router, kFewRows);
+// dX~ waits for dW1 alone, and would be over A' while dW2 has most of that still to read. Two dW1:
+// it must also pass through an operation that itself began beside one that did. (On an H200 kernels
+// that never wait pass this, too: a grid seems to end only after those that it depends on. That is
+// not promised.)
+TEST(Beside, EndImpliesAllBefore) {
+  Backward backward(kLong, DxRows::over_scaled_act, kFewRows);
   backward.route(all_to(kLong, 1));
   const Results expected = backward.one_by_one();
   Arena again(kDevice);
@@ -411,15 +370,12 @@ void expect_end_implies_all_before(Router router) {
   }
   EXPECT_EQ(backward.damage() + again.damage(), "");
 }
-TEST(Beside, EndImpliesAllBefore) {
-  for (const Router router : {Router::none, Router::beside}) expect_end_implies_all_before(router);
-}
 
 // The same of what is no kernel of ours: a copy on the device, in a stream and in a graph (whose
 // only edge is from dW1), and one to the host, both right after dW1. Caught: NaN in place of the
 // dW2 that is not there yet.
 TEST(Beside, CopiesSeeAllBefore) {
-  Backward backward(kLong, DxRows::own, Router::none, kFewRows);
+  Backward backward(kLong, DxRows::own, kFewRows);
   backward.route(all_to(kLong, 1));
   const std::vector<std::byte> expected = backward.one_by_one().at("dw2");
   Arena copies(kDevice);

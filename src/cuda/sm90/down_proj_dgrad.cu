@@ -99,8 +99,7 @@ using Narrow = Entry<128, Schedule::cooperative, 6>;
 using Wide = Entry<kWide, Schedule::cooperative, 4>;
 
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
-                         d.activation);
+  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128));
 }
 
 }  // namespace

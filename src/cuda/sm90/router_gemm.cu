@@ -144,7 +144,6 @@ Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
     p.rows = static_cast<int>(d.tokens);
     p.part = split.tokens;
     p.shared_tiles = p.shared_half = tiles(d.experts, Config::kN);
-    p.beside_previous = a.beside_previous && dlogits == a.dlogits;  // no copy comes before
     StoreParams e{};
     e.out[0] = partials;
     e.expert_stride = elements;

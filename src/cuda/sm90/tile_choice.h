@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <string>
 
-#include "sonicmoe/types.h"
-
 /// Which of two compiled tiles an operation takes: pure functions of the shape, each the reason why
 /// the larger tile yields to the other, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
@@ -68,20 +66,15 @@ inline std::string yield_to_pingpong(std::int64_t rows, std::int64_t experts, st
          " k blocks: tiles of 192 take less time than tiles of 256";
 }
 
-/// Time of a round of narrow tiles, in % of one of tiles twice as wide. Those of SwiGLU are fitted;
-/// the others' choose among activations at run time, for which they took a sixth longer beside
-/// their wide ones (receipts/activations.log).
-inline int narrow_percent(Activation activation) {
-  return activation == Activation::swiglu ? 57 : 67;
-}
+/// Time of a round of narrow tiles, in % of one of tiles twice as wide.
+inline constexpr int kNarrowPercent = 57;
 
 /// up_proj and dgrad: yields where `narrow` tiles across take less time than `wide` ones.
-inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
-                                   Activation activation) {
+inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow) {
   const auto whole = [&](int across) {
     return std::max(1.0, std::ceil(rounds(rows, experts, across)));
   };
-  if (whole(wide) * 100 <= whole(narrow) * narrow_percent(activation)) return {};
+  if (whole(wide) * 100 <= whole(narrow) * kNarrowPercent) return {};
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
          " experts: " + std::to_string(narrow) + " narrow tiles across take less time than " +
          std::to_string(wide);

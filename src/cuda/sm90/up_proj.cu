@@ -101,7 +101,7 @@ std::string reject_wide(const GroupedGemmDesc& d) {
 std::string yield_wide(const GroupedGemmDesc& d) {
   const int units = is_glu(d.activation) ? 64 : 128;
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
-                         tiles(d.intermediate, units), d.activation);
+                         tiles(d.intermediate, units));
 }
 
 }  // namespace
