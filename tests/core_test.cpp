@@ -312,6 +312,13 @@ TEST(Kernels, CudaDealsTilesByShape) {
   }
 }
 
+TEST(Kernels, CudaHalvesTheLastTilesByShape) {
+  EXPECT_TRUE(cuda::halves_last(4, 256, 1));
+  EXPECT_FALSE(cuda::halves_last(3.9, 256, 1));
+  EXPECT_FALSE(cuda::halves_last(4, 255, 1));
+  EXPECT_TRUE(cuda::halves_last(1e6, std::int64_t{1} << 40, INT32_MAX));
+}
+
 // Over all six products the choice is within 5 % of the best of all compiled tiles.
 TEST(Kernels, CudaTilesAreNearlyTheBest) {
   constexpr GemmOp kOps[6] = {GemmOp::up_proj,         GemmOp::down_proj,

@@ -287,6 +287,67 @@ TEST_P(ExactDealt, WrongCountLeadsNowhere) {
   }
 }
 
+// Where the last round of tiles of 256 columns is at most half full, its tiles come in halves of 64
+// rows, among them such as have some or all of their rows in one half.
+class ExactHalved : public ExactGemm {
+ protected:
+  /// Of experts in turn: 260 in the mean.
+  static constexpr int kCounts[] = {300, 64,  1,   700, 65,  0,   128, 129,
+                                    513, 191, 192, 256, 448, 257, 320, 600};
+  static int rows_of(std::int64_t e) { return kCounts[e % std::size(kCounts)]; }
+  static std::int64_t tiles_of(std::int64_t experts, int across) {
+    std::int64_t all = 0;
+    for (std::int64_t e = 0; e < experts; ++e) {
+      all += cuda::pair_tiles(cuda::tiles(rows_of(e), 128), across);
+    }
+    return all;
+  }
+  /// `experts` at least, with from `least` to `most` tiles in the last round. Returns what is run.
+  GemmRun expect_exact_with(std::int64_t hidden, std::int64_t experts, int across,
+                            std::int64_t least, std::int64_t most, std::int64_t* tiles) {
+    const GemmOp op = op_of(GetParam());
+    const std::int64_t width = op == GemmOp::up_proj ? 128 : 256;
+    Shape shape = {400, hidden, width * (across - 1) + 8, experts, 0};
+    const auto in_last_round = [&] {
+      *tiles = tiles_of(shape.experts, across);
+      return *tiles % cuda::kPairs;
+    };
+    while (in_last_round() < least || in_last_round() > most) ++shape.experts;
+    const Random random(3, 4);
+    const auto [lists, first] = counted(
+        shape.experts, [](auto e) { return rows_of(e); },
+        [&](auto i, auto) { return random.below(i, shape.tokens); });
+    shape.list_length = first.back();
+    EXPECT_TRUE(cuda::halves_last(cuda::rounds(shape.list_length, shape.experts, across),
+                                  shape.list_length, shape.experts));
+    const LayerDesc desc = layer_of(shape, DType::bf16);
+    GemmInputs inputs = integer_inputs(desc, lists, 3);
+    inputs.tile_counter = 0;
+    return expect_exact(op, desc, inputs, GetParam().name);
+  }
+};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactHalved);  // on the CPU
+
+TEST_P(ExactHalved, ByStride) {
+  std::int64_t tiles = 0;
+  for (const int across : {1, 2}) {
+    for (const auto& [least, most] : {std::pair(1, 4), {15, 20}, {29, 33}, {34, 65}}) {
+      SCOPED_TRACE(std::to_string(across) + ", " + std::to_string(least));
+      expect_exact_with(16, across == 1 ? 200 : 100, across, least, most, &tiles);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Dealt: every half is drawn.
+TEST_P(ExactHalved, Dealt) {
+  std::int64_t tiles = 0;
+  const GemmRun halved = expect_exact_with(1536, 320, 1, 15, 33, &tiles);
+  EXPECT_EQ(halved.tile_counter, tiles + tiles % cuda::kPairs);
+  const GemmRun whole = expect_exact_with(1536, 320, 1, 34, 65, &tiles);
+  EXPECT_EQ(whole.tile_counter, tiles);
+}
+
 class ExactActivation : public ExactGemm {
  protected:
   /// f(layer) for each type and activation that this kernel runs.
@@ -673,11 +734,21 @@ std::vector<KernelInfo> dealt_kernels() {
   return kernels;
 }
 
+/// And gather rows.
+std::vector<KernelInfo> halved_kernels() {
+  std::vector<KernelInfo> kernels = dealt_kernels();
+  std::erase_if(kernels, [](const KernelInfo& k) {
+    return k.op != name(GemmOp::up_proj) && k.op != name(GemmOp::down_proj_dgrad);
+  });
+  return kernels;
+}
+
 constexpr GemmOp kWithActivation[] = {GemmOp::up_proj, GemmOp::down_proj_dgrad};
 constexpr GemmOp kWeightGradients[] = {GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
 constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(kernels_for(kGemmOps)), kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactDealt, testing::ValuesIn(dealt_kernels()), kLabel);
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactHalved, testing::ValuesIn(halved_kernels()), kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactActivation, testing::ValuesIn(kernels_for(kWithActivation)),
                          kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactWeightGradient,

@@ -51,9 +51,11 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(n, Config::kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
+  const double tile_rounds = rounds(d.rows, d.experts, p.shared_tiles);
   // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
-  p.start_spread = start_spread(d.tokens * d.hidden * 2, rounds(d.rows, d.experts, p.shared_tiles),
-                                Config::kN * (4.3 * p.k_blocks + 78));
+  p.start_spread =
+      start_spread(d.tokens * d.hidden * 2, tile_rounds, Config::kN * (4.3 * p.k_blocks + 78));
+  p.halves_last = halves_last(tile_rounds, d.rows, d.experts);
 
   e.dpreact = a.dpreact;
   e.scaled_act = a.scaled_act;

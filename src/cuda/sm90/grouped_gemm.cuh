@@ -163,8 +163,9 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   // lane's: docs/findings/machine-code.md.
   const bool leader_warp = uniform(static_cast<int>(threadIdx.x) / 32) == 0;
   if (!Traits::kGathers && !leader_warp) return;
-  TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.expert_order, p.experts, p.rows,
-                                                       p.part, p.gathered_width, p.shared_tiles);
+  TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(
+      p.offsets, p.expert_order, p.experts, p.rows, p.part, p.gathered_width, p.shared_tiles,
+      Traits::kHalves && p.halves_last ? stride : 0);
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
   Tile tile;

@@ -91,6 +91,12 @@ inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }
 
+/// Do the tiles of a last round that is at most half full come in halves (TileWalk)? Where experts
+/// have so few rows that halves would often have none, or tiles are few, that is not looked for.
+inline bool halves_last(double rounds, std::int64_t rows, std::int64_t experts) {
+  return rounds >= 4 && rows >= 256 * experts;
+}
+
 /// No tile that is dealt has fewer k blocks.
 inline constexpr int kLeastDealtBlocks = 12;
 

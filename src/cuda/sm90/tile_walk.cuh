@@ -26,6 +26,9 @@ struct alignas(16) Tile {
 ///
 /// `kRows`: the own axis is the expert's rows, so that experts differ in their number of tiles.
 /// Otherwise the own axis has `own_extent` elements for every expert, and the rows are contracted.
+///
+/// With kRows the tiles of the last round may come as two halves each, the first and the last rows
+/// of their stripes, so that clusters that would have none left take half of those of the others.
 template <bool kRows, int kOwn, int kCluster>
 class TileWalk {
  public:
@@ -33,9 +36,11 @@ class TileWalk {
   static_assert(kCluster == 2, "pairs");
 
   /// `offsets` null: the rows are split into equal parts of `part` rows, one for each expert.
-  /// `order` (not kRows) null: experts ascend; what is no expert there has no tiles.
+  /// `order` (not kRows) null: experts ascend; what is no expert there has no tiles. `clusters`:
+  /// how many share the tiles, if those of a last round with at most half as many are to be halved;
+  /// else 0.
   __device__ TileWalk(const std::int32_t* offsets, const std::int32_t* order, int experts, int rows,
-                      int part, int own_extent, int shared_tiles)
+                      int part, int own_extent, int shared_tiles, int clusters)
       : offsets_(offsets),
         order_(order),
         experts_(experts),
@@ -44,11 +49,21 @@ class TileWalk {
         own_extent_(own_extent),
         shared_tiles_(shared_tiles) {
     load_window();
+    if (kRows && clusters > 0) halve_last_round(clusters);
   }
 
   /// The tile with number `index` for this CTA of the cluster; false past the last. Indices must
   /// not decrease from call to call. The whole warp calls together.
   __device__ __forceinline__ bool find(int index, int rank, Tile* tile) {
+    const int past = kRows ? index - halved_from_ : -1;
+    if (past >= 0) index = halved_from_ + past / 2;
+    if (!find_whole(index, rank, tile)) return false;
+    if (past >= 0) halve(past % 2, tile);
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ bool find_whole(int index, int rank, Tile* tile) {
     while (true) {
       const int total = __shfl_sync(~0u, last_, 31);
       if (index < start_ + total) break;
@@ -81,7 +96,25 @@ class TileWalk {
     return true;
   }
 
- private:
+  /// One without rows stays at the expert's first, which exists.
+  static __device__ __forceinline__ void halve(int half, Tile* tile) {
+    const int first = tile->own * kOwn + half * (kOwn / 2);
+    const int rows = min(tile->rows - first, kOwn / 2);
+    if (rows > 0) tile->first_row += first;
+    tile->rows = max(rows, 0);
+    tile->own = 0;
+  }
+
+  __device__ __forceinline__ void halve_last_round(int clusters) {
+    int total = 0;
+    for (int e = static_cast<int>(threadIdx.x) % 32; e < experts_; e += 32) {
+      total += cluster_tiles(offsets_[e + 1] - offsets_[e]);
+    }
+    total = __reduce_add_sync(~0u, total);
+    const int last = total % clusters;
+    if (last <= clusters / 2) halved_from_ = total - last;
+  }
+
   __device__ __forceinline__ int own_stripes(int rows) const {
     return ((kRows ? rows : own_extent_) + kOwn - 1) / kOwn;
   }
@@ -130,6 +163,7 @@ class TileWalk {
   const std::int32_t* order_;
   int experts_, rows_, part_, own_extent_, shared_tiles_;
   int window_ = 0, start_ = 0;
+  int halved_from_ = 1 << 30;              // past the last: no operands have so many
   int expert_, first_row_, count_, last_;  // of this lane's expert
 };
 

@@ -48,6 +48,8 @@ struct Traits {
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
   /// May tiles be dealt (see Dealer)?
   static constexpr bool kDealt = kDealt_;
+  /// May tiles of the last round come in halves (see TileWalk)? Narrow ones are many.
+  static constexpr bool kHalves = kOwnLoad == Own::gather_rows && kN > 128;
   static constexpr int kTold = kDealt ? 16 : 0;  // places for numbers of tiles that are told
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
   static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
@@ -93,6 +95,7 @@ struct GemmParams {
   bool paired;                 ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;             ///< contraction ops: shared tiles in the first half
   int start_spread;            ///< gather_rows: cycles between the first and the last pair's start
+  bool halves_last;            ///< kHalves: the tiles of the last round, where they are few
   std::int32_t* tile_counter;  ///< kDealt: (1) numbers drawn so far, or null: see Dealer
   std::int32_t* next_tile_counter;  ///< gather_rows: (1) set to 0, or null
   bool beside_previous;             ///< needs nothing of the kernel before it in the stream

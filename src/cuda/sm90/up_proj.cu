@@ -38,9 +38,10 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.shared_tiles = tiles(d.intermediate, gated ? kN / 2 : kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
   p.paired = gated;
+  const double tile_rounds = rounds(d.rows, d.experts, p.shared_tiles);
   // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
-  p.start_spread = start_spread(d.tokens * d.hidden * 2, rounds(d.rows, d.experts, p.shared_tiles),
-                                kN * (4.4 * p.k_blocks + 20));
+  p.start_spread = start_spread(d.tokens * d.hidden * 2, tile_rounds, kN * (4.4 * p.k_blocks + 20));
+  p.halves_last = halves_last(tile_rounds, d.rows, d.experts);
 
   const W1View b1 = w1_view(d, 1);
   e.preact = d.inference ? nullptr : a.preact;
