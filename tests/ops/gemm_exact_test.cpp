@@ -287,8 +287,8 @@ TEST_P(ExactDealt, WrongCountLeadsNowhere) {
   }
 }
 
-// Where the last round of tiles of 256 columns is at most half full, its tiles come in halves of 64
-// rows, among them such as have some or all of their rows in one half.
+// Where the last round of up_proj's tiles of 256 columns is at most half full, they come in halves
+// of 64 rows, among them such as have some or all of their rows in one half.
 class ExactHalved : public ExactGemm {
  protected:
   /// Of experts in turn: 260 in the mean.
@@ -305,9 +305,7 @@ class ExactHalved : public ExactGemm {
   /// `experts` at least, with from `least` to `most` tiles in the last round. Returns what is run.
   GemmRun expect_exact_with(std::int64_t hidden, std::int64_t experts, int across,
                             std::int64_t least, std::int64_t most, std::int64_t* tiles) {
-    const GemmOp op = op_of(GetParam());
-    const std::int64_t width = op == GemmOp::up_proj ? 128 : 256;
-    Shape shape = {400, hidden, width * (across - 1) + 8, experts, 0};
+    Shape shape = {400, hidden, 128 * (across - 1) + 8, experts, 0};
     const auto in_last_round = [&] {
       *tiles = tiles_of(shape.experts, across);
       return *tiles % cuda::kPairs;
@@ -323,7 +321,7 @@ class ExactHalved : public ExactGemm {
     const LayerDesc desc = layer_of(shape, DType::bf16);
     GemmInputs inputs = integer_inputs(desc, lists, 3);
     inputs.tile_counter = 0;
-    return expect_exact(op, desc, inputs, GetParam().name);
+    return expect_exact(op_of(GetParam()), desc, inputs, GetParam().name);
   }
 };
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactHalved);  // on the CPU
@@ -734,12 +732,10 @@ std::vector<KernelInfo> dealt_kernels() {
   return kernels;
 }
 
-/// And gather rows.
+/// Of those, with tiles that may come in halves.
 std::vector<KernelInfo> halved_kernels() {
   std::vector<KernelInfo> kernels = dealt_kernels();
-  std::erase_if(kernels, [](const KernelInfo& k) {
-    return k.op != name(GemmOp::up_proj) && k.op != name(GemmOp::down_proj_dgrad);
-  });
+  std::erase_if(kernels, [](const KernelInfo& k) { return k.op != name(GemmOp::up_proj); });
   return kernels;
 }
 

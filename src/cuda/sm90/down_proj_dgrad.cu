@@ -51,11 +51,9 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(n, Config::kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
-  const double tile_rounds = rounds(d.rows, d.experts, p.shared_tiles);
   // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
-  p.start_spread =
-      start_spread(d.tokens * d.hidden * 2, tile_rounds, Config::kN * (4.3 * p.k_blocks + 78));
-  p.halves_last = halves_last(tile_rounds, d.rows, d.experts);
+  p.start_spread = start_spread(d.tokens * d.hidden * 2, rounds(d.rows, d.experts, p.shared_tiles),
+                                Config::kN * (4.3 * p.k_blocks + 78));
 
   e.dpreact = a.dpreact;
   e.scaled_act = a.scaled_act;
@@ -100,8 +98,10 @@ struct Entry {
 using Narrow = Entry<128, Schedule::cooperative, 6>;
 using Wide = Entry<kWide, Schedule::cooperative, 4>;
 
+/// 60 %: docs/findings/tile-choice.md.
 std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128));
+  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
+                         60);
 }
 
 }  // namespace

@@ -66,15 +66,14 @@ inline std::string yield_to_pingpong(std::int64_t rows, std::int64_t experts, st
          " k blocks: tiles of 192 take less time than tiles of 256";
 }
 
-/// Time of a round of narrow tiles, in % of one of tiles twice as wide.
-inline constexpr int kNarrowPercent = 57;
-
-/// up_proj and dgrad: yields where `narrow` tiles across take less time than `wide` ones.
-inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow) {
+/// up_proj and dgrad: yields where `narrow` tiles across take less time than `wide` ones. A round
+/// of those takes `percent` % of one of tiles twice as wide.
+inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
+                                   int percent) {
   const auto whole = [&](int across) {
     return std::max(1.0, std::ceil(rounds(rows, experts, across)));
   };
-  if (whole(wide) * 100 <= whole(narrow) * kNarrowPercent) return {};
+  if (whole(wide) * 100 <= whole(narrow) * percent) return {};
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
          " experts: " + std::to_string(narrow) + " narrow tiles across take less time than " +
          std::to_string(wide);
@@ -91,8 +90,9 @@ inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }
 
-/// Do the tiles of a last round that is at most half full come in halves (TileWalk)? Where experts
-/// have so few rows that halves would often have none, or tiles are few, that is not looked for.
+/// up_proj: do the tiles of a last round that is at most half full come in halves (TileWalk)? Where
+/// experts have so few rows that halves would often have none, or tiles are few, that is not looked
+/// for.
 inline bool halves_last(double rounds, std::int64_t rows, std::int64_t experts) {
   return rounds >= 4 && rows >= 256 * experts;
 }

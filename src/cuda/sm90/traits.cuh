@@ -48,7 +48,8 @@ struct Traits {
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
   /// May tiles be dealt (see Dealer)?
   static constexpr bool kDealt = kDealt_;
-  /// May tiles of the last round come in halves (see TileWalk)? Narrow ones are many.
+  /// May tiles of the last round come in halves (see TileWalk)? up_proj asks for it. Narrow tiles
+  /// are many.
   static constexpr bool kHalves = kOwnLoad == Own::gather_rows && kN > 128;
   static constexpr int kTold = kDealt ? 16 : 0;  // places for numbers of tiles that are told
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
