@@ -1,7 +1,6 @@
 #include "operations.h"
 
 #include <memory>
-#include <stdexcept>
 
 namespace sonicmoe::cli {
 
@@ -66,8 +65,7 @@ Task Operations::task(std::string name, const OpPlan<Desc>& plan, const typename
             .run = [plan, args, workspace] { return plan.run(args, workspace->workspace()); },
             .flops = flops};
   for (const Buffer* buffer : moved) task.bytes += moved_bytes(*buffer);
-  const Status status = task.run();
-  if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
+  run(task);
   return task;
 }
 
@@ -107,35 +105,30 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
   }
 }
 
+const Task* Operations::find(const std::string& name) const {
+  for (const Group& group : groups_) {
+    if (group.tasks[0].name == name) return &group.tasks[0];
+  }
+  return nullptr;
+}
+
 void Operations::add_in_layer(const std::string& name, std::initializer_list<const char*> before) {
   if (settings_.device.type != DeviceType::cuda) return;
-  const auto named = [&](const std::string& wanted) {
-    for (const Group& group : groups_) {
-      if (group.tasks[0].name == wanted) return group.tasks[0];
-    }
-    throw std::logic_error(wanted + ": no such operation");
-  };
-  std::vector<Task> tasks;
-  for (const char* operation : before) tasks.push_back(named(operation));
-  const auto run = [tasks] {
-    for (const Task& task : tasks) {
-      const Status status = task.run();
-      if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
-    }
-  };
-  Task task = named(name);
+  Task task = *find(name);
   task.name += ".in_layer";
-  groups_.push_back({.tasks = {std::move(task)}, .before = run});
+  std::vector<Task> tasks;
+  for (const char* operation : before) tasks.push_back(*find(operation));
+  const auto run_all = [tasks] {
+    for (const Task& one : tasks) run(one);
+  };
+  groups_.push_back({.tasks = {std::move(task)}, .before = run_all});
 }
 
 Task Operations::sequence(std::string name, std::initializer_list<const char*> operations) const {
   Task all{.name = std::move(name), .run = {}};
   std::vector<std::function<Status()>> runs;
   for (const char* operation : operations) {
-    const Task* task = nullptr;
-    for (const Group& group : groups_) {
-      if (group.tasks[0].name == operation) task = &group.tasks[0];
-    }
+    const Task* task = find(operation);
     for (const Task& other : in_sequence_) {
       if (other.name == operation) task = &other;
     }

@@ -38,11 +38,6 @@ class CacheFlush {
   Buffer memory_;
 };
 
-void run(const Task& task) {
-  const Status status = task.run();
-  if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
-}
-
 double time_once(const Task& task, DeviceClock* clock) {
   if (clock != nullptr && task.on_host) clock->wait();
   if (clock != nullptr) clock->start();
@@ -54,6 +49,11 @@ double time_once(const Task& task, DeviceClock* clock) {
 }
 
 }  // namespace
+
+void run(const Task& task) {
+  const Status status = task.run();
+  if (!status.ok()) throw std::runtime_error(task.name + ": " + status.message());
+}
 
 double median(std::vector<double> values) {
   if (values.empty()) return std::numeric_limits<double>::quiet_NaN();
@@ -111,7 +111,9 @@ void time_sustained(const std::vector<Group*>& groups, double seconds, Device de
   std::ranges::stable_sort(tasks, std::greater(),
                            [](const auto& of_group) { return of_group.second->flops; });
   bool settled = false;
-  for (const auto& [group, task] : tasks) {
+  for (const auto& of_group : tasks) {
+    const Group* const group = of_group.first;
+    Task* const task = of_group.second;
     progress.show(task->name);
     if (task->on_host) {
       constexpr int kRuns = 10;
@@ -122,10 +124,10 @@ void time_sustained(const std::vector<Group*>& groups, double seconds, Device de
     }
     const auto repeat = [&](int count) {
       if (interrupted()) return std::vector<double>();
-      const auto before = [&group] {
+      const auto before = [group] {
         if (group->before && !interrupted()) group->before();
       };
-      return clock.repeat(count, before, [&task] {
+      return clock.repeat(count, before, [task] {
         if (!interrupted()) run(*task);
       });
     };

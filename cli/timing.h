@@ -25,6 +25,9 @@ struct Task {
   std::vector<double> seconds = {};
 };
 
+/// Throws std::runtime_error with the text of a Status that is not ok.
+void run(const Task& task);
+
 /// Tasks that run one after the other on warm caches, as they would inside a layer. The caches are
 /// flushed before each group; `before` (after the flush) and `after` run outside the timing.
 struct Group {

@@ -1,4 +1,6 @@
 // Bit for bit: every kernel of the six GEMM operations on integer-coded inputs.
+#include "tests/ops/gemm_exact.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,26 +12,10 @@
 
 #include "cuda/sm90/tile_choice.h"
 #include "sonicmoe/info.h"
-#include "tests/device.h"
-#include "tests/test_names.h"
-#include "verify/run.h"
 
 namespace sonicmoe::verify {
 namespace {
 
-/// silu(-64) and its slope are about 1e-26 and not the same bits in fp32 and fp64; added to an
-/// integer they vanish, alone they count as zero.
-constexpr double kTrace = 0x1p-60;
-Tensor without_traces(Tensor values) {
-  for (double& v : values) {
-    if (std::fabs(v) < kTrace) v = 0;
-  }
-  return values;
-}
-
-struct Shape {
-  std::int64_t tokens, hidden, intermediate, experts, list_length;
-};
 // Odd sizes; more than two of the CPU's cache blocks along rows, d and n; odd numbers of CUDA's
 // tiles, with a last one that is partly used, along all three.
 std::vector<Shape> shapes() {
@@ -37,33 +23,6 @@ std::vector<Shape> shapes() {
       {61, 72, 40, 7, 200}, {900, 16, 24, 2, 2300}, {9, 1032, 16, 3, 25}, {9, 16, 1032, 3, 25}};
   if (!kOnCpu) all.push_back({300, 584, 328, 5, 900});
   return all;
-}
-
-GemmRun run_kernel(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
-                   const std::string& kernel) {
-  Options options;
-  options.kernel = kernel;
-  options.threads = 2;
-  return run_gemm(op, desc, inputs, kDevice, options);
-}
-
-void compare_exactly(const GemmRun& run, GemmOp op, const LayerDesc& desc,
-                     const GemmInputs& inputs) {
-  ASSERT_EQ(run.failure, "");
-  const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
-  for (const GemmOutput& output : kGemmOutputs) {
-    const Check check = same_values(output.name, without_traces(run.tensors.*output.member),
-                                    without_traces(expected.*output.member));
-    ASSERT_TRUE(check.pass) << check.tensor << ": " << check.note;
-  }
-}
-
-/// What was run.
-GemmRun expect_exact(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
-                     const std::string& kernel) {
-  GemmRun run = run_kernel(op, desc, inputs, kernel);
-  compare_exactly(run, op, desc, inputs);
-  return run;
 }
 
 /// Sentinels, duplicates, an expert without rows, all of it unsorted.
@@ -79,33 +38,7 @@ Routing routing(const Shape& shape) {
   return lists;
 }
 
-/// As many slots for each expert as told, expert by expert, so that they are grouped rows as well.
-struct Counted {
-  Routing lists;
-  std::vector<std::int64_t> first = {0};  ///< row of each expert, and of the end
-};
-/// count(expert) slots, token(i, expert) that of the i-th of all.
-template <class Count, class Token>
-Counted counted(std::int64_t experts, Count&& count, Token&& token) {
-  Counted made;
-  for (std::int64_t e = 0; e < experts; ++e) {
-    for (int i = 0; i < count(e); ++i) {
-      made.lists.tokens.push_back(static_cast<std::int32_t>(token(made.lists.tokens.size(), e)));
-      made.lists.experts.push_back(static_cast<std::int32_t>(e));
-    }
-    made.first.push_back(static_cast<std::int64_t>(made.lists.tokens.size()));
-  }
-  return made;
-}
-
 class ExactGemm : public testing::TestWithParam<KernelInfo> {};
-
-GemmOp op_of(const KernelInfo& kernel) {
-  for (const GemmOp op : kGemmOps) {
-    if (kernel.op == name(op)) return op;
-  }
-  return {};
-}
 
 /// False if this kernel is not for this type, activation or bias, or not for this processor.
 bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activation,
@@ -124,18 +57,6 @@ bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activa
     EXPECT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
   }
   return plan.ok();
-}
-
-LayerDesc layer_of(const Shape& shape, DType dtype) {
-  LayerDesc desc;
-  desc.tokens = shape.tokens;
-  desc.hidden = shape.hidden;
-  desc.intermediate = shape.intermediate;
-  desc.experts = shape.experts;
-  desc.dtype = dtype;
-  desc.router = RouterMode::given;
-  desc.list_length = shape.list_length;
-  return desc;
 }
 
 TEST_P(ExactGemm, EveryActivationAndLayout) {
@@ -198,152 +119,6 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
     }
   }
   EXPECT_GT(runs, 0);
-}
-
-// Where sums are long and tiles are many, CUDA deals the tiles of 256 columns to whoever is free:
-// each is drawn once, but for the first of each pair of CTAs, which in the end draws one past the
-// last.
-class ExactDealt : public ExactGemm {
- protected:
-  struct Dealt {
-    std::int64_t hidden, intermediate, experts;
-    int across;  ///< tiles to a stripe of 128 rows
-    std::int64_t tiles = 0;
-  };
-  bool gathers() const {
-    return op_of(GetParam()) == GemmOp::up_proj || op_of(GetParam()) == GemmOp::down_proj_dgrad;
-  }
-  /// With as few k blocks as are dealt with a counter that is given.
-  Dealt shortest() const {
-    if (gathers()) return {1536, 8, 600, 1};
-    return {8, op_of(GetParam()) == GemmOp::down_proj ? 768 : 384, 600, 1};
-  }
-  /// Operands with as many tiles for a pair of CTAs as `least`, for a counter that is `given` or
-  /// one in the workspace. Sets dealt->tiles.
-  std::pair<LayerDesc, GemmInputs> operands(Dealt* dealt, int least, bool given) {
-    const GemmOp op = op_of(GetParam());
-    Shape shape = {400, dealt->hidden, dealt->intermediate, dealt->experts, 0};
-    const int every = dealt->across == 1 ? 20 : 60;
-    const Random random(1, 2);
-    const auto [lists, first] = counted(
-        shape.experts, [&](auto e) { return e % every == 0 ? 300 : static_cast<int>(e % 4); },
-        [&](auto i, auto) { return random.below(i, shape.tokens); });
-    shape.list_length = first.back();
-    const std::int64_t sums = gathers()                 ? shape.hidden
-                              : op == GemmOp::down_proj ? shape.intermediate
-                                                        : 2 * shape.intermediate;
-    EXPECT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, dealt->across),
-                            static_cast<int>(sums / 64), gathers(), given));
-    for (std::size_t e = 0; e + 1 < first.size(); ++e) {
-      dealt->tiles += cuda::pair_tiles(cuda::tiles(first[e + 1] - first[e], 128), dealt->across);
-    }
-    EXPECT_GT(dealt->tiles, least * cuda::kPairs);
-    const LayerDesc desc = layer_of(shape, DType::bf16);
-    return {desc, integer_inputs(desc, lists, 3)};
-  }
-};
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDealt);  // on the CPU
-
-TEST_P(ExactDealt, AllTiles) {
-  const GemmOp op = op_of(GetParam());
-  // More tiles for a pair of CTAs than there are places for numbers (16); pairs that go apart, with
-  // a tile for each and with a tile for one.
-  std::vector<Dealt> all = {{8, 1024, 1400, 1}, {520, 512, 270, 3}};
-  if (op == GemmOp::down_proj) all[1].intermediate = 1024;
-  if (gathers()) all = {{2048, 8, 1400, 1}, {2048, op == GemmOp::up_proj ? 264 : 520, 270, 3}};
-  for (Dealt& dealt : all) {
-    const auto [desc, inputs] = operands(&dealt, dealt.across == 1 ? 17 : 4, false);
-    const GemmRun run = expect_exact(op, desc, inputs, GetParam().name);
-    std::int32_t drawn = 0;  // the last word
-    ASSERT_GE(run.workspace.size(), sizeof drawn);
-    std::memcpy(&drawn, run.workspace.data() + run.workspace.size() - sizeof drawn, sizeof drawn);
-    EXPECT_EQ(drawn, dealt.tiles);
-  }
-}
-
-TEST_P(ExactDealt, CountsWhereItIsTold) {
-  Dealt dealt = shortest();
-  auto [desc, inputs] = operands(&dealt, 7, true);
-  inputs.tile_counter = 0;
-  const GemmRun run = expect_exact(op_of(GetParam()), desc, inputs, GetParam().name);
-  EXPECT_EQ(run.tile_counter, dealt.tiles);
-  const GuardedBuffer poison(run.workspace.size());  // nothing else in the workspace
-  EXPECT_TRUE(std::ranges::equal(run.workspace, poison.bytes()));
-}
-
-// A count that no operation leaves: every pair of CTAs has the one tile that it does not draw.
-TEST_P(ExactDealt, WrongCountLeadsNowhere) {
-  Dealt dealt = shortest();
-  auto [desc, inputs] = operands(&dealt, 7, true);
-  for (const std::int32_t wrong : {-1'000'000, INT32_MAX - 5, INT32_MIN}) {
-    SCOPED_TRACE(wrong);
-    inputs.tile_counter = wrong;
-    const GemmRun run = run_kernel(op_of(GetParam()), desc, inputs, GetParam().name);
-    ASSERT_EQ(run.failure, "");
-    const std::uint32_t drawn =
-        static_cast<std::uint32_t>(run.tile_counter) - static_cast<std::uint32_t>(wrong);
-    ASSERT_GT(drawn, 0u);
-    ASSERT_LE(drawn, static_cast<std::uint32_t>(cuda::kPairs));
-  }
-}
-
-// Where the last round of up_proj's tiles of 256 columns is at most half full, they come in halves
-// of 64 rows, among them such as have some or all of their rows in one half.
-class ExactHalved : public ExactGemm {
- protected:
-  /// Of experts in turn: 260 in the mean.
-  static constexpr int kCounts[] = {300, 64,  1,   700, 65,  0,   128, 129,
-                                    513, 191, 192, 256, 448, 257, 320, 600};
-  static int rows_of(std::int64_t e) { return kCounts[e % std::size(kCounts)]; }
-  static std::int64_t tiles_of(std::int64_t experts, int across) {
-    std::int64_t all = 0;
-    for (std::int64_t e = 0; e < experts; ++e) {
-      all += cuda::pair_tiles(cuda::tiles(rows_of(e), 128), across);
-    }
-    return all;
-  }
-  /// `experts` at least, with from `least` to `most` tiles in the last round. Returns what is run.
-  GemmRun expect_exact_with(std::int64_t hidden, std::int64_t experts, int across,
-                            std::int64_t least, std::int64_t most, std::int64_t* tiles) {
-    Shape shape = {400, hidden, 128 * (across - 1) + 8, experts, 0};
-    const auto in_last_round = [&] {
-      *tiles = tiles_of(shape.experts, across);
-      return *tiles % cuda::kPairs;
-    };
-    while (in_last_round() < least || in_last_round() > most) ++shape.experts;
-    const Random random(3, 4);
-    const auto [lists, first] = counted(
-        shape.experts, [](auto e) { return rows_of(e); },
-        [&](auto i, auto) { return random.below(i, shape.tokens); });
-    shape.list_length = first.back();
-    EXPECT_TRUE(cuda::halves_last(cuda::rounds(shape.list_length, shape.experts, across),
-                                  shape.list_length, shape.experts));
-    const LayerDesc desc = layer_of(shape, DType::bf16);
-    GemmInputs inputs = integer_inputs(desc, lists, 3);
-    inputs.tile_counter = 0;
-    return expect_exact(op_of(GetParam()), desc, inputs, GetParam().name);
-  }
-};
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactHalved);  // on the CPU
-
-TEST_P(ExactHalved, ByStride) {
-  std::int64_t tiles = 0;
-  for (const int across : {1, 2}) {
-    for (const auto& [least, most] : {std::pair(1, 4), {15, 20}, {29, 33}, {34, 65}}) {
-      SCOPED_TRACE(std::to_string(across) + ", " + std::to_string(least));
-      expect_exact_with(16, across == 1 ? 200 : 100, across, least, most, &tiles);
-      if (HasFatalFailure()) return;
-    }
-  }
-}
-
-// Dealt: every half is drawn.
-TEST_P(ExactHalved, Dealt) {
-  std::int64_t tiles = 0;
-  const GemmRun halved = expect_exact_with(1536, 320, 1, 15, 33, &tiles);
-  EXPECT_EQ(halved.tile_counter, tiles + tiles % cuda::kPairs);
-  const GemmRun whole = expect_exact_with(1536, 320, 1, 34, 65, &tiles);
-  EXPECT_EQ(whole.tile_counter, tiles);
 }
 
 class ExactActivation : public ExactGemm {
@@ -717,34 +492,9 @@ TEST_P(ExactGemm, Quick) {
   }
 }
 
-std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
-  std::set<std::string> names;
-  for (const GemmOp op : ops) names.insert(name(op));
-  return kernels_of(kDevice, names);
-}
-
-/// Of CUDA, with tiles that may be dealt.
-std::vector<KernelInfo> dealt_kernels() {
-  constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::down_proj_dgrad,
-                             GemmOp::up_proj_dgrad};
-  std::vector<KernelInfo> kernels = kernels_for(kOps);
-  std::erase_if(kernels, [](const KernelInfo& k) { return !k.name.ends_with(".128x256"); });
-  return kernels;
-}
-
-/// Of those, with tiles that may come in halves.
-std::vector<KernelInfo> halved_kernels() {
-  std::vector<KernelInfo> kernels = dealt_kernels();
-  std::erase_if(kernels, [](const KernelInfo& k) { return k.op != name(GemmOp::up_proj); });
-  return kernels;
-}
-
 constexpr GemmOp kWithActivation[] = {GemmOp::up_proj, GemmOp::down_proj_dgrad};
 constexpr GemmOp kWeightGradients[] = {GemmOp::down_proj_wgrad, GemmOp::up_proj_wgrad};
-constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactGemm, testing::ValuesIn(kernels_for(kGemmOps)), kLabel);
-INSTANTIATE_TEST_SUITE_P(Kernels, ExactDealt, testing::ValuesIn(dealt_kernels()), kLabel);
-INSTANTIATE_TEST_SUITE_P(Kernels, ExactHalved, testing::ValuesIn(halved_kernels()), kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactActivation, testing::ValuesIn(kernels_for(kWithActivation)),
                          kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactWeightGradient,

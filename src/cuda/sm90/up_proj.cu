@@ -99,11 +99,12 @@ std::string reject_wide(const GroupedGemmDesc& d) {
              : "";
 }
 
-/// 57 %: docs/findings/tile-choice.md.
+constexpr int kNarrowPercent = 57;  // docs/findings/tile-choice.md
+
 std::string yield_wide(const GroupedGemmDesc& d) {
   const int units = is_glu(d.activation) ? 64 : 128;
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
-                         tiles(d.intermediate, units), 57);
+                         tiles(d.intermediate, units), kNarrowPercent);
 }
 
 }  // namespace

@@ -1,0 +1,107 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sonicmoe/info.h"
+#include "tests/device.h"
+#include "tests/test_names.h"
+#include "verify/run.h"
+
+/// Integer-coded operands, and bit for bit what comes out of a GEMM operation's kernel.
+namespace sonicmoe::verify {
+
+/// silu(-64) and its slope are about 1e-26 and not the same bits in fp32 and fp64; added to an
+/// integer they vanish, alone they count as zero.
+inline constexpr double kTrace = 0x1p-60;
+inline Tensor without_traces(Tensor values) {
+  for (double& v : values) {
+    if (std::fabs(v) < kTrace) v = 0;
+  }
+  return values;
+}
+
+struct Shape {
+  std::int64_t tokens, hidden, intermediate, experts, list_length;
+};
+
+inline GemmRun run_kernel(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
+                          const std::string& kernel) {
+  Options options;
+  options.kernel = kernel;
+  options.threads = 2;
+  return run_gemm(op, desc, inputs, kDevice, options);
+}
+
+inline void compare_exactly(const GemmRun& run, GemmOp op, const LayerDesc& desc,
+                            const GemmInputs& inputs) {
+  ASSERT_EQ(run.failure, "");
+  const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
+  for (const GemmOutput& output : kGemmOutputs) {
+    const Check check = same_values(output.name, without_traces(run.tensors.*output.member),
+                                    without_traces(expected.*output.member));
+    ASSERT_TRUE(check.pass) << check.tensor << ": " << check.note;
+  }
+}
+
+/// What was run.
+inline GemmRun expect_exact(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
+                            const std::string& kernel) {
+  GemmRun run = run_kernel(op, desc, inputs, kernel);
+  compare_exactly(run, op, desc, inputs);
+  return run;
+}
+
+/// As many slots for each expert as told, expert by expert, so that they are grouped rows as well.
+struct Counted {
+  Routing lists;
+  std::vector<std::int64_t> first = {0};  ///< row of each expert, and of the end
+};
+/// count(expert) slots, token(i, expert) that of the i-th of all.
+template <class Count, class Token>
+Counted counted(std::int64_t experts, Count&& count, Token&& token) {
+  Counted made;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    for (int i = 0; i < count(e); ++i) {
+      made.lists.tokens.push_back(static_cast<std::int32_t>(token(made.lists.tokens.size(), e)));
+      made.lists.experts.push_back(static_cast<std::int32_t>(e));
+    }
+    made.first.push_back(static_cast<std::int64_t>(made.lists.tokens.size()));
+  }
+  return made;
+}
+
+inline GemmOp op_of(const KernelInfo& kernel) {
+  for (const GemmOp op : kGemmOps) {
+    if (kernel.op == name(op)) return op;
+  }
+  return {};
+}
+
+inline LayerDesc layer_of(const Shape& shape, DType dtype) {
+  LayerDesc desc;
+  desc.tokens = shape.tokens;
+  desc.hidden = shape.hidden;
+  desc.intermediate = shape.intermediate;
+  desc.experts = shape.experts;
+  desc.dtype = dtype;
+  desc.router = RouterMode::given;
+  desc.list_length = shape.list_length;
+  return desc;
+}
+
+inline std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
+  std::set<std::string> names;
+  for (const GemmOp op : ops) names.insert(name(op));
+  return kernels_of(kDevice, names);
+}
+
+inline constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
+
+}  // namespace sonicmoe::verify
