@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "core/kernel.h"
 #include "sonicmoe/status.h"
 
@@ -28,15 +30,21 @@ Status allow_shared_memory(Kernel* kernel, int bytes) noexcept {
                    "shared memory of a kernel");
 }
 
-/// Multiprocessors of a device; 0 if it cannot be asked.
-inline int sm_count(const Exec& exec) noexcept {
-  int count = 0;
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, exec.device.index) !=
-      cudaSuccess) {
+/// What a device says of itself; 0 if it cannot be asked.
+inline int device_attribute(cudaDeviceAttr attribute, const Exec& exec) noexcept {
+  int value = 0;
+  if (cudaDeviceGetAttribute(&value, attribute, exec.device.index) != cudaSuccess) {
     (void)cudaGetLastError();  // or the next launch reports it
     return 0;
   }
-  return count;
+  return value;
+}
+/// Multiprocessors.
+inline int sm_count(const Exec& exec) noexcept {
+  return device_attribute(cudaDevAttrMultiProcessorCount, exec);
+}
+inline std::int64_t l2_bytes(const Exec& exec) noexcept {
+  return device_attribute(cudaDevAttrL2CacheSize, exec);
 }
 
 /// Empty, or why a 16-bit CUDA kernel does not take this type.

@@ -170,7 +170,24 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from
                : "memory");
 }
 
-/// The same; if it must come from memory, the 256 bytes around it come to L2.
+/// The same, by a policy of L2.
+__device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from, bool valid,
+                                              std::uint64_t policy) {
+  const std::uint32_t size = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(size), "l"(policy)
+               : "memory");
+}
+
+/// What L2 does with lines that are read: they leave it first, or in turn.
+__device__ __forceinline__ std::uint64_t l2_policy(bool leave_first) {
+  std::uint64_t first, in_turn;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(in_turn));
+  return leave_first ? first : in_turn;
+}
+
+/// 16 bytes if valid; if they must come from memory, the 256 bytes around them come to L2.
 __device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const void* from,
                                                      bool valid) {
   const std::uint32_t size = valid ? 16 : 0;

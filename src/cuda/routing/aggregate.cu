@@ -136,8 +136,9 @@ struct Term {
 template <class T, class R>
 __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
     aggregate_ring(const T* rows, Slots slots, Router<T> router, const T* addend, T* out,
-                   std::uint32_t tokens, std::uint32_t hidden) {
+                   std::uint32_t tokens, std::uint32_t hidden, bool leave_first) {
   extern __shared__ uint4 memory[];
+  const std::uint64_t policy = l2_policy(leave_first);
   const std::uint32_t warp = threadIdx.x / kWarp;
   const R ring{shared_address(memory) + warp * R::kWarpBytes};
   const auto groups = static_cast<std::uint32_t>((slots.top_k + R::kGroup - 1) / R::kGroup);
@@ -170,7 +171,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
     for (int k = 0; k < R::kGroup; ++k) {
       const std::int32_t row = __shfl_sync(kAllLanes, found.row, k);
       const bool there = row >= 0 && j < hidden;
-      copy_async_16(ring.row(stage, k), rows + (there ? std::int64_t{row} * hidden + j : 0), there);
+      copy_async_16(ring.row(stage, k), rows + (there ? std::int64_t{row} * hidden + j : 0), there,
+                    policy);
     }
     copy_async_commit();
     if constexpr (R::kSum == Sum::routed) {
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], routers[c]);
       }
-      if (addend != nullptr) add<T>(raw(load_once(addend + at, inside)), sum);
+      if (addend != nullptr) add<T>(raw(load_once(addend + at, inside, policy)), sum);
       if (inside) store_rounded(sum, out + at);
 #pragma unroll
       for (int c = 0; c < 8; ++c) sum[c] = routers[c] = 0.0f;
@@ -257,8 +259,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
 
 // A thread owns 8 columns of a token: many slots, or lists.
 
-constexpr int kThreads = 256;  // of a block, at most
-constexpr int kInFlight = 8;   // rows that are loaded before the first is added
+constexpr unsigned kThreads = 256;    // of a block, at most
+constexpr unsigned kFewThreads = 64;  // that are enough for one
+constexpr int kInFlight = 8;          // rows that are loaded before the first is added
 
 /// The slots of a token in a list, in order.
 struct Lists {
@@ -269,7 +272,8 @@ struct Lists {
 template <class T, bool kWeighted, bool kLists>
 __global__ void __launch_bounds__(kThreads, 3)
     aggregate(const T* rows, Slots slots, Lists lists, const T* addend, T* out,
-              std::uint32_t tokens, std::uint32_t hidden) {
+              std::uint32_t tokens, std::uint32_t hidden, bool leave_first) {
+  const std::uint64_t policy = l2_policy(leave_first);
   const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
   wait_for_previous();
   if (t >= tokens) return;
@@ -293,14 +297,15 @@ __global__ void __launch_bounds__(kThreads, 3)
   };
   look_up(0);
   for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
-    const uint4 extra = raw(load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr));
+    const uint4 extra =
+        raw(load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr, policy));
     float sum[8] = {};
     for (std::int32_t first = 0; first < count; first += kInFlight) {
       if (count > kInFlight) look_up(first);
       uint4 part[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        part[i] = raw(load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0));
+        part[i] = raw(load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0, policy));
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
@@ -317,10 +322,12 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-/// Threads along the columns and tokens of a block. Many columns are cut into equal turns.
+/// Threads along the columns and tokens of a block. A token with many columns is a block of its
+/// own, which takes them in two turns or more.
 dim3 block_of(std::int64_t columns) {
   const std::int64_t chunks = columns / 8;
-  const std::int64_t turns = (chunks + kThreads - 1) / kThreads;
+  const std::int64_t turns =
+      std::max<std::int64_t>(chunks < 2 * kFewThreads ? 1 : 2, (chunks + kThreads - 1) / kThreads);
   const std::int64_t each = (chunks + turns - 1) / turns;
   unsigned wide = kWarp;
   if (each > kWarp) {
@@ -328,11 +335,18 @@ dim3 block_of(std::int64_t columns) {
   } else {
     while (wide / 2 >= each) wide /= 2;
   }
-  return dim3(wide, kThreads / wide);
+  return dim3(wide, std::max(1u, kFewThreads / wide));
 }
 
 Slots slots_of(const AggregateDesc& d, const AggregateArgs& a) {
   return {a.slot_rows, a.slot_experts, a.slot_scores, static_cast<std::int32_t>(d.top_k)};
+}
+
+/// The product before a sum has left its last rows in L2. Where little is summed they are a good
+/// part of it, and wait there if what was read leaves first: 2 to 20 % of the time. Where they are
+/// not, reading so takes 1 to 7 % more. docs/findings/sums.md
+bool leave_first(const AggregateDesc& d, const Exec& exec) {
+  return (d.rows + d.tokens) * d.hidden * std::int64_t{2} < 3 * l2_bytes(exec);
 }
 
 template <class T, bool kLists>
@@ -342,7 +356,8 @@ void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
                blocks_for(d.tokens, block.y), block, 0, stream_of(exec),
                static_cast<const T*>(a.rows), slots_of(d, a), Lists{a.token_offsets, a.token_slots},
                static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
+               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden),
+               leave_first(d, exec));
 }
 
 template <class T, class R>
@@ -354,7 +369,8 @@ void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec
                Router<T>{static_cast<const T*>(a.dlogits), static_cast<const T*>(a.router_w),
                          static_cast<std::int32_t>(d.experts)},
                static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden));
+               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden),
+               leave_first(d, exec));
 }
 
 constexpr std::int64_t kFew = 4;  // slots of a token, at most, that any sum takes in rings
