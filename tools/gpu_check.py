@@ -204,6 +204,19 @@ def weak_bound(rows: list[dict], python: dict | None) -> str:
 # run
 
 
+def without_paths(log: str, folder: Path) -> str:
+    """A log that can be committed: without the folders of the machine that wrote it."""
+    for path, name in (
+        (sys.executable, "python3"),
+        (str(folder), "build-gpu"),
+        (f"{sys.prefix}{os.sep}", ""),
+        (f"{ROOT}{os.sep}", ""),
+        (str(ROOT), "."),
+    ):
+        log = log.replace(path, name)
+    return log
+
+
 class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "receipt"
@@ -385,6 +398,8 @@ class Run:
             print(f"gpu_check: {weak}")
             self.good = False
         (self.out / "h200.json").write_text(json.dumps(receipt, indent=1) + "\n")
+        for log in self.out.glob("*.log"):
+            log.write_text(without_paths(log.read_text(errors="replace"), self.folder))
         self.good &= summary["failed"] == summary["skipped"] == 0 and summary["passed"] > 0
         self.good &= pytest_exit == 0
         self.good &= set(sanitizer.values()) == {"clean"}

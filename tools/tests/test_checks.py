@@ -12,6 +12,7 @@ import check_device_build  # noqa: E402
 import check_docs  # noqa: E402
 import check_layers  # noqa: E402
 import figures  # noqa: E402
+import gpu_check  # noqa: E402
 import run_snippets  # noqa: E402
 import tile_times  # noqa: E402
 
@@ -211,3 +212,15 @@ def test_figures_finds_documents_that_the_receipt_does_not_back(
     monkeypatch.setattr(sys, "argv", ["figures.py"])
     assert figures.main() == 0
     assert (documents / name).read_text() == text
+
+
+def test_logs_name_no_folder_of_their_machine(tmp_path):
+    folder = tmp_path / "packed"
+    log = (
+        f"$ {folder}/sonicmoe bench\n$ {sys.executable} -m pytest\nrootdir: {gpu_check.ROOT}\n"
+        f"{gpu_check.ROOT}/python/tests/test_cuda.py\n{sys.prefix}/lib/torch/cuda.py:1: warning\n"
+    )
+    assert gpu_check.without_paths(log, folder) == (
+        "$ build-gpu/sonicmoe bench\n$ python3 -m pytest\nrootdir: .\n"
+        "python/tests/test_cuda.py\nlib/torch/cuda.py:1: warning\n"
+    )
