@@ -1,6 +1,7 @@
 #include "operations.h"
 
 #include <memory>
+#include <stdexcept>
 
 namespace sonicmoe::cli {
 
@@ -112,12 +113,18 @@ const Task* Operations::find(const std::string& name) const {
   return nullptr;
 }
 
+const Task& Operations::named(const std::string& name) const {
+  const Task* task = find(name);
+  if (task == nullptr) throw std::logic_error(name + ": no such operation");
+  return *task;
+}
+
 void Operations::add_in_layer(const std::string& name, std::initializer_list<const char*> before) {
   if (settings_.device.type != DeviceType::cuda) return;
-  Task task = *find(name);
+  Task task = named(name);
   task.name += ".in_layer";
   std::vector<Task> tasks;
-  for (const char* operation : before) tasks.push_back(*find(operation));
+  for (const char* operation : before) tasks.push_back(named(operation));
   const auto run_all = [tasks] {
     for (const Task& one : tasks) run(one);
   };

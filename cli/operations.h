@@ -34,6 +34,7 @@ class Operations {
                 std::initializer_list<const Buffer*> moved);
   /// By itself; null if this layer has none.
   const Task* find(const std::string& name) const;
+  const Task& named(const std::string& name) const;  ///< std::logic_error if there is none
   /// On CUDA `name` once more, timed right behind what comes before it in a layer.
   void add_in_layer(const std::string& name, std::initializer_list<const char*> before);
   void add_routing();

@@ -92,13 +92,14 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
 
+  const std::uint64_t policy = l2_policy(true);
   const std::int64_t step = std::int64_t{blockDim.x} * 8 * gridDim.y;
   for (std::int64_t j0 = std::int64_t{blockIdx.y} * blockDim.x * 8; j0 < width; j0 += step) {
     const std::int64_t j = j0 + threadIdx.x * 8;
     const bool inside = j < width;
     float bias[8] = {};
     if (kOutput && inside) {
-      const Eight<T> part = load_once(b2 + expert * width + j, true);
+      const Eight<T> part = load_once(b2 + expert * width + j, true, policy);
 #pragma unroll
       for (int c = 0; c < 8; ++c) bias[c] = to_float(part.value[c]);
     }
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kInFlight; ++i) {
         const bool wanted = inside && first + i < count;
         const std::int64_t row = !wanted ? 0 : kOutput ? token[first + i] : begin + first + i;
-        part[i] = load_once(data + row * width + j, wanted);
+        part[i] = load_once(data + row * width + j, wanted, policy);
       }
       float dot[kInFlight] = {};
 #pragma unroll

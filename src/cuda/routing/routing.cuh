@@ -146,30 +146,12 @@ __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
   return {row_max, warp_sum(sum)};
 }
 
-template <class T>
-__device__ __forceinline__ Eight<T> as_eight(const uint4& bits) {
-  Eight<T> result;
-  static_assert(sizeof result == sizeof bits);
-  memcpy(&result, &bits, sizeof bits);
-  return result;
-}
 // 16 bytes if `wanted`; else zeros. One instruction under a predicate: a branch would wait for one
 // load before the next. Volatile, and not through the read-only path: what an earlier kernel
 // writes must not be read before wait_for_previous().
 
-/// What is read once goes past L1, and leaves L2 first.
-template <class T>
-__device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted) {
-  uint4 bits = {};
-  asm volatile(
-      "{ .reg .pred wanted;\n"
-      "  setp.ne.s32 wanted, %5, 0;\n"
-      "  @wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
-      : "l"(from), "r"(static_cast<int>(wanted)));
-  return as_eight<T>(bits);
-}
-/// Past L1, and through L2 by a policy.
+/// What is read once goes past L1, and through L2 by a policy. Without one it would leave L2 first:
+/// that is what no_allocate does.
 template <class T>
 __device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted, std::uint64_t policy) {
   uint4 bits = {};
@@ -179,7 +161,10 @@ __device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted, std::u
       "  @wanted ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6; }"
       : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
       : "l"(from), "r"(static_cast<int>(wanted)), "l"(policy));
-  return as_eight<T>(bits);
+  Eight<T> result;
+  static_assert(sizeof result == sizeof bits);
+  memcpy(&result, &bits, sizeof bits);
+  return result;
 }
 /// What other threads read, too.
 template <class T>
@@ -191,7 +176,10 @@ __device__ __forceinline__ Eight<T> load_kept(const T* from, bool wanted) {
       "  @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
       : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
       : "l"(from), "r"(static_cast<int>(wanted)));
-  return as_eight<T>(bits);
+  Eight<T> result;
+  static_assert(sizeof result == sizeof bits);
+  memcpy(&result, &bits, sizeof bits);
+  return result;
 }
 
 /// Or-ed into the error word, if there is one.
