@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_rounded(const float (&sum)[8], T* to) {
                                    Pair<T>::pack(sum[4], sum[5]), Pair<T>::pack(sum[6], sum[7])};
 }
 
-// A warp takes a token after the other: few slots, or the router's part.
+// A warp takes a token after the other: few slots of rows that are not long, or the router's part.
 
 constexpr int kWarps = 8;              // of a block
 constexpr int kRings = 128 << 10;      // bytes of a multiprocessor; the rest is L1's
@@ -257,11 +257,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
   }
 }
 
-// A thread owns 8 columns of a token: many slots, or lists.
+// A thread owns 8 columns of a token: many slots, long rows, or lists.
 
-constexpr unsigned kThreads = 256;    // of a block, at most
-constexpr unsigned kFewThreads = 64;  // that are enough for one
-constexpr int kInFlight = 8;          // rows that are loaded before the first is added
+constexpr unsigned kThreads = 256;       // of a block, at most
+constexpr unsigned kThreadsOfFew = 128;  // the same, where slots are few
+constexpr unsigned kFewThreads = 64;     // that are enough for one
+constexpr int kInFlight = 8;             // rows that are loaded before the first is added
 
 /// The slots of a token in a list, in order.
 struct Lists {
@@ -322,12 +323,15 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
+constexpr std::int64_t kFew = 4;  // slots of a token
+
 /// Threads along the columns and tokens of a block. A token with many columns is a block of its
 /// own, which takes them in two turns or more.
-dim3 block_of(std::int64_t columns) {
-  const std::int64_t chunks = columns / 8;
+dim3 block_of(const AggregateDesc& d) {
+  const std::int64_t chunks = d.hidden / 8;
+  const std::int64_t most = d.top_k > 0 && d.top_k <= kFew ? kThreadsOfFew : kThreads;
   const std::int64_t turns =
-      std::max<std::int64_t>(chunks < 2 * kFewThreads ? 1 : 2, (chunks + kThreads - 1) / kThreads);
+      std::max<std::int64_t>(chunks < 2 * kFewThreads ? 1 : 2, (chunks + most - 1) / most);
   const std::int64_t each = (chunks + turns - 1) / turns;
   unsigned wide = kWarp;
   if (each > kWarp) {
@@ -351,7 +355,7 @@ bool leave_first(const AggregateDesc& d, const Exec& exec) {
 
 template <class T, bool kLists>
 void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  const dim3 block = block_of(d.hidden);
+  const dim3 block = block_of(d);
   launch_early(a.slot_scores != nullptr ? aggregate<T, true, kLists> : aggregate<T, false, kLists>,
                blocks_for(d.tokens, block.y), block, 0, stream_of(exec),
                static_cast<const T*>(a.rows), slots_of(d, a), Lists{a.token_offsets, a.token_slots},
@@ -373,7 +377,11 @@ void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec
                leave_first(d, exec));
 }
 
-constexpr std::int64_t kFew = 4;  // slots of a token, at most, that any sum takes in rings
+/// Few slots, of rows that are not long: any sum is taken in rings. docs/findings/sums.md
+constexpr std::int64_t kLongRow = 2048;
+bool in_rings(const AggregateDesc& d) {
+  return d.top_k <= 2 || (d.top_k <= kFew && d.hidden <= kLongRow);
+}
 using ManyRouted = Ring<Sum::routed, 8, 2>;
 
 template <class T, Sum kSum>
@@ -387,10 +395,10 @@ void start_any(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec)
   const bool routed = a.router_w != nullptr;
   if (d.top_k == 0) {
     start<T, true>(d, a, exec);
-  } else if (d.top_k > kFew) {
-    routed ? start_ring<T, ManyRouted>(d, a, exec) : start<T, false>(d, a, exec);
   } else if (routed) {
-    start_few<T, Sum::routed>(d, a, exec);
+    d.top_k > kFew ? start_ring<T, ManyRouted>(d, a, exec) : start_few<T, Sum::routed>(d, a, exec);
+  } else if (!in_rings(d)) {
+    start<T, false>(d, a, exec);
   } else if (a.slot_scores != nullptr) {
     start_few<T, Sum::weighted>(d, a, exec);
   } else {
