@@ -378,9 +378,9 @@ void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec
 }
 
 /// Few slots, of rows that are not long: any sum is taken in rings. docs/findings/sums.md
-constexpr std::int64_t kLongRow = 2048;
+constexpr std::int64_t kLongRow = 4096;
 bool in_rings(const AggregateDesc& d) {
-  return d.top_k <= 2 || (d.top_k <= kFew && d.hidden <= kLongRow);
+  return d.top_k <= 2 || (d.top_k <= kFew && d.hidden < kLongRow);
 }
 using ManyRouted = Ring<Sum::routed, 8, 2>;
 
