@@ -287,9 +287,8 @@ class Bench {
   }
 
   void add_cuda() {
-    for (Task task : {operations_->forward(), operations_->backward()}) {
-      if (task.flops > 0) experts_.push_back({.tasks = {std::move(task)}});
-    }
+    experts_.push_back({.tasks = {operations_->forward()}});
+    if (!settings_.desc.inference) experts_.push_back({.tasks = {operations_->backward()}});
     layer_[0].tasks[0].name = "layer_forward";
     std::vector<std::function<Status()>> calls = {layer_[0].tasks[0].run};
     if (layer_.size() > 1) {

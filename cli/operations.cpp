@@ -1,5 +1,6 @@
 #include "operations.h"
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 
@@ -106,17 +107,11 @@ void Operations::add_gemm(const char* name, GemmOp op, double flops,
   }
 }
 
-const Task* Operations::find(const std::string& name) const {
-  for (const Group& group : groups_) {
-    if (group.tasks[0].name == name) return &group.tasks[0];
-  }
-  return nullptr;
-}
-
 const Task& Operations::named(const std::string& name) const {
-  const Task* task = find(name);
-  if (task == nullptr) throw std::logic_error(name + ": no such operation");
-  return *task;
+  for (const Group& group : groups_) {
+    if (group.tasks[0].name == name) return group.tasks[0];
+  }
+  throw std::logic_error(name + ": no such operation");
 }
 
 void Operations::add_in_layer(const std::string& name, std::initializer_list<const char*> before) {
@@ -131,18 +126,16 @@ void Operations::add_in_layer(const std::string& name, std::initializer_list<con
   groups_.push_back({.tasks = {std::move(task)}, .before = run_all});
 }
 
-Task Operations::sequence(std::string name, std::initializer_list<const char*> operations) const {
+Task Operations::sequence(std::string name, const std::vector<const char*>& operations) const {
   Task all{.name = std::move(name), .run = {}};
   std::vector<std::function<Status()>> runs;
   for (const char* operation : operations) {
-    const Task* task = find(operation);
-    for (const Task& other : in_sequence_) {
-      if (other.name == operation) task = &other;
-    }
-    if (task == nullptr) continue;  // bias_grad, where there are no biases
-    runs.push_back(task->run);
-    all.flops += task->flops;
-    all.bytes += task->bytes;
+    const Task& alone = named(operation);
+    const auto other = std::ranges::find(in_sequence_, alone.name, &Task::name);
+    const Task& task = other != in_sequence_.end() ? *other : alone;
+    runs.push_back(task.run);
+    all.flops += task.flops;
+    all.bytes += task.bytes;
   }
   all.run = [runs = std::move(runs)] {
     for (const auto& run : runs) {
@@ -158,12 +151,14 @@ Task Operations::forward() const {
 }
 
 Task Operations::backward() const {
-  return sequence("backward", {"down_proj_dgrad", "bias_grad", "score_grad", "down_proj_wgrad",
-                               "up_proj_wgrad", "up_proj_dgrad", "aggregate_dx"});
+  std::vector<const char*> operations = {"down_proj_dgrad", "score_grad",    "down_proj_wgrad",
+                                         "up_proj_wgrad",   "up_proj_dgrad", "aggregate_dx"};
+  if (settings_.desc.bias) operations.insert(operations.begin() + 1, "bias_grad");
+  return sequence("backward", operations);
 }
 
 Task Operations::routing() const {
-  return sequence("routing", {"top_k", "token_rounding", "metadata"});
+  return sequence("routing", {rounded() ? "token_rounding" : "top_k", "metadata"});
 }
 
 void Operations::add_routing() {

@@ -26,15 +26,14 @@ class Operations {
   template <class Desc>
   Task task(std::string name, const OpPlan<Desc>& plan, const typename Desc::Args& args,
             double flops, std::initializer_list<const Buffer*> moved) const;
-  Task sequence(std::string name, std::initializer_list<const char*> operations) const;
+  Task sequence(std::string name, const std::vector<const char*>& operations) const;
   template <class Desc>
   void add(std::string name, const Desc& desc, const typename Desc::Args& args, double flops,
            std::initializer_list<const Buffer*> moved);
   void add_gemm(const char* name, GemmOp op, double flops,
                 std::initializer_list<const Buffer*> moved);
-  /// By itself; null if this layer has none.
-  const Task* find(const std::string& name) const;
-  const Task& named(const std::string& name) const;  ///< std::logic_error if there is none
+  /// An operation by itself; std::logic_error if this layer has none of that name.
+  const Task& named(const std::string& name) const;
   /// On CUDA `name` once more, timed right behind what comes before it in a layer.
   void add_in_layer(const std::string& name, std::initializer_list<const char*> before);
   void add_routing();
