@@ -288,10 +288,10 @@ class Bench {
 
   void add_cuda() {
     experts_.push_back({.tasks = {operations_->forward()}});
-    if (!settings_.desc.inference) experts_.push_back({.tasks = {operations_->backward()}});
     layer_[0].tasks[0].name = "layer_forward";
     std::vector<std::function<Status()>> calls = {layer_[0].tasks[0].run};
     if (layer_.size() > 1) {
+      experts_.push_back({.tasks = {operations_->backward()}});
       layer_[1].tasks[0].name = "layer_backward";
       calls.push_back(layer_[1].tasks[0].run);
     }

@@ -151,9 +151,12 @@ Task Operations::forward() const {
 }
 
 Task Operations::backward() const {
-  std::vector<const char*> operations = {"down_proj_dgrad", "score_grad",    "down_proj_wgrad",
-                                         "up_proj_wgrad",   "up_proj_dgrad", "aggregate_dx"};
-  if (settings_.desc.bias) operations.insert(operations.begin() + 1, "bias_grad");
+  std::vector<const char*> operations = {"down_proj_dgrad"};
+  if (settings_.desc.bias) operations.push_back("bias_grad");
+  for (const char* operation :
+       {"score_grad", "down_proj_wgrad", "up_proj_wgrad", "up_proj_dgrad", "aggregate_dx"}) {
+    operations.push_back(operation);
+  }
   return sequence("backward", operations);
 }
 

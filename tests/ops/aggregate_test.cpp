@@ -170,8 +170,10 @@ TEST(Aggregate, SumsOfTopKSlots) {
     // Groups of two, four and eight slots: part of one, all of it, several.
     for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8, 17}) expect_sums(37, hidden, 40, top_k);
   }
-  // Rows so long that few slots of them go another way.
-  for (const std::int64_t top_k : {2, 3, 4, 5}) expect_sums(37, 4104, 40, top_k);
+  // Rows so long that three or four slots of them go another way, and not quite.
+  for (const std::int64_t hidden : {4088, 4096, 4104, 8192}) {
+    for (const std::int64_t top_k : {2, 3, 4, 5}) expect_sums(37, hidden, 40, top_k);
+  }
   // As many slots as there may be with a router.
   for (const std::int64_t hidden : {8, 16, 264}) expect_sums(37, hidden, 300, 64);
 }

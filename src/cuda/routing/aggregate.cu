@@ -42,7 +42,11 @@ __device__ __forceinline__ void store_rounded(const float (&sum)[8], T* to) {
                                    Pair<T>::pack(sum[4], sum[5]), Pair<T>::pack(sum[6], sum[7])};
 }
 
-// A warp takes a token after the other: few slots of rows that are not long, or the router's part.
+constexpr std::int64_t kFew = 4;         // slots of a token, at most, that are few
+constexpr std::int64_t kLongRow = 4096;  // columns of a row, at least, that is long
+
+// A warp takes a token after the other: one or two slots, a few of rows that are not long, or the
+// router's part.
 
 constexpr int kWarps = 8;              // of a block
 constexpr int kRings = 128 << 10;      // bytes of a multiprocessor; the rest is L1's
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
   }
 }
 
-// A thread owns 8 columns of a token: many slots, long rows, or lists.
+// A thread owns 8 columns of a token: many slots, three or four of long rows, or lists.
 
 constexpr unsigned kThreads = 256;       // of a block, at most
 constexpr unsigned kThreadsOfFew = 128;  // the same, where slots are few
@@ -323,8 +327,6 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-constexpr std::int64_t kFew = 4;  // slots of a token
-
 /// Threads along the columns and tokens of a block. A token with many columns is a block of its
 /// own, which takes them in two turns or more.
 dim3 block_of(const AggregateDesc& d) {
@@ -377,8 +379,7 @@ void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec
                leave_first(d, exec));
 }
 
-/// Few slots, of rows that are not long: any sum is taken in rings. docs/findings/sums.md
-constexpr std::int64_t kLongRow = 4096;
+/// Without lists and the router's part. docs/findings/sums.md
 bool in_rings(const AggregateDesc& d) {
   return d.top_k <= 2 || (d.top_k <= kFew && d.hidden < kLongRow);
 }

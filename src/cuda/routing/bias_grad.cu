@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
 
-  const std::uint64_t policy = l2_policy(false);  // leaving first takes 5 to 10 % longer
+  // In turn: leaving first takes longer (docs/findings/sums.md).
+  const std::uint64_t policy = l2_policy(false);
   const std::int64_t step = std::int64_t{blockDim.x} * 8 * gridDim.y;
   for (std::int64_t j0 = std::int64_t{blockIdx.y} * blockDim.x * 8; j0 < width; j0 += step) {
     const std::int64_t j = j0 + threadIdx.x * 8;
