@@ -10,12 +10,6 @@ static_assert(__cplusplus >= 202002L);
 namespace sonicmoe::cuda {
 namespace {
 
-int attribute(cudaDeviceAttr which, int index) {
-  int value = 0;
-  (void)cudaDeviceGetAttribute(&value, which, index);
-  return value;
-}
-
 std::string driver_version() {
   int version = 0;
   (void)cudaDriverGetVersion(&version);
@@ -56,8 +50,8 @@ std::string device_reason(int index) {
     return "device.index: got " + std::to_string(index) + ", allowed: 0 to " +
            std::to_string(count - 1);
   }
-  const int major = attribute(cudaDevAttrComputeCapabilityMajor, index);
-  const int minor = attribute(cudaDevAttrComputeCapabilityMinor, index);
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, index);
+  const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor, index);
   if (major != 9 || minor != 0) {
     return "device: got cuda of compute capability " + std::to_string(major) + "." +
            std::to_string(minor) + ", allowed: 9.0 (H100, H200)";

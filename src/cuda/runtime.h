@@ -31,9 +31,9 @@ Status allow_shared_memory(Kernel* kernel, int bytes) noexcept {
 }
 
 /// What a device says of itself; 0 if it cannot be asked.
-inline int device_attribute(cudaDeviceAttr attribute, const Exec& exec) noexcept {
+inline int device_attribute(cudaDeviceAttr attribute, int index) noexcept {
   int value = 0;
-  if (cudaDeviceGetAttribute(&value, attribute, exec.device.index) != cudaSuccess) {
+  if (cudaDeviceGetAttribute(&value, attribute, index) != cudaSuccess) {
     (void)cudaGetLastError();  // or the next launch reports it
     return 0;
   }
@@ -41,10 +41,10 @@ inline int device_attribute(cudaDeviceAttr attribute, const Exec& exec) noexcept
 }
 /// Multiprocessors.
 inline int sm_count(const Exec& exec) noexcept {
-  return device_attribute(cudaDevAttrMultiProcessorCount, exec);
+  return device_attribute(cudaDevAttrMultiProcessorCount, exec.device.index);
 }
 inline std::int64_t l2_bytes(const Exec& exec) noexcept {
-  return device_attribute(cudaDevAttrL2CacheSize, exec);
+  return device_attribute(cudaDevAttrL2CacheSize, exec.device.index);
 }
 
 /// Empty, or why a 16-bit CUDA kernel does not take this type.

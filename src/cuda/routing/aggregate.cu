@@ -9,14 +9,6 @@
 namespace sonicmoe::cuda {
 namespace {
 
-/// As four words: the compiler moves eight values one by one.
-template <class T>
-__device__ __forceinline__ uint4 raw(const Eight<T>& values) {
-  uint4 bits;
-  memcpy(&bits, &values, sizeof bits);
-  return bits;
-}
-
 /// sum[c] = f(sum[c], value c)
 template <class T, class F>
 __device__ __forceinline__ void for_each(const uint4& values, float (&sum)[8], F f) {
@@ -226,8 +218,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
 #pragma unroll
       for (int k = 0; k < R::kGroup; ++k) {
         const std::int32_t e = get(stage, k).expert;
-        weights[k] =
-            raw(load_kept(router.weights + std::int64_t{e} * hidden + j, inside && e >= 0));
+        weights[k] = load_kept(router.weights + std::int64_t{e} * hidden + j, inside && e >= 0);
       }
     }
     copy_async_wait<R::kDepth - 1>();
@@ -250,7 +241,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
 #pragma unroll
         for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], routers[c]);
       }
-      if (addend != nullptr) add<T>(raw(load_once(addend + at, inside, policy)), sum);
+      if (addend != nullptr) add<T>(load_once(addend + at, inside, policy), sum);
       if (inside) store_rounded(sum, out + at);
 #pragma unroll
       for (int c = 0; c < 8; ++c) sum[c] = routers[c] = 0.0f;
@@ -263,10 +254,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
 
 // A thread owns 8 columns of a token: many slots, three or four of long rows, or lists.
 
-constexpr unsigned kThreads = 256;       // of a block, at most
-constexpr unsigned kThreadsOfFew = 128;  // the same, where slots are few
-constexpr unsigned kFewThreads = 64;     // that are enough for one
-constexpr int kInFlight = 8;             // rows that are loaded before the first is added
+constexpr unsigned kThreads = 256;          // of a block, at most
+constexpr unsigned kThreadsFewSlots = 128;  // the same, where slots are few
+constexpr unsigned kLeastThreads = 64;      // where there is work for so many
+constexpr int kInFlight = 8;                // rows that are loaded before the first is added
 
 /// The slots of a token in a list, in order.
 struct Lists {
@@ -303,14 +294,14 @@ __global__ void __launch_bounds__(kThreads, 3)
   look_up(0);
   for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
     const uint4 extra =
-        raw(load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr, policy));
+        load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr, policy);
     float sum[8] = {};
     for (std::int32_t first = 0; first < count; first += kInFlight) {
       if (count > kInFlight) look_up(first);
       uint4 part[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        part[i] = raw(load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0, policy));
+        part[i] = load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0, policy);
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
@@ -331,9 +322,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 /// own, which takes them in two turns or more.
 dim3 block_of(const AggregateDesc& d) {
   const std::int64_t chunks = d.hidden / 8;
-  const std::int64_t most = d.top_k > 0 && d.top_k <= kFew ? kThreadsOfFew : kThreads;
+  const std::int64_t most = d.top_k > 0 && d.top_k <= kFew ? kThreadsFewSlots : kThreads;
   const std::int64_t turns =
-      std::max<std::int64_t>(chunks < 2 * kFewThreads ? 1 : 2, (chunks + most - 1) / most);
+      std::max<std::int64_t>(chunks < 2 * kLeastThreads ? 1 : 2, (chunks + most - 1) / most);
   const std::int64_t each = (chunks + turns - 1) / turns;
   unsigned wide = kWarp;
   if (each > kWarp) {
@@ -341,7 +332,7 @@ dim3 block_of(const AggregateDesc& d) {
   } else {
     while (wide / 2 >= each) wide /= 2;
   }
-  return dim3(wide, std::max(1u, kFewThreads / wide));
+  return dim3(wide, std::max(1u, kLeastThreads / wide));
 }
 
 Slots slots_of(const AggregateDesc& d, const AggregateArgs& a) {

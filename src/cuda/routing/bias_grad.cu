@@ -2,6 +2,7 @@
 // row_dscores += <dO, b2>. An expert's rows are cut into chunks that are summed at the same time,
 // row after row; then chunk after chunk. dO is read once for both of its uses.
 #include <algorithm>
+#include <bit>
 
 #include "core/backends.h"
 #include "cuda/routing/routing.cuh"
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool inside = j < width;
     float bias[8] = {};
     if (kOutput && inside) {
-      const Eight<T> part = load_once(b2 + expert * width + j, true, policy);
+      const auto part = std::bit_cast<Eight<T>>(load_once(b2 + expert * width + j, true, policy));
 #pragma unroll
       for (int c = 0; c < 8; ++c) bias[c] = to_float(part.value[c]);
     }
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kInFlight; ++i) {
         const bool wanted = inside && first + i < count;
         const std::int64_t row = !wanted ? 0 : kOutput ? token[first + i] : begin + first + i;
-        part[i] = load_once(data + row * width + j, wanted, policy);
+        part[i] = std::bit_cast<Eight<T>>(load_once(data + row * width + j, wanted, policy));
       }
       float dot[kInFlight] = {};
 #pragma unroll

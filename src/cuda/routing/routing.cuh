@@ -152,8 +152,7 @@ __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
 
 /// What is read once goes past L1, and through L2 by a policy. Without one it would leave L2 first:
 /// that is what no_allocate does.
-template <class T>
-__device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted, std::uint64_t policy) {
+__device__ __forceinline__ uint4 load_once(const void* from, bool wanted, std::uint64_t policy) {
   uint4 bits = {};
   asm volatile(
       "{ .reg .pred wanted;\n"
@@ -161,14 +160,10 @@ __device__ __forceinline__ Eight<T> load_once(const T* from, bool wanted, std::u
       "  @wanted ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6; }"
       : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
       : "l"(from), "r"(static_cast<int>(wanted)), "l"(policy));
-  Eight<T> result;
-  static_assert(sizeof result == sizeof bits);
-  memcpy(&result, &bits, sizeof bits);
-  return result;
+  return bits;
 }
 /// What other threads read, too.
-template <class T>
-__device__ __forceinline__ Eight<T> load_kept(const T* from, bool wanted) {
+__device__ __forceinline__ uint4 load_kept(const void* from, bool wanted) {
   uint4 bits = {};
   asm volatile(
       "{ .reg .pred wanted;\n"
@@ -176,10 +171,7 @@ __device__ __forceinline__ Eight<T> load_kept(const T* from, bool wanted) {
       "  @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
       : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
       : "l"(from), "r"(static_cast<int>(wanted)));
-  Eight<T> result;
-  static_assert(sizeof result == sizeof bits);
-  memcpy(&result, &bits, sizeof bits);
-  return result;
+  return bits;
 }
 
 /// Or-ed into the error word, if there is one.
