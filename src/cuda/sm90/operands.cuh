@@ -71,6 +71,7 @@ __device__ __forceinline__ void keep_apart(const char* (&addresses)[8]) {
 
 /// Nothing is gathered.
 struct NoGather {
+  static constexpr int kBlocksInTurn = 1;
   struct Ahead {};
   template <class Params>
   static __device__ __forceinline__ Ahead look_up(const Params&, const Tile&) {
@@ -88,8 +89,14 @@ struct NoGather {
 /// which none is there keep what they had, other lines repeat the last row. That all eight copies
 /// of a block are of one form is worth more than what they save: with another for partial tiles
 /// beside it, each copy of either waits for its own predicate.
+///
+/// The addresses are moved on once in kBlocksInTurn blocks, which the loop over blocks has beside
+/// each other. With 2 the compiler keeps them where copies can use them; with 1 it moves each there
+/// first, and waits until the copy before has read its own (docs/findings/machine-code.md, 23).
+template <int kBlocksInTurn_>
 class RowGather {
  public:
+  static constexpr int kBlocksInTurn = kBlocksInTurn_;
   struct Ahead {
     int token[8];
   };
@@ -123,17 +130,22 @@ class RowGather {
   }
 
   /// Calls with block = 0, 1, 2, ... in order.
-  __device__ __forceinline__ void load(std::uint32_t stage, int) {
+  __device__ __forceinline__ void load(std::uint32_t stage, int block) {
     const std::uint32_t to = stage + place_;
+    const int turn = block % kBlocksInTurn;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // The next block wants the bytes beside these.
-      if (i / 2 * 32 < rows_) copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i], left_ > 0);
+      if (i / 2 * 32 < rows_) {
+        copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i] + turn * kLineBytes,
+                             left_ > turn * kK);
+      }
     }
+    if (turn + 1 < kBlocksInTurn) return;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) from_[i] += kLineBytes;
+    for (int i = 0; i < 8; ++i) from_[i] += kBlocksInTurn * kLineBytes;
     keep_apart(from_);
-    left_ -= kK;
+    left_ -= kBlocksInTurn * kK;
   }
 
  private:
@@ -146,11 +158,30 @@ class RowGather {
 /// Offsets of rows count pieces of 16 bytes, so that 32 bits reach 64 GiB; this one is no row.
 inline constexpr std::uint32_t kNoRow = 0xffffffff;
 
+/// Address of the piece that many after `base`, by shifts and additions. Nothing that producers do
+/// in every block may be a wide multiplication (IMAD.WIDE): beside wgmma it waits for the
+/// registers, and wgmma for it. The compiler makes one of plain shifts, too, but not of a funnel
+/// shift: docs/findings/machine-code.md, 24.
+__device__ __forceinline__ const char* at_piece(const char* base, std::uint32_t pieces) {
+  std::uint64_t address;
+  asm("{\n.reg .b32 low, high, base_low, base_high;\n"
+      "mov.b64 {base_low, base_high}, %1;\n"
+      "shl.b32 low, %2, 4;\n"
+      "shf.l.wrap.b32 high, %2, 0, 4;\n"
+      "add.cc.u32 low, low, base_low;\n"
+      "addc.u32 high, high, base_high;\n"
+      "mov.b64 %0, {low, high};\n}"
+      : "=l"(address)
+      : "l"(base), "r"(pieces));
+  return reinterpret_cast<const char*>(address);
+}
+
 /// Rows of a (T, width) tensor by token id, along K: two chunks of 64 columns x 64 k, columns
 /// contiguous. Eight threads fetch the 128 bytes of a row in each chunk; thread t serves k = t/8,
 /// t/8 + 16, ...
 class ContractionGather {
  public:
+  static constexpr int kBlocksInTurn = 1;
   struct Ahead {};
   template <class Params>
   static __device__ __forceinline__ Ahead look_up(const Params&, const Tile&) {
@@ -188,7 +219,7 @@ class ContractionGather {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const std::uint32_t row = __shfl_sync(~0u, offset_, block % 2 * 16 + 4 * i + line_ % 4);
-      from[i] = base_ + static_cast<std::uint64_t>(row) * 16;
+      from[i] = at_piece(base_, row);
       rows |= (row != kNoRow) << i;
     }
     const std::uint32_t to = stage + place_;
