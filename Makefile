@@ -32,8 +32,9 @@ build: setup  ## library, command-line tool, PyTorch extension and tests into bu
 	  -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	ninja -C build
 
-device-build: build  ## what compiling the device files cost and said; fails on spills and the like
+device-build: build  ## what compiling the device files cost and gave; fails on spills and the like
 	python tools/check_device_build.py build
+	python tools/check_machine_code.py build
 
 receipt-check: build  ## does receipts/h200.json (tools/gpu_check.py) still vouch for this build?
 	python tools/gpu_check.py verify build

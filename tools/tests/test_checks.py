@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import check_device_build  # noqa: E402
 import check_docs  # noqa: E402
 import check_layers  # noqa: E402
+import check_machine_code  # noqa: E402
 import figures  # noqa: E402
 import gpu_check  # noqa: E402
 import run_snippets  # noqa: E402
@@ -130,6 +131,38 @@ def test_device_build(tmp_path, capsys, log, expected):
     text = capsys.readouterr().out
     assert expected in text
     assert failed == ("nothing to object to" not in text)
+
+
+GATHER_LOOP = """
+\t\tFunction : kernel
+        /*0000*/                   IMAD.WIDE R2, R3, 0x10, R4 ;
+        /*0010*/                   UIMAD.WIDE.U32 UR8, UR10, 0x80, UR8 ;
+        /*0020*/                   LEA R6, P0, R7, R8, 0x4 ;
+        /*0030*/              @!P0 LDGSTS.E.BYPASS.128 [R5], desc[UR4][R6.64] ;
+        /*0040*/                   ARRIVES.LDGSTSBAR.64.ARVCNT [UR41+0x38040] ;
+        /*0050*/               @P1 BRA 0x10 ;
+        /*0060*/                   EXIT ;
+"""
+WIDE = ("LEA R6, P0,", "IMAD.WIDE.U32 R6,")
+
+
+@pytest.mark.parametrize(
+    "sass, loops, problem",
+    [
+        (GATHER_LOOP, 1, None),
+        (GATHER_LOOP.replace(*WIDE), 1, "kernel: 1 times IMAD.WIDE"),
+        # What consumers do between their products is not judged.
+        (GATHER_LOOP.replace(*WIDE).replace("UIMAD", "HGMMA"), 0, None),
+        # No copy in it: no gather.
+        (GATHER_LOOP.replace(*WIDE).replace("LDGSTS.E", "LDG.E"), 0, None),
+        (GATHER_LOOP.replace("BRA 0x10", "BRA 0x60"), 0, None),
+    ],
+)
+def test_machine_code(sass, loops, problem):
+    found, problems = check_machine_code.judge(sass)
+    assert found == loops
+    assert len(problems) == (problem is not None)
+    assert problem is None or problems[0].startswith(problem)
 
 
 TILE_TIMES_LOG = """# First
