@@ -156,6 +156,10 @@ WIDE = ("LEA R6, P0,", "IMAD.WIDE.U32 R6,")
         # No copy in it: no gather.
         (GATHER_LOOP.replace(*WIDE).replace("LDGSTS.E", "LDG.E"), 0, None),
         (GATHER_LOOP.replace("BRA 0x10", "BRA 0x60"), 0, None),
+        # The loop around is another one, and may.
+        (GATHER_LOOP.replace("EXIT", "@P2 BRA 0x0"), 1, None),
+        (GATHER_LOOP + GATHER_LOOP.replace("kernel", "other").replace(*WIDE), 2, "other: 1 times"),
+        (GATHER_LOOP.replace("@P1 BRA", "NOP ;\n/*0050*/ " * 300 + "@P1 BRA"), 0, "kernel: gathers in no"),
     ],
 )
 def test_machine_code(sass, loops, problem):
