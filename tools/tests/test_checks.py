@@ -159,7 +159,8 @@ WIDE = ("LEA R6, P0,", "IMAD.WIDE.U32 R6,")
         # The loop around is another one, and may.
         (GATHER_LOOP.replace("EXIT", "@P2 BRA 0x0"), 1, None),
         (GATHER_LOOP + GATHER_LOOP.replace("kernel", "other").replace(*WIDE), 2, "other: 1 times"),
-        (GATHER_LOOP.replace("@P1 BRA", "NOP ;\n/*0050*/ " * 300 + "@P1 BRA"), 0, "kernel: gathers in no"),
+        (GATHER_LOOP.replace("EXIT", "NOP ;\n/*0060*/ " * 300 + "EXIT"), 1, None),
+        (GATHER_LOOP.replace("@P1", "NOP ;\n/*0050*/ " * 300 + "@P1"), 0, "kernel: gathers in no"),
     ],
 )
 def test_machine_code(sass, loops, problem):
