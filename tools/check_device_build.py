@@ -51,14 +51,23 @@ def judge(name: str, log: str) -> list[str]:
     return [f"{name}: {problem}" for problem in problems]
 
 
-def check(build: Path) -> int:
-    problems, files, cached = [], 0, 0
+def device_files(build: Path):
+    """(name, object file) of each."""
     for entry in json.loads((build / "compile_commands.json").read_text()):
         source = Path(entry["file"])
-        if source.suffix != ".cu":
-            continue
-        log = Path(entry["directory"]) / (entry["output"] + ".log")
-        name = "/".join(source.parts[-3:])
+        if source.suffix == ".cu":
+            yield "/".join(source.parts[-3:]), Path(entry["directory"]) / entry["output"]
+
+
+def verdict(problems: list[str], good: str) -> int:
+    print("\n".join(problems) if problems else good)
+    return 1 if problems else 0
+
+
+def check(build: Path) -> int:
+    problems, files, cached = [], 0, 0
+    for name, machine_code in device_files(build):
+        log = machine_code.with_name(machine_code.name + ".log")
         files += 1
         if not log.exists():
             problems.append(f"{name}: there is no {log}")
@@ -69,8 +78,7 @@ def check(build: Path) -> int:
     if files == 0:
         problems = [f"{build} has no device files: configured with SONICMOE_CUDA=OFF?"]
     good = f"device build: {files} files, {cached} of them from the cache, nothing to object to"
-    print("\n".join(problems) if problems else good)
-    return 1 if problems else 0
+    return verdict(problems, good)
 
 
 if __name__ == "__main__":

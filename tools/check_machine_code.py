@@ -6,14 +6,13 @@ gradients 2 to 3 %, eight the other products 2 to 9 (docs/findings/machine-code.
 source nor what ptxas says shows it, for ptxas makes one of additions and shifts, too.
 """
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from check_device_build import demangled
+from check_device_build import demangled, device_files, verdict
 
 FUNCTION = re.compile(r"Function : (\w+)")
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+([^;]+);")
@@ -68,23 +67,20 @@ def cuobjdump() -> str:
 def check(build: Path) -> int:
     program = cuobjdump()
     loops, problems = 0, []
-    for entry in json.loads((build / "compile_commands.json").read_text()):
-        source = Path(entry["file"])
-        if source.suffix != ".cu" or source.parent.name != "sm90":
+    for name, machine_code in device_files(build):
+        if "/sm90/" not in name:
             continue
-        machine_code = Path(entry["directory"]) / entry["output"]
         dump = subprocess.run([program, "-sass", machine_code], capture_output=True, text=True)
         if dump.returncode != 0:
-            problems.append(f"{source.name}: {machine_code}: {dump.stderr.strip()}")
+            problems.append(f"{name}: {machine_code}: {dump.stderr.strip()}")
             continue
         found, wrong = judge(dump.stdout)
         loops += found
-        problems += [f"{source.name}: {problem}" for problem in wrong]
+        problems += [f"{name}: {problem}" for problem in wrong]
     if loops == 0 and not problems:
         problems = [f"{build} has no kernel that gathers: configured with SONICMOE_CUDA=OFF?"]
     good = f"machine code: {loops} loops gather, nothing to object to"
-    print("\n".join(problems) if problems else good)
-    return 1 if problems else 0
+    return verdict(problems, good)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
     }
     Gather gather(p, tile, ahead);
     const int blocks = k_blocks<Traits>(p, tile);
-#pragma unroll Gather::kBlocksInTurn
+#pragma unroll Traits::kBlocksInTurn
     for (int block = 0; block < blocks; ++block) {
       const std::uint32_t own = memory.own(pipe.slot());
       const std::uint32_t full = memory.full(pipe.slot());

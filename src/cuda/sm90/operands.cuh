@@ -71,7 +71,6 @@ __device__ __forceinline__ void keep_apart(const char* (&addresses)[8]) {
 
 /// Nothing is gathered.
 struct NoGather {
-  static constexpr int kBlocksInTurn = 1;
   struct Ahead {};
   template <class Params>
   static __device__ __forceinline__ Ahead look_up(const Params&, const Tile&) {
@@ -90,13 +89,13 @@ struct NoGather {
 /// of a block are of one form is worth more than what they save: with another for partial tiles
 /// beside it, each copy of either waits for its own predicate.
 ///
-/// The addresses are moved on once in kBlocksInTurn blocks, which the loop over blocks has beside
-/// each other. With 2 the compiler keeps them where copies can use them; with 1 it moves each there
-/// first, and waits until the copy before has read its own (docs/findings/machine-code.md, 23).
-template <int kBlocksInTurn_>
+/// The addresses are moved on once in kBlocksInTurn blocks. produce() unrolls its loop by as many,
+/// so that a block's place among them is a constant. With 2 the compiler keeps the addresses where
+/// copies can use them; with 1 it moves each there first, which waits until the copy before has
+/// read its own (docs/findings/machine-code.md, 23).
+template <int kBlocksInTurn>
 class RowGather {
  public:
-  static constexpr int kBlocksInTurn = kBlocksInTurn_;
   struct Ahead {
     int token[8];
   };
@@ -159,9 +158,9 @@ class RowGather {
 inline constexpr std::uint32_t kNoRow = 0xffffffff;
 
 /// Address of the piece that many after `base`, by shifts and additions. Nothing that producers do
-/// in every block may be a wide multiplication (IMAD.WIDE): beside wgmma it waits for the
-/// registers, and wgmma for it. The compiler makes one of plain shifts, too, but not of a funnel
-/// shift: docs/findings/machine-code.md, 24.
+/// in every block may be a wide multiplication (IMAD.WIDE), which holds up wgmma, it seems for the
+/// registers' ports. The compiler makes one of plain shifts, too, but not of a funnel shift:
+/// docs/findings/machine-code.md, 24; tools/check_machine_code.py.
 __device__ __forceinline__ const char* at_piece(const char* base, std::uint32_t pieces) {
   std::uint64_t address;
   asm("{\n.reg .b32 low, high, base_low, base_high;\n"
@@ -181,7 +180,6 @@ __device__ __forceinline__ const char* at_piece(const char* base, std::uint32_t 
 /// t/8 + 16, ...
 class ContractionGather {
  public:
-  static constexpr int kBlocksInTurn = 1;
   struct Ahead {};
   template <class Params>
   static __device__ __forceinline__ Ahead look_up(const Params&, const Tile&) {

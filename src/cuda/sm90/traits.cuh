@@ -36,8 +36,10 @@ struct Traits {
   static constexpr bool kRows = kOwnLoad == Own::gather_rows || kOwnLoad == Own::load_rows;
   static constexpr bool kGathers =
       kOwnLoad == Own::gather_rows || kOwnLoad == Own::gather_contraction;
-  /// Wide tiles, with twice the cycles a block, gain nothing by two blocks in turn.
-  using Gather = std::conditional_t<kOwnLoad == Own::gather_rows, RowGather<(kN > 128 ? 1 : 2)>,
+  /// By how many blocks the producer's loop is unrolled: see RowGather. Wide tiles, with twice the
+  /// cycles a block, gain nothing by it; without a gather less code is as fast.
+  static constexpr int kBlocksInTurn = kOwnLoad == Own::gather_rows && kN <= 128 ? 2 : 1;
+  using Gather = std::conditional_t<kOwnLoad == Own::gather_rows, RowGather<kBlocksInTurn>,
                                     std::conditional_t<kGathers, ContractionGather, NoGather>>;
   /// The own operand's part of a stage has a barrier of its own, which nobody but this CTA's
   /// consumers arrive on: a gather along K does not wait for the peer.
