@@ -33,7 +33,8 @@ constexpr const char* kHelp =
     "which that has kept the chip busy: a GEMM then runs at the clock that the power cap leaves\n"
     "it.\n"
     "With --ops 'aggregate_o.in_layer' and 'aggregate_dx.in_layer' are (on CUDA) the sums right\n"
-    "behind the products before them, as in a layer, instead of right behind a flush.\n"
+    "behind the products before them, as in a layer, instead of right behind a flush, and\n"
+    "'aggregate_o.copy' is a copy that moves as many bytes as the sum, rows and out.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
     "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
     "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
@@ -190,13 +191,13 @@ Task sum(const char* name, const Task& forward, const Task& backward) {
   return total;
 }
 
-/// A copy of a gigabyte within the device.
-Group copy_group(const Buffer& from, const Buffer& to) {
-  const auto run = [&from, &to] {
-    DeviceClock::copy(to.data(), from.data(), to.bytes());
+/// A copy of so many bytes within the device.
+Group copy_group(const char* name, const Buffer& from, const Buffer& to, std::size_t bytes) {
+  const auto run = [&from, &to, bytes] {
+    DeviceClock::copy(to.data(), from.data(), bytes);
     return Status();
   };
-  return {.tasks = {{.name = "copy", .run = run, .bytes = 2 * static_cast<double>(from.bytes())}}};
+  return {.tasks = {{.name = name, .run = run, .bytes = 2 * static_cast<double>(bytes)}}};
 }
 
 /// Everything that one shape is timed with, and the report.
@@ -304,9 +305,17 @@ class Bench {
     others_.push_back({.tasks = {{.name = "host", .run = call, .on_host = true}}});
     others_.push_back({.tasks = {operations_->routing()}});
     constexpr std::size_t kGigabyte = std::size_t{1} << 30;
-    copy_from_ = Buffer(kGigabyte, settings_.device);
-    copy_to_ = Buffer(kGigabyte, settings_.device);
-    others_.push_back(copy_group(copy_from_, copy_to_));
+    const LayerDesc& desc = settings_.desc;
+    const auto values =
+        static_cast<std::size_t>((tensors_.row_counts().all + desc.tokens) * desc.hidden);
+    const std::size_t summed = values * size_of(desc.dtype) / 2;  // read and written
+    const std::size_t most = std::max(kGigabyte, settings_.operations ? summed : 0);
+    copy_from_ = Buffer(most, settings_.device);
+    copy_to_ = Buffer(most, settings_.device);
+    others_.push_back(copy_group("copy", copy_from_, copy_to_, kGigabyte));
+    if (settings_.operations) {
+      others_.push_back(copy_group("aggregate_o.copy", copy_from_, copy_to_, summed));
+    }
     bound_ = CublasBound::make(settings_.desc, tensors_.row_counts().all, settings_.device,
                                settings_.seed, &no_bound_);
   }

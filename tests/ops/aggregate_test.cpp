@@ -168,11 +168,13 @@ TEST(Aggregate, SumsOfTopKSlots) {
   // A few lanes of columns; as many as a warp takes, and a few more; several times that.
   for (const std::int64_t hidden : {8, 72, 256, 264, 512, 2064}) {
     // Groups of two, four and eight slots: part of one, all of it, several.
-    for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8, 17}) expect_sums(37, hidden, 40, top_k);
+    for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8, 10, 12, 13, 16, 17}) {
+      expect_sums(37, hidden, 40, top_k);
+    }
   }
-  // Rows so long that three or four slots of them go another way, and not quite.
-  for (const std::int64_t hidden : {4088, 4096, 4104, 8192}) {
-    for (const std::int64_t top_k : {2, 3, 4, 5}) expect_sums(37, hidden, 40, top_k);
+  // Rows of two blocks, and not quite.
+  for (const std::int64_t hidden : {4088, 4096, 4104}) {
+    for (const std::int64_t top_k : {2, 4, 5, 16}) expect_sums(37, hidden, 40, top_k);
   }
   // As many slots as there may be with a router.
   for (const std::int64_t hidden : {8, 16, 264}) expect_sums(37, hidden, 300, 64);
@@ -183,6 +185,15 @@ TEST(Aggregate, SumsOfManyTokens) {
   for (const std::int64_t top_k : {1, 2}) expect_sums(40001, 8, 20, top_k);
   for (const std::int64_t top_k : {3, 4, 5, 9}) expect_sums(20001, 8, 20, top_k);
   expect_sums(7001, 520, 20, 3);
+}
+
+// So many rows, and of so many experts, that a block keeps the router's weights of its section of
+// the columns: one part of seven, the last of them not whole, or two of fourteen.
+TEST(Aggregate, SumsWithWeightsKept) {
+  for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8, 17}) {
+    expect_sums(3300 / top_k + 1, 1672, 40, top_k);
+  }
+  expect_sums(777, 3528, 40, 4);
 }
 
 // The rows in slot order, + the router's terms in slot order, a sum of their own, + the addend. In

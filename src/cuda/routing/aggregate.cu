@@ -34,33 +34,119 @@ __device__ __forceinline__ void store_rounded(const float (&sum)[8], T* to) {
                                    Pair<T>::pack(sum[4], sum[5]), Pair<T>::pack(sum[6], sum[7])};
 }
 
-constexpr std::int64_t kFew = 4;         // slots of a token, at most, that are few
-constexpr std::int64_t kLongRow = 4096;  // columns of a row, at least, that is long
-
-// A warp takes a token after the other: one or two slots, a few of rows that are not long, or the
-// router's part.
-
-constexpr int kWarps = 8;              // of a block
-constexpr int kRings = 128 << 10;      // bytes of a multiprocessor; the rest is L1's
-constexpr int kColumns = 8 * kWarp;    // of a row that a warp takes: 16 bytes a lane
-constexpr int kRowBytes = 16 * kWarp;  // of those
-
-/// What is added up.
-enum class Sum {
-  rows,
-  weighted,  ///< rows times scores
-  routed,    ///< rows, and apart from them the router's weights times gradients
-};
-
 /// The slots of token t are t K, t K + 1, ...
 struct Slots {
   const std::int32_t* rows;     ///< -1: none
-  const std::int32_t* experts;  ///< routed
+  const std::int32_t* experts;  ///< with a router
   const float* scores;          ///< weighted
   std::int32_t top_k;
 };
 
-/// What a routed sum reads beside the rows.
+// Without the router's part: a thread owns 8 columns of a token, and a block the next kThreads such
+// pieces of out, wherever a token begins.
+
+constexpr int kThreads = 256;
+
+/// The slots of a token in a list, in order.
+struct Lists {
+  const std::int32_t* token_offsets;
+  const std::int32_t* token_slots;
+};
+
+/// Where a token may have any number of slots, they are added in groups of so many at most, as
+/// equal as can be.
+constexpr int kInFlight = 5;
+
+/// Blocks of a multiprocessor. A thread loads all rows of a group before it adds the first; the
+/// fewer those are, the more threads have registers.
+template <int kSlots>
+constexpr int kBlocksThatFit = kSlots == 0   ? 4
+                               : kSlots <= 2 ? 8
+                               : kSlots <= 4 ? 5
+                               : kSlots <= 8 ? 4
+                                             : 3;
+
+/// A token has kSlots slots at most, or, if that is 0, any number.
+///
+/// What is not there adds zeros that change no bit: to a sum of rows, which began at +0 and so is
+/// never -0, +0; to a weighted sum, which may become -0, -0 times that.
+template <class T, int kSlots, bool kWeighted, bool kLists>
+__global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
+    aggregate(const T* rows, Slots slots, Lists lists, const T* addend, T* out,
+              std::uint32_t tokens, std::uint32_t pieces, bool leave_first) {
+  const std::uint64_t policy = l2_policy(leave_first);
+  const std::uint64_t first_piece = std::uint64_t{blockIdx.x} * kThreads;
+  const std::uint32_t piece = static_cast<std::uint32_t>(first_piece % pieces) + threadIdx.x;
+  const std::uint32_t t = static_cast<std::uint32_t>(first_piece / pieces) + piece / pieces;
+  const std::uint32_t j = piece % pieces * 8, hidden = pieces * 8;
+  wait_for_previous();
+  if (t >= tokens) return;
+  // Slots and t K are int32 by validation.
+  const std::int32_t begin =
+      kLists ? lists.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
+  const std::int32_t count = kLists ? lists.token_offsets[t + 1] - begin : slots.top_k;
+
+  constexpr int kRows = kSlots == 0 ? kInFlight : kSlots;  // of a group, at most
+  const std::int32_t groups = (count + kRows - 1) / kRows;
+  const std::int32_t group = kSlots == 0 ? (count + groups - 1) / max(groups, 1) : kRows;
+  struct LookedUp {
+    std::int32_t row[kRows];
+    float score[kRows];
+  };
+  const auto look_up = [&](std::int32_t first) {
+    LookedUp found;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      found.row[i] = -1;
+      if (i < group && first + i < count) {
+        const std::int32_t at = begin + first + i;
+        const std::int32_t slot = kLists ? lists.token_slots[at] : at;
+        found.row[i] = slots.rows[slot];
+        if constexpr (kWeighted) found.score[i] = slots.scores[slot];
+      }
+      if (found.row[i] < 0) found.score[i] = -0.0f;
+    }
+    return found;
+  };
+  LookedUp found = look_up(0);
+  const uint4 extra = load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr, policy);
+  float sum[8] = {};
+  const auto add_group = [&](std::int32_t next) {
+    uint4 part[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      part[i] =
+          load_once(rows + std::int64_t{found.row[i]} * hidden + j, found.row[i] >= 0, policy);
+    }
+    const LookedUp now = found;
+    if constexpr (kSlots == 0) found = look_up(next);  // while those are on their way
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if constexpr (kWeighted) {
+        add_times<T>(now.score[i], part[i], sum);
+      } else {
+        add<T>(part[i], sum);
+      }
+    }
+  };
+  if constexpr (kSlots == 0) {
+    for (std::int32_t first = 0; first < count; first += group) add_group(first + group);
+  } else {
+    add_group(kSlots);
+  }
+  if (addend != nullptr) add<T>(extra, sum);
+  store_rounded(sum, out + std::uint64_t{t} * hidden + j);
+}
+
+// With the router's part: a warp takes 256 columns of a token, and then of another.
+
+constexpr int kWarps = 8;              // of a block, unless it keeps weights
+constexpr int kRings = 128 << 10;      // bytes of a multiprocessor, at most
+constexpr int kColumns = 8 * kWarp;    // of a part of a row: 16 bytes a lane
+constexpr int kRowBytes = 16 * kWarp;  // of those
+constexpr int kSharedMemory = 227 << 10;
+
+/// What is read beside the rows.
 template <class T>
 struct Router {
   const T* dlogits;  ///< (T, E)
@@ -70,15 +156,21 @@ struct Router {
 
 /// kGroup slots are added together. A warp has kDepth such groups in its ring: one that is added,
 /// the others on their way.
-template <Sum kSum_, int kGroup_, int kDepth_>
+///
+/// kKeeps: a block has a section of the columns, some parts, and keeps the weights of all experts
+/// there in shared memory, beside the rings. Otherwise it has all columns, and asks for weights
+/// when it wants them: of L1, which has what the rings leave, then of L2, which brings rows, too.
+/// At the clock that the power cap leaves, L2 is not fast enough for both (docs/findings/sums.md).
+template <int kGroup_, int kDepth_, bool kKeeps_>
 struct Ring {
-  static constexpr Sum kSum = kSum_;
   static constexpr int kGroup = kGroup_;
   static constexpr int kDepth = kDepth_;
-  static constexpr int kBlocks = kRings / (kWarps * kGroup * kDepth * kRowBytes);  // that fit
+  static constexpr bool kKeeps = kKeeps_;
+  static constexpr int kFit = kRings / (kGroup * kDepth * kRowBytes);  // warps
+  static constexpr int kMostWarps = kKeeps ? kFit : kWarps;            // of a block
+  static constexpr int kBlocks = kFit / kMostWarps;                    // of a multiprocessor
   static constexpr int kTermBytes = 8;
   static constexpr int kWarpBytes = kDepth * kGroup * (kRowBytes + kTermBytes);
-  static constexpr int kBytes = kWarps * kWarpBytes;
 
   std::uint32_t base;
   /// Of a lane: 16 bytes of the row of a slot.
@@ -95,7 +187,8 @@ struct Piece {
   std::uint32_t token, part, group;
 };
 
-/// The pieces of a warp. All warps take parts of tokens in turn, and the groups of one in order.
+/// The pieces of a warp. The warps of a section take parts of tokens in turn, and the groups of one
+/// in order.
 class Pieces {
  public:
   __device__ __forceinline__ Pieces(std::uint32_t warp, std::uint32_t warps, std::uint32_t parts,
@@ -126,37 +219,41 @@ struct Term {
   float factor;
 };
 
-/// What is not there adds zeros that change no bit. To a sum of rows, which began at +0 and so is
-/// never -0, a row adds +0; to the router's, which is added to that and may be either zero, so does
-/// an expert; to a weighted sum, which may become -0, a row adds -0, whatever its score.
+/// What is not there adds zeros that change no bit: to the sum of rows, which began at +0 and so is
+/// never -0, and to the router's, which is added to that and may be either zero.
 template <class T, class R>
-__global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
+__global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
     aggregate_ring(const T* rows, Slots slots, Router<T> router, const T* addend, T* out,
-                   std::uint32_t tokens, std::uint32_t hidden, bool leave_first) {
+                   std::uint32_t tokens, std::uint32_t hidden, std::uint32_t sections,
+                   std::uint32_t parts, bool leave_first) {
   extern __shared__ uint4 memory[];
   const std::uint64_t policy = l2_policy(leave_first);
-  const std::uint32_t warp = threadIdx.x / kWarp;
+  const std::uint32_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const R ring{shared_address(memory) + warp * R::kWarpBytes};
+  const std::uint32_t kept = shared_address(memory) + warps * R::kWarpBytes;
+  // Blocks of a section take all tokens, all sections at about the same time.
+  const std::uint32_t section = blockIdx.x % sections;
+  const std::uint32_t blocks = (gridDim.x - section + sections - 1) / sections;
+  const std::uint32_t first_column = section * parts * kColumns;
   const auto groups = static_cast<std::uint32_t>((slots.top_k + R::kGroup - 1) / R::kGroup);
-  Pieces now(blockIdx.x * kWarps + warp, gridDim.x * kWarps, (hidden + kColumns - 1) / kColumns,
-             groups);
+  Pieces now(blockIdx.x / sections * warps + warp, blocks * warps, parts, groups);
   Pieces ahead = now;
-  const auto column = [](const Piece& piece) { return piece.part * kColumns + lane_id() * 8; };
+  const auto column = [=](const Piece& piece) {
+    return first_column + piece.part * kColumns + lane_id() * 8;
+  };
 
   // Lane k looks up slot k of the group.
   struct LookedUp {
     Piece piece;
     std::int32_t row, expert;
-    float score;
   };
   const auto look_up = [&] {
-    LookedUp found = {ahead.piece(), -1, -1, 0.0f};
+    LookedUp found = {ahead.piece(), -1, -1};
     const int k = static_cast<int>(found.piece.group) * R::kGroup + lane_id();
     if (found.piece.token < tokens && lane_id() < R::kGroup && k < slots.top_k) {
       const std::int64_t slot = std::int64_t{found.piece.token} * slots.top_k + k;
       found.row = slots.rows[slot];
-      if constexpr (R::kSum == Sum::routed) found.expert = slots.experts[slot];
-      if constexpr (R::kSum == Sum::weighted) found.score = slots.scores[slot];
+      found.expert = slots.experts[slot];
     }
     ahead.next();
     return found;
@@ -171,15 +268,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
                     policy);
     }
     copy_async_commit();
-    if constexpr (R::kSum == Sum::routed) {
-      if (found.expert < 0 || found.expert >= router.experts) return {-1, 0.0f};
-      const std::int64_t at = std::int64_t{found.piece.token} * router.experts + found.expert;
-      return {found.expert, to_float(router.dlogits[at])};
-    }
-    return {-1, found.row < 0 ? -0.0f : found.score};  // times the zeros of no row: -0
+    if (found.expert < 0 || found.expert >= router.experts) return {-1, 0.0f};
+    const std::int64_t at = std::int64_t{found.piece.token} * router.experts + found.expert;
+    return {found.expert, to_float(router.dlogits[at])};
   };
   const auto put = [&](const Term& term, int stage) {
-    if (R::kSum == Sum::rows || lane_id() >= R::kGroup) return;
+    if (lane_id() >= R::kGroup) return;
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(ring.term(stage, lane_id())),
                  "r"(term.expert), "f"(term.factor)
                  : "memory");
@@ -194,6 +288,16 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
   };
 
   wait_for_previous();
+  if constexpr (R::kKeeps) {
+    const std::uint32_t line = parts * kWarp;  // pieces of 16 bytes
+    for (std::uint32_t i = threadIdx.x; i < router.experts * line; i += blockDim.x) {
+      const std::uint32_t e = i / line, j = first_column + i % line * 8;
+      const bool there = j < hidden;
+      copy_async_16(kept + i * 16, router.weights + (there ? std::int64_t{e} * hidden + j : 0),
+                    there);
+    }
+    copy_async_commit();
+  }
   LookedUp found[R::kDepth];
   Term terms[R::kDepth];
 #pragma unroll
@@ -202,7 +306,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
   for (int i = 0; i < R::kDepth - 1; ++i) terms[i] = fetch(found[i], i);
 #pragma unroll
   for (int i = 0; i < R::kDepth - 1; ++i) put(terms[i], i);
-  __syncwarp();
+  if constexpr (R::kKeeps) {
+    copy_async_wait<R::kDepth - 1>();  // weights were asked for first
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
   LookedUp next = found[R::kDepth - 1];
   float sum[8] = {};
   float routers[8] = {};  // a sum of its own: nobody waits for rows to add the router's terms
@@ -213,8 +322,18 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
 
     const std::uint32_t j = column(now.piece());
     const bool inside = j < hidden;
-    uint4 weights[R::kGroup];
-    if constexpr (R::kSum == Sum::routed) {
+    const auto add_term = [&](int k, const uint4& weights) {
+      add_times<T>(get(stage, k).factor, weights, routers);
+    };
+    uint4 weights[R::kKeeps ? 1 : R::kGroup];  // where they come from memory, all of them at once
+    if constexpr (R::kKeeps) {
+#pragma unroll
+      for (int k = 0; k < R::kGroup; ++k) {
+        const std::int32_t e = get(stage, k).expert;
+        const std::uint32_t at = (e * parts + now.piece().part) * kRowBytes + lane_id() * 16;
+        add_term(k, e < 0 ? uint4{} : load_shared(kept + at));
+      }
+    } else {
 #pragma unroll
       for (int k = 0; k < R::kGroup; ++k) {
         const std::int32_t e = get(stage, k).expert;
@@ -223,24 +342,15 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
     }
     copy_async_wait<R::kDepth - 1>();
 #pragma unroll
-    for (int k = 0; k < R::kGroup; ++k) {
-      const uint4 row = load_shared(ring.row(stage, k));
-      if constexpr (R::kSum == Sum::weighted) {
-        add_times<T>(get(stage, k).factor, row, sum);
-      } else {
-        add<T>(row, sum);
-      }
-    }
-    if constexpr (R::kSum == Sum::routed) {
+    for (int k = 0; k < R::kGroup; ++k) add<T>(load_shared(ring.row(stage, k)), sum);
+    if constexpr (!R::kKeeps) {
 #pragma unroll
-      for (int k = 0; k < R::kGroup; ++k) add_times<T>(get(stage, k).factor, weights[k], routers);
+      for (int k = 0; k < R::kGroup; ++k) add_term(k, weights[k]);
     }
     if (now.last_group()) {
       const std::int64_t at = std::int64_t{now.piece().token} * hidden + j;
-      if constexpr (R::kSum == Sum::routed) {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], routers[c]);
-      }
+      for (int c = 0; c < 8; ++c) sum[c] = math::add(sum[c], routers[c]);
       if (addend != nullptr) add<T>(load_once(addend + at, inside, policy), sum);
       if (inside) store_rounded(sum, out + at);
 #pragma unroll
@@ -250,89 +360,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, R::kBlocks)
     __syncwarp();
     stage = stage + 1 == R::kDepth ? 0 : stage + 1;
   }
-}
-
-// A thread owns 8 columns of a token: many slots, three or four of long rows, or lists.
-
-constexpr unsigned kThreads = 256;          // of a block, at most
-constexpr unsigned kThreadsFewSlots = 128;  // the same, where slots are few
-constexpr unsigned kLeastThreads = 64;      // where there is work for so many
-constexpr int kInFlight = 8;                // rows that are loaded before the first is added
-
-/// The slots of a token in a list, in order.
-struct Lists {
-  const std::int32_t* token_offsets;
-  const std::int32_t* token_slots;
-};
-
-template <class T, bool kWeighted, bool kLists>
-__global__ void __launch_bounds__(kThreads, 3)
-    aggregate(const T* rows, Slots slots, Lists lists, const T* addend, T* out,
-              std::uint32_t tokens, std::uint32_t hidden, bool leave_first) {
-  const std::uint64_t policy = l2_policy(leave_first);
-  const std::uint32_t t = blockIdx.x * blockDim.y + threadIdx.y;
-  wait_for_previous();
-  if (t >= tokens) return;
-  // Slots and t K are int32 by validation.
-  const std::int32_t begin =
-      kLists ? lists.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
-  const std::int32_t count = kLists ? lists.token_offsets[t + 1] - begin : slots.top_k;
-  std::int32_t row[kInFlight];
-  float score[kInFlight];
-  const auto look_up = [&](std::int32_t first) {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      row[i] = -1;
-      if (first + i < count) {
-        const std::int32_t at = begin + first + i;
-        const std::int32_t slot = kLists ? lists.token_slots[at] : at;
-        row[i] = slots.rows[slot];
-        if constexpr (kWeighted) score[i] = slots.scores[slot];
-      }
-    }
-  };
-  look_up(0);
-  for (std::uint32_t j = threadIdx.x * 8; j < hidden; j += blockDim.x * 8) {
-    const uint4 extra =
-        load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr, policy);
-    float sum[8] = {};
-    for (std::int32_t first = 0; first < count; first += kInFlight) {
-      if (count > kInFlight) look_up(first);
-      uint4 part[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        part[i] = load_once(rows + std::int64_t{row[i]} * hidden + j, row[i] >= 0, policy);
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        if (row[i] < 0) continue;
-        if constexpr (kWeighted) {
-          add_times<T>(score[i], part[i], sum);
-        } else {
-          add<T>(part[i], sum);
-        }
-      }
-    }
-    if (addend != nullptr) add<T>(extra, sum);
-    store_rounded(sum, out + std::uint64_t{t} * hidden + j);
-  }
-}
-
-/// Threads along the columns and tokens of a block. A token with many columns is a block of its
-/// own, which takes them in two turns or more.
-dim3 block_of(const AggregateDesc& d) {
-  const std::int64_t chunks = d.hidden / 8;
-  const std::int64_t most = d.top_k > 0 && d.top_k <= kFew ? kThreadsFewSlots : kThreads;
-  const std::int64_t turns =
-      std::max<std::int64_t>(chunks < 2 * kLeastThreads ? 1 : 2, (chunks + most - 1) / most);
-  const std::int64_t each = (chunks + turns - 1) / turns;
-  unsigned wide = kWarp;
-  if (each > kWarp) {
-    wide = static_cast<unsigned>((each + kWarp - 1) / kWarp * kWarp);
-  } else {
-    while (wide / 2 >= each) wide /= 2;
-  }
-  return dim3(wide, std::max(1u, kLeastThreads / wide));
 }
 
 Slots slots_of(const AggregateDesc& d, const AggregateArgs& a) {
@@ -346,63 +373,95 @@ bool leave_first(const AggregateDesc& d, const Exec& exec) {
   return (d.rows + d.tokens) * d.hidden * std::int64_t{2} < 3 * l2_bytes(exec);
 }
 
-template <class T, bool kLists>
+template <class T, int kSlots, bool kLists>
 void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  const dim3 block = block_of(d);
-  launch_early(a.slot_scores != nullptr ? aggregate<T, true, kLists> : aggregate<T, false, kLists>,
-               blocks_for(d.tokens, block.y), block, 0, stream_of(exec),
+  const std::int64_t pieces = d.hidden / 8;
+  launch_early(a.slot_scores != nullptr ? aggregate<T, kSlots, true, kLists>
+                                        : aggregate<T, kSlots, false, kLists>,
+               blocks_for(d.tokens * pieces, kThreads), kThreads, 0, stream_of(exec),
                static_cast<const T*>(a.rows), slots_of(d, a), Lists{a.token_offsets, a.token_slots},
                static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden),
+               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(pieces),
                leave_first(d, exec));
+}
+
+/// Parts of a section whose weights a block keeps: as many as fit, and divide those of a row. 0
+/// where it keeps none: L1 has room for the weights of all columns; or so many experts' do not fit;
+/// or sections are so many that some would have an eighth more blocks than others; or a block would
+/// use what it keeps less than four times.
+unsigned kept_parts(const AggregateDesc& d, int multiprocessors) {
+  constexpr std::int64_t kMost = 128 << 10, kL1 = (256 << 10) - kRings;
+  if (d.experts * d.hidden * 2 <= kL1) return 0;
+  const unsigned all = blocks_for(d.hidden, kColumns);
+  unsigned parts = static_cast<unsigned>(kMost / (d.experts * kRowBytes));
+  parts = std::min(parts, all);
+  while (parts > 0 && all % parts != 0) --parts;
+  if (parts == 0 || all / parts * 8 > static_cast<unsigned>(multiprocessors)) return 0;
+  const bool used = d.rows * d.hidden * 2 >= 4 * multiprocessors * parts * d.experts * kRowBytes;
+  return used ? parts : 0;
 }
 
 template <class T, class R>
-void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  const unsigned needed = blocks_for(d.tokens * blocks_for(d.hidden, kColumns), kWarps);
-  const unsigned fit = static_cast<unsigned>(std::max(1, sm_count(exec)) * R::kBlocks);
-  launch_early(aggregate_ring<T, R>, std::min(needed, fit), kWarps * kWarp, R::kBytes,
-               stream_of(exec), static_cast<const T*>(a.rows), slots_of(d, a),
+void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec, unsigned parts,
+                int multiprocessors) {
+  const unsigned sections = blocks_for(d.hidden, kColumns) / parts;
+  const int kept = R::kKeeps ? static_cast<int>(parts * d.experts * kRowBytes) : 0;
+  const int warps = std::min(R::kMostWarps, (kSharedMemory - kept) / R::kWarpBytes);
+  const unsigned needed = blocks_for(d.tokens * parts, warps) * sections;
+  const unsigned fit = static_cast<unsigned>(multiprocessors * R::kBlocks);
+  launch_early(aggregate_ring<T, R>, std::min(needed, fit), static_cast<unsigned>(warps * kWarp),
+               static_cast<std::size_t>(warps * R::kWarpBytes + kept), stream_of(exec),
+               static_cast<const T*>(a.rows), slots_of(d, a),
                Router<T>{static_cast<const T*>(a.dlogits), static_cast<const T*>(a.router_w),
                          static_cast<std::int32_t>(d.experts)},
                static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden),
-               leave_first(d, exec));
+               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(d.hidden), sections,
+               parts, leave_first(d, exec));
 }
 
-/// Without lists and the router's part. docs/findings/sums.md
-bool in_rings(const AggregateDesc& d) {
-  return d.top_k <= 2 || (d.top_k <= kFew && d.hidden < kLongRow);
-}
-using ManyRouted = Ring<Sum::routed, 8, 2>;
-
-template <class T, Sum kSum>
-void start_few(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  d.top_k <= 2 ? start_ring<T, Ring<kSum, 2, 4>>(d, a, exec)
-               : start_ring<T, Ring<kSum, 4, 2>>(d, a, exec);
+template <int kGroup, int kDepth>
+struct Rings {
+  using Reads = Ring<kGroup, kDepth, false>;
+  using Keeps = Ring<kGroup, kDepth, true>;
+};
+template <class F>
+auto visit_rings(const AggregateDesc& d, F&& f) {
+  if (d.top_k <= 2) return f(Rings<2, 4>{});
+  return d.top_k <= 4 ? f(Rings<4, 2>{}) : f(Rings<8, 2>{});
 }
 
 template <class T>
 void start_any(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  const bool routed = a.router_w != nullptr;
-  if (d.top_k == 0) {
-    start<T, true>(d, a, exec);
-  } else if (routed) {
-    d.top_k > kFew ? start_ring<T, ManyRouted>(d, a, exec) : start_few<T, Sum::routed>(d, a, exec);
-  } else if (!in_rings(d)) {
-    start<T, false>(d, a, exec);
-  } else if (a.slot_scores != nullptr) {
-    start_few<T, Sum::weighted>(d, a, exec);
-  } else {
-    start_few<T, Sum::rows>(d, a, exec);
+  if (d.top_k == 0) return start<T, 0, true>(d, a, exec);
+  if (a.router_w == nullptr) {
+    if (d.top_k <= 2) return start<T, 2, false>(d, a, exec);
+    if (d.top_k <= 4) return start<T, 4, false>(d, a, exec);
+    if (d.top_k <= 8) return start<T, 8, false>(d, a, exec);
+    return d.top_k > 12 && d.top_k <= 16 ? start<T, 16, false>(d, a, exec)
+                                         : start<T, 0, false>(d, a, exec);
   }
+  visit_rings(d, [&](auto rings) {
+    const int multiprocessors = std::max(1, sm_count(exec));
+    if (const unsigned parts = kept_parts(d, multiprocessors); parts > 0) {
+      start_ring<T, typename decltype(rings)::Keeps>(d, a, exec, parts, multiprocessors);
+    } else {
+      start_ring<T, typename decltype(rings)::Reads>(d, a, exec, blocks_for(d.hidden, kColumns),
+                                                     multiprocessors);
+    }
+  });
 }
 
-/// The other rings fit into what a kernel may have unasked.
 Status prepare(const AggregateDesc& d, const Exec&) {
-  if (d.experts == 0 || d.top_k <= kFew) return {};
-  return visit_storage(d.dtype, [](auto type) {
-    return allow_shared_memory(aggregate_ring<decltype(type), ManyRouted>, ManyRouted::kBytes);
+  if (d.experts == 0) return {};
+  return visit_storage(d.dtype, [&](auto type) {
+    return visit_rings(d, [](auto rings) {
+      using Reads = typename decltype(rings)::Reads;
+      const Status status =
+          allow_shared_memory(aggregate_ring<decltype(type), Reads>, kWarps * Reads::kWarpBytes);
+      if (!status.ok()) return status;
+      return allow_shared_memory(aggregate_ring<decltype(type), typename decltype(rings)::Keeps>,
+                                 kSharedMemory);
+    });
   });
 }
 
