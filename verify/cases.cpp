@@ -216,13 +216,13 @@ void add_tiles(CaseList* list) {
     list->add("tiles/n" + std::to_string(n), shape(150, 264, n, 5, 2));
   }
   list->add("tiles/e60", shape(400, 264, 104, 60, 4));
-  // More tokens than CUDA sums at a time: a thread serves several where they have few slots.
+  // More tokens than CUDA sums at a time: where the router has a part, a warp serves several.
   list->add("sums/topk", shape(1024, 1032, 8, 8, 2));
   LayerDesc lists = list_shape(1024, 2, 2048);  // some tokens have no slot
   lists.hidden = 256;
   lists.intermediate = 8;
   list->add("sums/given", lists, RoutingKind::hostile);
-  lists.tokens = 64;  // more slots than are looked up at once, in several turns of columns
+  lists.tokens = 64;  // more slots than are looked up at once, rows longer than a block's part
   lists.hidden = 2064;
   list->add("sums/wide", lists, RoutingKind::hostile);
   list->add("tiles/e512", shape(300, 72, 40, 512, 10));

@@ -2,6 +2,7 @@
 // dX, an addend, and what of it the layer does not use together.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -90,11 +91,11 @@ TEST(Aggregate, ListsWithScoresAndAddend) {
             filled({35, 1, 3}));
 }
 
-/// K slots a token, with and without scores, the router's part and an addend: small integers, so
-/// that every order gives the same sum. Of the experts that a token does not have, gradients and,
-/// where nobody has them, weights are NaN.
-void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
-                 std::int64_t top_k) {
+/// K slots a token, with and without scores, the router's part and an addend, and lists of as many
+/// or none: small integers, so that every order gives the same sum. Of the experts that a token
+/// does not have, gradients and, where nobody has them, weights are NaN.
+void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts, std::int64_t top_k,
+                 DType dtype = kTypes[0]) {
   SCOPED_TRACE(testing::Message() << "T " << tokens << " d " << hidden << " E " << experts << " K "
                                   << top_k);
   AggregateDesc desc;
@@ -102,7 +103,7 @@ void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
   desc.rows = tokens * top_k;
   desc.hidden = hidden;
   desc.top_k = top_k;
-  desc.dtype = kTypes[0];
+  desc.dtype = dtype;
   const double nan = std::numeric_limits<double>::quiet_NaN();
   Tensor rows(desc.rows * hidden), dlogits(tokens * experts, nan), scores(desc.rows);
   Tensor router_w(experts * hidden, nan);
@@ -120,7 +121,7 @@ void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
     scores[slot] = static_cast<double>(slot % 3);
     dlogits[t * experts + e] = static_cast<double>(slot % 5) - 2;
     for (std::int64_t j = 0; j < hidden; ++j) {
-      rows[slot * hidden + j] = static_cast<double>((slot * 3 + j) % 4);
+      rows[slot * hidden + j] = static_cast<double>((slot * 3 + j) % 7);
       router_w[e * hidden + j] = static_cast<double>((e + j * 2) % 5) - 2;
     }
   }
@@ -156,6 +157,26 @@ void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
   expect(in, plain);
   in.scores = scores;
   expect(in, weighted);
+
+  // The same slots in lists, every third token without any.
+  Inputs lists{.rows = rows, .slot_rows = slot_rows, .token_offsets = {0}, .token_slots = {}};
+  Tensor plain_lists = plain, weighted_lists = weighted;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (std::int64_t k = 0; t % 3 != 1 && k < top_k; ++k) {
+      lists.token_slots.push_back(static_cast<std::int32_t>(t * top_k + k));
+    }
+    lists.token_offsets.push_back(static_cast<std::int32_t>(lists.token_slots.size()));
+    if (t % 3 != 1) continue;
+    std::fill_n(plain_lists.begin() + t * hidden, hidden, 0.0);
+    std::fill_n(weighted_lists.begin() + t * hidden, hidden, 0.0);
+  }
+  lists.token_slots.resize(desc.rows, -1);
+  desc.top_k = 0;
+  expect(lists, plain_lists);
+  lists.scores = scores;
+  expect(lists, weighted_lists);
+
+  desc.top_k = top_k;
   desc.experts = experts;
   in.scores = {};
   in.slot_experts = slot_experts;
@@ -187,13 +208,57 @@ TEST(Aggregate, SumsOfManyTokens) {
   expect_sums(7001, 520, 20, 3);
 }
 
-// So many rows, and of so many experts, that a block keeps the router's weights of its section of
-// the columns: one part of seven, the last of them not whole, or two of fourteen.
+// So many rows, and so many weights, that a block keeps those of its section of the columns (of 132
+// multiprocessors): one part of thirteen, of which the last is not whole.
 TEST(Aggregate, SumsWithWeightsKept) {
-  for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8, 17}) {
-    expect_sums(3300 / top_k + 1, 1672, 40, top_k);
+  for (const std::int64_t top_k : {2, 4, 8}) expect_sums(980 / top_k, 3080, 22, top_k);
+}
+
+// The same, and a warp goes round its ring; two parts of fourteen; weights beside which there is no
+// place for all warps. Too much for a sanitizer.
+TEST(AggregateAtLength, SumsWithWeightsKept) {
+  expect_sums(1500, 3080, 22, 1);
+  expect_sums(1500, 3080, 22, 2);
+  expect_sums(1000, 3080, 22, 3);
+  expect_sums(400, 3080, 22, 8, kTypes[1]);
+  expect_sums(350, 3080, 22, 17);
+  expect_sums(450, 3528, 40, 8);
+  expect_sums(2100, 776, 198, 17);
+}
+
+// In fp32 a 2^24 swallows a 1: another order, or groups of slots added up by themselves, give
+// another result.
+TEST(Aggregate, AddsInSlotOrder) {
+  for (const std::int32_t top_k : {3, 4, 5, 8, 10, 12, 13, 16, 17}) {
+    SCOPED_TRACE(top_k);
+    AggregateDesc desc;
+    desc.tokens = 1;
+    desc.rows = top_k;
+    desc.hidden = 8;
+    desc.dtype = kTypes[0];
+    constexpr double kBig = 0x1p24;
+    Tensor swallowed(top_k, 1.0), kept(top_k, 1.0);
+    swallowed.front() = kBig, swallowed.back() = -kBig;
+    kept[top_k - 2] = kBig, kept[top_k - 1] = -kBig;
+    const double left = static_cast<float>(kBig + (top_k - 2)) - kBig;
+    for (const bool scored : {false, true}) {
+      for (const bool listed : {false, true}) {
+        const auto sum = [&](const Tensor& values) {
+          Inputs in{.rows = filled(values)};
+          for (std::int32_t i = 0; i < top_k; ++i) in.slot_rows.push_back(i);
+          if (scored) in.scores = Tensor(top_k, 1.0);
+          if (listed) {
+            in.token_offsets = {0, top_k};
+            in.token_slots = in.slot_rows;
+          }
+          desc.top_k = listed ? 0 : top_k;
+          return run(desc, in);
+        };
+        EXPECT_EQ(sum(swallowed), filled({0}));
+        EXPECT_EQ(sum(kept), filled({left}));
+      }
+    }
   }
-  expect_sums(777, 3528, 40, 4);
 }
 
 // The rows in slot order, + the router's terms in slot order, a sum of their own, + the addend. In
@@ -231,6 +296,33 @@ TEST(Aggregate, RoutersPartIsASumOfItsOwn) {
   }
 }
 
+TEST(Aggregate, RoutersPartIsASumOfItsOwnWithWeightsKept) {
+  AggregateDesc desc;
+  desc.tokens = 330;
+  desc.top_k = 3;
+  desc.rows = desc.tokens * desc.top_k;
+  desc.hidden = 3080;
+  desc.experts = 22;
+  desc.dtype = kTypes[0];
+  constexpr double kBig = 0x1p24;
+  const Tensor big = {kBig, 0, -kBig}, one = {1, 0, 0};
+  for (const bool big_rows : {false, true}) {
+    Inputs in{.rows = Tensor(desc.rows * desc.hidden),
+              .dlogits = Tensor(desc.tokens * desc.experts, 1.0),
+              .router_w = Tensor(desc.experts * desc.hidden)};
+    for (std::int64_t slot = 0; slot < desc.rows; ++slot) {
+      in.slot_rows.push_back(static_cast<std::int32_t>(slot));
+      in.slot_experts.push_back(static_cast<std::int32_t>(slot % desc.top_k));
+      std::fill_n(in.rows.begin() + slot * desc.hidden, desc.hidden,
+                  (big_rows ? big : one)[slot % desc.top_k]);
+    }
+    for (std::int64_t e = 0; e < desc.top_k; ++e) {
+      std::fill_n(in.router_w.begin() + e * desc.hidden, desc.hidden, (big_rows ? one : big)[e]);
+    }
+    EXPECT_EQ(run(desc, in), Tensor(desc.tokens * desc.hidden, 1.0));
+  }
+}
+
 // No rows, a term that underflows to -0 and one without an expert give +0 on every backend.
 TEST(Aggregate, RoutersPartOfNothingIsPlusZero) {
   AggregateDesc desc;
@@ -250,7 +342,7 @@ TEST(Aggregate, RoutersPartOfNothingIsPlusZero) {
 
 // A product that underflows is -0, and stays it beside slots without a row, whatever their scores.
 TEST(Aggregate, WeightedSumMayBeMinusZero) {
-  for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8}) {
+  for (const std::int64_t top_k : {1, 2, 3, 4, 5, 8, 10, 13, 17}) {
     SCOPED_TRACE(top_k);
     AggregateDesc desc;
     desc.tokens = 1;

@@ -53,8 +53,8 @@ struct Lists {
   const std::int32_t* token_slots;
 };
 
-/// Where a token may have any number of slots, they are added in groups of so many at most, as
-/// equal as can be.
+/// Where a token may have any number of slots, they are added in groups of so many at most, and of
+/// one size but for the last.
 constexpr int kInFlight = 5;
 
 /// Blocks of a multiprocessor. A thread loads all rows of a group before it adds the first; the
@@ -84,22 +84,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
   // Slots and t K are int32 by validation.
   const std::int32_t begin =
       kLists ? lists.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
-  const std::int32_t count = kLists ? lists.token_offsets[t + 1] - begin : slots.top_k;
+  const std::uint32_t count = kLists ? max(lists.token_offsets[t + 1] - begin, 0) : slots.top_k;
 
-  constexpr int kRows = kSlots == 0 ? kInFlight : kSlots;  // of a group, at most
-  const std::int32_t groups = (count + kRows - 1) / kRows;
-  const std::int32_t group = kSlots == 0 ? (count + groups - 1) / max(groups, 1) : kRows;
+  constexpr std::uint32_t kRows = kSlots == 0 ? kInFlight : kSlots;  // of a group, at most
+  const std::uint32_t groups = max((count + kRows - 1) / kRows, 1u);
+  const std::uint32_t group = kSlots == 0 ? (count + groups - 1) / groups : kRows;
   struct LookedUp {
     std::int32_t row[kRows];
     float score[kRows];
   };
-  const auto look_up = [&](std::int32_t first) {
+  const auto look_up = [&](std::uint32_t first) {
     LookedUp found;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (std::uint32_t i = 0; i < kRows; ++i) {
       found.row[i] = -1;
       if (i < group && first + i < count) {
-        const std::int32_t at = begin + first + i;
+        const std::int32_t at = begin + static_cast<std::int32_t>(first + i);
         const std::int32_t slot = kLists ? lists.token_slots[at] : at;
         found.row[i] = slots.rows[slot];
         if constexpr (kWeighted) found.score[i] = slots.scores[slot];
@@ -111,17 +111,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
   LookedUp found = look_up(0);
   const uint4 extra = load_once(addend + std::uint64_t{t} * hidden + j, addend != nullptr, policy);
   float sum[8] = {};
-  const auto add_group = [&](std::int32_t next) {
+  const auto add_group = [&](std::uint32_t first) {
     uint4 part[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (std::uint32_t i = 0; i < kRows; ++i) {
       part[i] =
           load_once(rows + std::int64_t{found.row[i]} * hidden + j, found.row[i] >= 0, policy);
     }
     const LookedUp now = found;
-    if constexpr (kSlots == 0) found = look_up(next);  // while those are on their way
+    if constexpr (kSlots == 0) found = look_up(first + group);  // while those are on their way
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (std::uint32_t i = 0; i < kRows; ++i) {
       if constexpr (kWeighted) {
         add_times<T>(now.score[i], part[i], sum);
       } else {
@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
     }
   };
   if constexpr (kSlots == 0) {
-    for (std::int32_t first = 0; first < count; first += group) add_group(first + group);
+    for (std::uint32_t first = 0; first < count; first += group) add_group(first);
   } else {
-    add_group(kSlots);
+    add_group(0);
   }
   if (addend != nullptr) add<T>(extra, sum);
   store_rounded(sum, out + std::uint64_t{t} * hidden + j);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
 // With the router's part: a warp takes 256 columns of a token, and then of another.
 
 constexpr int kWarps = 8;              // of a block, unless it keeps weights
-constexpr int kRings = 128 << 10;      // bytes of a multiprocessor, at most
+constexpr int kRings = 128 << 10;      // bytes of rows on a multiprocessor
 constexpr int kColumns = 8 * kWarp;    // of a part of a row: 16 bytes a lane
 constexpr int kRowBytes = 16 * kWarp;  // of those
 constexpr int kSharedMemory = 227 << 10;
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
   }
   LookedUp next = found[R::kDepth - 1];
   float sum[8] = {};
-  float routers[8] = {};  // a sum of its own: nobody waits for rows to add the router's terms
+  float routers[8] = {};  // a sum of its own, as on every backend
   for (int stage = 0; now.piece().token < tokens; now.next()) {
     const int free = stage == 0 ? R::kDepth - 1 : stage - 1;
     const Term coming = fetch(next, free);
@@ -386,15 +386,16 @@ void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
 }
 
 /// Parts of a section whose weights a block keeps: as many as fit, and divide those of a row. 0
-/// where it keeps none: L1 has room for the weights of all columns; or so many experts' do not fit;
-/// or sections are so many that some would have an eighth more blocks than others; or a block would
-/// use what it keeps less than four times.
+/// where it keeps none: L1 does well with the weights of all columns; or so many experts' do not
+/// fit; or fewer than eight blocks would be left for a section, so that some could have more than
+/// an eighth more than others; or a block would use what it keeps less than four times. Limits by
+/// measurement: docs/findings/sums.md.
 unsigned kept_parts(const AggregateDesc& d, int multiprocessors) {
-  constexpr std::int64_t kMost = 128 << 10, kL1 = (256 << 10) - kRings;
-  if (d.experts * d.hidden * 2 <= kL1) return 0;
+  constexpr std::int64_t kMost = 128 << 10, kLeast = 128 << 10;
+  static_assert(kMost <= kLeast, "a block could keep the weights of more columns than there are");
+  if (d.experts * d.hidden * 2 <= kLeast) return 0;
   const unsigned all = blocks_for(d.hidden, kColumns);
   unsigned parts = static_cast<unsigned>(kMost / (d.experts * kRowBytes));
-  parts = std::min(parts, all);
   while (parts > 0 && all % parts != 0) --parts;
   if (parts == 0 || all / parts * 8 > static_cast<unsigned>(multiprocessors)) return 0;
   const bool used = d.rows * d.hidden * 2 >= 4 * multiprocessors * parts * d.experts * kRowBytes;
