@@ -211,7 +211,7 @@ def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
 def documents(tmp_path, monkeypatch):
     """The documents with figures, and the receipt, where a test may change them."""
     names = ["README.md", "receipts/h200.json", "docs/findings/sustained.md"]
-    names += [f"docs/kernels/{operation}.md" for operation in (*figures.OPERATIONS, *figures.SMALL_KERNELS)]
+    names += [f"docs/kernels/{operation}.md" for operation in figures.PAGES]
     plant(tmp_path, {name: (figures.ROOT / name).read_text() for name in names})
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     return tmp_path
@@ -225,6 +225,7 @@ def documents(tmp_path, monkeypatch):
         ("README.md", "figure", r"(?<=32768, 4096, 2048, 64, 4 \| )\d"),
         ("README.md", "figure", r"(?<=sustained: )\d"),
         ("docs/kernels/up_proj.md", "figure", r"(?<=7B-n256 \| )\d"),
+        ("docs/kernels/aggregate.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/metadata.md", "figure", r"\d(?=\d\.\d us in the receipt)"),
         ("docs/findings/sustained.md", "figure", r"(?<=\n\| in turn \| )0"),
         ("README.md", "place", r"ratios: "),
