@@ -59,7 +59,10 @@ def device_files(build: Path):
             yield "/".join(source.parts[-3:]), Path(entry["directory"]) / entry["output"]
 
 
-def verdict(problems: list[str], good: str) -> int:
+def verdict(build: Path, judged: int, what: str, problems: list[str], good: str) -> int:
+    """Of so many of what is judged; none is a problem, too."""
+    if judged == 0 and not problems:
+        problems = [f"{build} has no {what}: configured with SONICMOE_CUDA=OFF?"]
     print("\n".join(problems) if problems else good)
     return 1 if problems else 0
 
@@ -75,10 +78,8 @@ def check(build: Path) -> int:
         text = log.read_text()
         problems += judge(name, text)
         cached += CACHED in text
-    if files == 0:
-        problems = [f"{build} has no device files: configured with SONICMOE_CUDA=OFF?"]
     good = f"device build: {files} files, {cached} of them from the cache, nothing to object to"
-    return verdict(problems, good)
+    return verdict(build, files, "device files", problems, good)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RECEIPT = "receipts/h200.json"
 OPERATIONS = ("up_proj", "down_proj", "down_proj_dgrad", "up_proj_dgrad", "down_proj_wgrad",
               "up_proj_wgrad")  # fmt: skip
-SMALL_KERNELS = ("metadata", "router_gemm", "score_grad")
-PAGES = (*OPERATIONS, "aggregate", *SMALL_KERNELS)
 NUMBER = r"[\d.]+"
 
 
@@ -156,26 +155,33 @@ def edited(text: str, edits: list[tuple[str, str | list[str]]], where: str) -> s
     return text
 
 
+def documents(receipt: dict) -> dict[str, list[tuple[str, str | list[str]]]]:
+    """What belongs into each document."""
+    bench, hot = Rows(receipt["bench"]), Rows(receipt["sustained"])
+    bmm = beside_bmm(hot, receipt["torch_bmm"])
+
+    def page(operation: str) -> str:
+        return f"docs/kernels/{operation}.md"
+
+    def text(operation: str) -> str:
+        return (ROOT / page(operation)).read_text()
+
+    return {
+        "README.md": readme(bench, hot, bmm),
+        "docs/findings/sustained.md": means(bench, hot, bmm),
+        **{page(name): kernel_page(name, bench, text(name)) for name in OPERATIONS},
+        page("aggregate"): aggregate_page(bench, text("aggregate")),
+        **{page(name): edits for name, edits in small_kernels(bench).items()},
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a document would change")
     options = parser.parse_args()
-    receipt = json.loads((ROOT / "receipts" / "h200.json").read_text())
-    bench, hot = Rows(receipt["bench"]), Rows(receipt["sustained"])
-    bmm = beside_bmm(hot, receipt["torch_bmm"])
-    documents = {
-        "README.md": readme(bench, hot, bmm),
-        "docs/findings/sustained.md": means(bench, hot, bmm),
-    }
-    for operation in OPERATIONS:
-        page = f"docs/kernels/{operation}.md"
-        documents[page] = kernel_page(operation, bench, (ROOT / page).read_text())
-    page = "docs/kernels/aggregate.md"
-    documents[page] = aggregate_page(bench, (ROOT / page).read_text())
-    sentences = small_kernels(bench)
-    documents |= {f"docs/kernels/{name}.md": sentences[name] for name in SMALL_KERNELS}
+    places = documents(json.loads((ROOT / RECEIPT).read_text()))
     stale = 0
-    for name, edits in documents.items():
+    for name, edits in places.items():
         old = (ROOT / name).read_text()
         new = edited(old, edits, name)
         if new != old:
@@ -183,7 +189,7 @@ def main() -> int:
             print(f"figures: {name} {'is not what the receipt says' if options.check else 'written'}")
             if not options.check:
                 (ROOT / name).write_text(new)
-    print(f"figures: {len(documents)} documents, {sum(map(len, documents.values()))} places")
+    print(f"figures: {len(places)} documents, {sum(map(len, places.values()))} places")
     return 1 if stale and options.check else 0
 
 

@@ -210,8 +210,8 @@ def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def documents(tmp_path, monkeypatch):
     """The documents with figures, and the receipt, where a test may change them."""
-    names = ["README.md", "receipts/h200.json", "docs/findings/sustained.md"]
-    names += [f"docs/kernels/{operation}.md" for operation in figures.PAGES]
+    receipt = json.loads((figures.ROOT / figures.RECEIPT).read_text())
+    names = [figures.RECEIPT, *figures.documents(receipt)]
     plant(tmp_path, {name: (figures.ROOT / name).read_text() for name in names})
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     return tmp_path
