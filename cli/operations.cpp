@@ -46,6 +46,8 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer, bool
   dx_rows_ = rows_of(s_.d);
   dlogits_ = make_tensor(s_.t * s_.e, settings_.desc.dtype, settings_.device);
   add_backward();
+  // Under another name a sequence would leave it out, and run the operation as it is alone.
+  for (const Task& task : in_sequence_) (void)named(task.name);
 }
 
 /// Of a tensor of grouped rows only the rows in use move.

@@ -132,7 +132,7 @@ ErrorNorm error_norm(std::span<const double> ours, std::span<const double> exact
 
 Check two_times_rule(const std::string& tensor, std::span<const double> ours,
                      std::span<const double> exact, std::span<const double> plain,
-                     std::span<const std::size_t> block_ends, double allowance) {
+                     std::span<const std::size_t> block_ends, const Slack& slack) {
   Check check{tensor, 0, 0, true, ""};
   if (ours.size() != exact.size() || plain.size() != exact.size()) {
     check.pass = false;
@@ -148,8 +148,13 @@ Check two_times_rule(const std::string& tensor, std::span<const double> ours,
     const ErrorNorm us = error_norm(ours.subspan(begin, count), exact.subspan(begin, count));
     const ErrorNorm them = error_norm(plain.subspan(begin, count), exact.subspan(begin, count));
     const double share = whole.error * std::sqrt(static_cast<double>(count) / exact.size());
-    const double chance = 4 * 0x1p-24 * (1 + 4 / std::sqrt(static_cast<double>(count)));
-    const double bound = 2 * std::max(them.error, share) + (chance + allowance) * us.norm;
+    double independent = static_cast<double>(count);
+    if (slack.independent > 0) {
+      independent = std::clamp(slack.independent * independent / exact.size(), 1.0, independent);
+    }
+    const double chance = 4 * 0x1p-24 * (1 + 4 / std::sqrt(independent));
+    const double bound =
+        2 * std::max(them.error, share) + (chance + slack.relative) * us.norm + slack.absolute;
     const bool pass = us.error <= bound;  // false for NaN, on either side
     double ratio = us.error == 0 ? 0 : us.error / bound;
     if (!pass && std::isnan(ratio)) ratio = std::numeric_limits<double>::infinity();
@@ -168,6 +173,12 @@ Check two_times_rule(const std::string& tensor, std::span<const double> ours,
     begin = block_ends[b];
   }
   return check;
+}
+
+double cancellation_allowance(std::span<const double> magnitudes) {
+  double squares = 0;
+  for (const double magnitude : magnitudes) squares += magnitude * magnitude;
+  return 4 * 0x1p-24 * std::sqrt(squares);
 }
 
 Check same_values(const std::string& tensor, std::span<const double> ours,

@@ -38,21 +38,29 @@ struct Check {
   std::string note;  ///< which block is worst, or what else is wrong
 };
 
+/// What a bound allows beside the 2x rule.
+struct Slack {
+  double relative = 0;     ///< times ||exact||: see tensor_core_allowance
+  double absolute = 0;     ///< in every block: see cancellation_allowance
+  double independent = 0;  ///< so many of its errors are, if others repeat them: see router_slack
+};
+
 /// The 2x rule, for the whole tensor and for each block (an expert's rows or weights): our error is
 /// at most twice that of a plain loop in the same precision,
 ///
-///   ||ours - exact|| <= 2 max(||plain - exact||, share) + 4 2^-24 (1 + 4 / sqrt(n)) ||exact||.
+///   ||ours - exact|| <= 2 max(||plain - exact||, share)
+///                       + (4 2^-24 (1 + 4 / sqrt(m)) + relative) ||exact|| + absolute.
 ///
 /// The errors of a block of n elements scatter by chance, the more the smaller it is, so that a
 /// good result can be unlucky where the plain loop was lucky. Hence `share`: the error that the
-/// block would have if the plain loop's error were spread evenly over the tensor; and the last
-/// term, four fp32 roundings of each element, more where there are few to average over.
+/// block would have if the plain loop's error were spread evenly over the tensor; and
+/// 4 2^-24 (1 + 4 / sqrt(m)), four fp32 roundings of each element, more where there are few to
+/// average over: m is n, or the block's share of the independent errors, at least one.
 ///
 /// `block_ends` are element indices, ascending; the last is the tensor's size. Empty: one block.
-/// `allowance` ||exact|| is added to the bound: see tensor_core_allowance.
 Check two_times_rule(const std::string& tensor, std::span<const double> ours,
                      std::span<const double> exact, std::span<const double> plain,
-                     std::span<const std::size_t> block_ends = {}, double allowance = 0);
+                     std::span<const std::size_t> block_ends = {}, const Slack& slack = {});
 
 /// Tensor cores add 16 products at a time to the fp32 accumulator and cut off what does not fit,
 /// where the plain loop rounds: each of k/16 steps takes up to one unit in the last place, half of
@@ -61,6 +69,10 @@ Check two_times_rule(const std::string& tensor, std::span<const double> ours,
 inline double tensor_core_allowance(std::int64_t k) {
   return static_cast<double>((k + 15) / 16) * 0x1p-24;
 }
+
+/// Where an element is a difference of terms, their roundings stay, however small it is itself:
+/// four fp32 roundings of each element's sum of magnitudes.
+double cancellation_allowance(std::span<const double> magnitudes);
 
 /// Same bits (signs of zero aside); error is the largest absolute difference, bound 0.
 Check same_values(const std::string& tensor, std::span<const double> ours,

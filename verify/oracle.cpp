@@ -437,7 +437,7 @@ double Oracle::aux_loss(const Tensor& logits, const std::vector<std::int32_t>& c
 }
 
 Tensor Oracle::aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts,
-                             double dloss) const {
+                             double dloss, bool magnitudes) const {
   const std::int64_t T = desc_.tokens, E = desc_.experts;
   const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
   Tensor out(T * E);
@@ -451,7 +451,8 @@ Tensor Oracle::aux_loss_grad(const Tensor& logits, const std::vector<std::int32_
       Real mean = 0;
       for (std::int64_t e = 0; e < E; ++e) mean += p[e] * static_cast<Real>(counts[e]);
       for (std::int64_t e = 0; e < E; ++e) {
-        out[t * E + e] = store(scale * p[e] * (static_cast<Real>(counts[e]) - mean));
+        const auto count = static_cast<Real>(counts[e]);
+        out[t * E + e] = store(scale * p[e] * (magnitudes ? count + mean : count - mean));
       }
     }
   });

@@ -105,8 +105,9 @@ class Oracle {
                     const Tensor& dlogits_in) const;
 
   double aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const;
-  Tensor aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts,
-                       double dloss) const;
+  /// `magnitudes`: of its terms, which cancel, added up instead: see cancellation_allowance.
+  Tensor aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts, double dloss,
+                       bool magnitudes = false) const;
 
  private:
   /// To the storage type of tensors, and to fp32; neither in exact mode.

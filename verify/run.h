@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -89,6 +91,12 @@ std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool w
 /// that the 2x rule says little of few rows. The squared error of m rows scatters by sqrt(2 / m) of
 /// its mean: by a third here, where the rule allows four times the mean.
 inline constexpr std::int64_t kRouterRows = 16;
+
+/// Of the same gradient: how many errors it has that are independent. A row of it repeats those of
+/// its tokens' dlogits, and of a token's dlogits one follows from the others, for they add up to 0.
+inline Slack router_slack(const Grouping& g, std::int64_t tokens) {
+  return {.independent = std::max(1.0, static_cast<double>(std::ssize(g.row_slots) - tokens))};
+}
 
 /// Each operation that the case's layer is made of, fed with the oracle's rounded tensors.
 std::vector<Report> check_ops(const Case& test_case, Device device = {},

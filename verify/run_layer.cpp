@@ -274,9 +274,9 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   LayerTensors exact = oracle_forward(problem, run.routing, Precision::exact);
   LayerTensors plain = oracle_forward(problem, run.routing, Precision::plain);
   const auto compare = [&](const char* name, Tensor LayerTensors::*member,
-                           const std::vector<std::size_t>& blocks = {}) {
+                           const std::vector<std::size_t>& blocks = {}, const Slack& slack = {}) {
     report.checks.push_back(
-        two_times_rule(name, run.tensors.*member, exact.*member, plain.*member, blocks));
+        two_times_rule(name, run.tensors.*member, exact.*member, plain.*member, blocks, slack));
   };
   const auto by_expert = [&](Tensor LayerTensors::*member) {
     return expert_ends(g, (exact.*member).size(), true);
@@ -302,12 +302,13 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
     compare("db2", &LayerTensors::db2, by_expert(&LayerTensors::db2));
   }
   if (desc.router == RouterMode::given) {
-    report.checks.push_back(
-        two_times_rule("dscores", run.tensors.dscores, exact.dscores, plain.dscores, {},
-                       device.type == DeviceType::cuda ? tensor_core_allowance(desc.hidden) : 0));
+    report.checks.push_back(two_times_rule(
+        "dscores", run.tensors.dscores, exact.dscores, plain.dscores, {},
+        {.relative = device.type == DeviceType::cuda ? tensor_core_allowance(desc.hidden) : 0}));
   } else {
     compare("drouter_w", &LayerTensors::drouter_w,
-            expert_ends(g, exact.drouter_w.size(), true, kRouterRows));
+            expert_ends(g, exact.drouter_w.size(), true, kRouterRows),
+            router_slack(g, desc.tokens));
   }
   return report;
 }

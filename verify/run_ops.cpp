@@ -66,10 +66,10 @@ class OpChecker {
   /// `f(oracle)` gives the expected tensor from the very inputs that the operation had.
   template <class F>
   void judge(const std::string& tensor, const Tensor& ours, F f,
-             const std::vector<std::size_t>& blocks = {}) {
-    reports_.back().checks.push_back(two_times_rule(tensor, ours,
-                                                    f(Oracle(desc_, Precision::exact)),
-                                                    f(Oracle(desc_, Precision::plain)), blocks));
+             const std::vector<std::size_t>& blocks = {}, const Slack& slack = {}) {
+    reports_.back().checks.push_back(
+        two_times_rule(tensor, ours, f(Oracle(desc_, Precision::exact)),
+                       f(Oracle(desc_, Precision::plain)), blocks, slack));
   }
 
   void judge_ids(const std::string& tensor, const std::vector<std::int32_t>& ours,
@@ -208,10 +208,10 @@ class OpChecker {
         if (expected.empty() && ours.empty()) continue;
         const bool fp32_by_tensor_cores =
             device_.type == DeviceType::cuda && output.member == &LayerTensors::row_dscores;
-        report.checks.push_back(
-            two_times_rule(output.name, ours, expected, plain.*output.member,
-                           expert_ends(g_, expected.size(), output.weights),
-                           fp32_by_tensor_cores ? tensor_core_allowance(desc_.hidden) : 0));
+        report.checks.push_back(two_times_rule(
+            output.name, ours, expected, plain.*output.member,
+            expert_ends(g_, expected.size(), output.weights),
+            {.relative = fp32_by_tensor_cores ? tensor_core_allowance(desc_.hidden) : 0}));
       }
     }
   }
@@ -384,7 +384,10 @@ class OpChecker {
     args.dlogits = arena.output("dlogits", layer_.logits.size(), type());
     if (!run("aux_loss_grad", op, args, &arena)) return;
     judge("dlogits", arena.tensor("dlogits", type()),
-          [&](const Oracle& o) { return o.aux_loss_grad(layer_.logits, g_.counts, kDloss); });
+          [&](const Oracle& o) { return o.aux_loss_grad(layer_.logits, g_.counts, kDloss); }, {},
+          {.absolute =
+               cancellation_allowance(Oracle(desc_, Precision::exact)
+                                          .aux_loss_grad(layer_.logits, g_.counts, kDloss, true))});
   }
 
   Problem problem_;

@@ -22,6 +22,9 @@ inline Status to_status(cudaError_t error, const char* what) noexcept {
 /// The error of the launch just made. Never synchronises.
 inline Status launched(const char* what) noexcept { return to_status(cudaGetLastError(), what); }
 
+/// Bytes that a block may have, on sm_90.
+inline constexpr int kMostSharedMemory = 227 << 10;
+
 /// Lets a kernel be launched with more dynamic shared memory than the 48 KiB that need no asking.
 template <class Kernel>
 Status allow_shared_memory(Kernel* kernel, int bytes) noexcept {

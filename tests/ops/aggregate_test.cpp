@@ -261,8 +261,32 @@ TEST(Aggregate, AddsInSlotOrder) {
   }
 }
 
-// The rows in slot order, + the router's terms in slot order, a sum of their own, + the addend. In
-// fp32 a 2^24 swallows a 1: another order gives another result.
+/// The same slots for every token, slot k with expert k: the values given are those of the first
+/// two slots and of the last, of their rows and of their experts' weights. In fp32 a 2^24 swallows
+/// a 1: another order gives another result.
+Inputs first_two_and_last(const AggregateDesc& desc, const Tensor& rows, const Tensor& terms) {
+  const auto slots = [&](const Tensor& values, std::int64_t count) {
+    Tensor out(count * desc.hidden);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t k = i % desc.top_k;
+      const double value = k < 2 ? values[k] : k + 1 == desc.top_k ? values[2] : 0.0;
+      std::fill_n(out.begin() + i * desc.hidden, desc.hidden, value);
+    }
+    return out;
+  };
+  Inputs in{.rows = slots(rows, desc.rows),
+            .dlogits = Tensor(desc.tokens * desc.experts, 1.0),
+            .router_w = slots(terms, desc.top_k)};
+  in.router_w.resize(desc.experts * desc.hidden);
+  for (std::int64_t slot = 0; slot < desc.rows; ++slot) {
+    in.slot_rows.push_back(static_cast<std::int32_t>(slot));
+    in.slot_experts.push_back(static_cast<std::int32_t>(slot % desc.top_k));
+  }
+  return in;
+}
+constexpr double kBig = 0x1p24;
+
+// The rows in slot order, + the router's terms in slot order, a sum of their own, + the addend.
 TEST(Aggregate, RoutersPartIsASumOfItsOwn) {
   for (const std::int64_t top_k : {3, 4, 5, 8, 9, 64}) {
     SCOPED_TRACE(top_k);
@@ -271,20 +295,11 @@ TEST(Aggregate, RoutersPartIsASumOfItsOwn) {
     desc.rows = desc.experts = desc.top_k = top_k;
     desc.hidden = 8;
     desc.dtype = kTypes[0];
-    // One value a slot, of which the first two and the last are given.
-    const auto slots = [&](const Tensor& ends) {
-      Tensor values(top_k);
-      values[0] = ends[0], values[1] = ends[1], values.back() = ends[2];
-      return filled(values);
-    };
     const auto sum = [&](const Tensor& rows, const Tensor& terms) {
-      Inputs in{.rows = slots(rows), .addend = filled({0.5}), .dlogits = Tensor(top_k, 1)};
-      in.router_w = slots(terms);
-      for (std::int32_t i = 0; i < top_k; ++i) in.slot_rows.push_back(i);
-      in.slot_experts = in.slot_rows;
+      Inputs in = first_two_and_last(desc, rows, terms);
+      in.addend = filled({0.5});
       return run(desc, in);
     };
-    constexpr double kBig = 0x1p24;
     // Terms onto the rows, or rows onto the terms; slot by slot, or a group of slots after another.
     EXPECT_EQ(sum({1, 0, 0}, {kBig, 0, -kBig}), filled({1.5}));
     EXPECT_EQ(sum({kBig, 0, -kBig}, {1, 0, 0}), filled({1.5}));
@@ -304,23 +319,9 @@ TEST(Aggregate, RoutersPartIsASumOfItsOwnWithWeightsKept) {
   desc.hidden = 3080;
   desc.experts = 22;
   desc.dtype = kTypes[0];
-  constexpr double kBig = 0x1p24;
-  const Tensor big = {kBig, 0, -kBig}, one = {1, 0, 0};
-  for (const bool big_rows : {false, true}) {
-    Inputs in{.rows = Tensor(desc.rows * desc.hidden),
-              .dlogits = Tensor(desc.tokens * desc.experts, 1.0),
-              .router_w = Tensor(desc.experts * desc.hidden)};
-    for (std::int64_t slot = 0; slot < desc.rows; ++slot) {
-      in.slot_rows.push_back(static_cast<std::int32_t>(slot));
-      in.slot_experts.push_back(static_cast<std::int32_t>(slot % desc.top_k));
-      std::fill_n(in.rows.begin() + slot * desc.hidden, desc.hidden,
-                  (big_rows ? big : one)[slot % desc.top_k]);
-    }
-    for (std::int64_t e = 0; e < desc.top_k; ++e) {
-      std::fill_n(in.router_w.begin() + e * desc.hidden, desc.hidden, (big_rows ? one : big)[e]);
-    }
-    EXPECT_EQ(run(desc, in), Tensor(desc.tokens * desc.hidden, 1.0));
-  }
+  const Tensor big = {kBig, 0, -kBig}, one = {1, 0, 0}, ones(desc.tokens * desc.hidden, 1.0);
+  EXPECT_EQ(run(desc, first_two_and_last(desc, one, big)), ones);
+  EXPECT_EQ(run(desc, first_two_and_last(desc, big, one)), ones);
 }
 
 // No rows, a term that underflows to -0 and one without an expert give +0 on every backend.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -110,6 +111,36 @@ TEST(TwoTimesRule, ZerosMustBeZerosWhereThePlainLoopHasThem) {
   EXPECT_FALSE(two_times_rule("t", Tensor{0, 1e-30}, zero, zero).pass);
 }
 
+TEST(TwoTimesRule, ErrorsThatRepeatScatterAsFewDo) {
+  const Tensor exact(400, 1.0);
+  const Slack four{.independent = 4};
+  // Bounds of 4.8 roundings of each element for 400 errors, of 12 for 4, and of 20 for 1 at least.
+  const Tensor unlucky(400, 1 + 8 * 0x1p-24), wrong(400, 1 + 13 * 0x1p-24);
+  EXPECT_FALSE(two_times_rule("t", unlucky, exact, exact).pass);
+  EXPECT_TRUE(two_times_rule("t", unlucky, exact, exact, {}, four).pass);
+  EXPECT_FALSE(two_times_rule("t", wrong, exact, exact, {}, four).pass);
+  // More than there are elements: no less slack than without.
+  EXPECT_TRUE(two_times_rule("t", Tensor{1 + 19 * 0x1p-24}, Tensor{1}, Tensor{1}, {}, four).pass);
+  // A block has its share of them.
+  const std::vector<std::size_t> ends = {100, 400};
+  Tensor block = exact;
+  std::fill_n(block.begin(), 100, 1 + 19 * 0x1p-24);
+  EXPECT_TRUE(two_times_rule("t", block, exact, exact, ends, four).pass);
+  block[7] = 1 + 80 * 0x1p-24;
+  EXPECT_FALSE(two_times_rule("t", block, exact, exact, ends, four).pass);
+}
+
+TEST(TwoTimesRule, TermsThatCancelLeaveTheirRoundings) {
+  // 300 - 300 and 400 - 399: in fp32 the terms are known to 2^-16 or so, and so is the result.
+  const Tensor exact = {0, 1}, magnitudes = {600, 799};
+  const Tensor ours = {0x1p-16, 1 - 0x1p-16}, wrong = {0x1p-11, 1};
+  const Slack slack{.absolute = cancellation_allowance(magnitudes)};
+  EXPECT_DOUBLE_EQ(slack.absolute, 4 * 0x1p-24 * std::hypot(600, 799));
+  EXPECT_FALSE(two_times_rule("t", ours, exact, exact).pass);
+  EXPECT_TRUE(two_times_rule("t", ours, exact, exact, {}, slack).pass);
+  EXPECT_FALSE(two_times_rule("t", wrong, exact, exact, {}, slack).pass);
+}
+
 TEST(TwoTimesRule, RefusesOtherSizes) {
   EXPECT_FALSE(two_times_rule("t", Tensor{1}, Tensor{1, 2}, Tensor{1, 2}).pass);
   EXPECT_FALSE(same_values("t", Tensor{1}, Tensor{1, 2}).pass);
@@ -122,6 +153,13 @@ TEST(SameValues, NamesTheFirstDifference) {
   EXPECT_EQ(check.error, 5);
   EXPECT_EQ(check.note, "element 1 is 2.000000, not 3.000000");
   EXPECT_FALSE(same_values("t", Tensor{kNan}, Tensor{kNan}).pass);
+}
+
+TEST(RouterSlack, OneErrorOfATokenFollowsFromTheOthers) {
+  Grouping g;
+  g.row_slots.resize(12);
+  EXPECT_EQ(router_slack(g, 4).independent, 8);
+  EXPECT_EQ(router_slack(g, 12).independent, 1);  // and none would be as many as there are elements
 }
 
 // Weights of experts in parts of their own, empty ones too; or together until they have rows

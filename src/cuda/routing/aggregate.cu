@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
         found.row[i] = slots.rows[slot];
         if constexpr (kWeighted) found.score[i] = slots.scores[slot];
       }
-      if (found.row[i] < 0) found.score[i] = -0.0f;
+      if (kWeighted && found.row[i] < 0) found.score[i] = -0.0f;
     }
     return found;
   };
@@ -144,7 +144,6 @@ constexpr int kWarps = 8;              // of a block, unless it keeps weights
 constexpr int kRings = 128 << 10;      // bytes of rows on a multiprocessor
 constexpr int kColumns = 8 * kWarp;    // of a part of a row: 16 bytes a lane
 constexpr int kRowBytes = 16 * kWarp;  // of those
-constexpr int kSharedMemory = 227 << 10;
 
 /// What is read beside the rows.
 template <class T>
@@ -407,7 +406,7 @@ void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec
                 int multiprocessors) {
   const unsigned sections = blocks_for(d.hidden, kColumns) / parts;
   const int kept = R::kKeeps ? static_cast<int>(parts * d.experts * kRowBytes) : 0;
-  const int warps = std::min(R::kMostWarps, (kSharedMemory - kept) / R::kWarpBytes);
+  const int warps = std::min(R::kMostWarps, (kMostSharedMemory - kept) / R::kWarpBytes);
   const unsigned needed = blocks_for(d.tokens * parts, warps) * sections;
   const unsigned fit = static_cast<unsigned>(multiprocessors * R::kBlocks);
   launch_early(aggregate_ring<T, R>, std::min(needed, fit), static_cast<unsigned>(warps * kWarp),
@@ -461,7 +460,7 @@ Status prepare(const AggregateDesc& d, const Exec&) {
           allow_shared_memory(aggregate_ring<decltype(type), Reads>, kWarps * Reads::kWarpBytes);
       if (!status.ok()) return status;
       return allow_shared_memory(aggregate_ring<decltype(type), typename decltype(rings)::Keeps>,
-                                 kSharedMemory);
+                                 kMostSharedMemory);
     });
   });
 }
