@@ -144,6 +144,13 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::up_proj, 1536, 256, "128x256", kSwiglu, 196608, 128},
       {GemmOp::up_proj, 4096, 1024, "128x256"},
       {GemmOp::up_proj, 2048, 64, "128x128"},
+      // Long sums, many rows an expert, many rounds, SwiGLU: tiles of 192 rows.
+      {GemmOp::up_proj, 4096, 512, "192x256", kSwiglu, 262144, 128},
+      {GemmOp::up_proj, 4096, 256, "192x256", kSwiglu, 524288, 256},
+      {GemmOp::up_proj, 4032, 512, "128x256", kSwiglu, 262144, 128},
+      {GemmOp::up_proj, 4096, 512, "128x256", kSwiglu, 245759, 128},
+      {GemmOp::up_proj, 4096, 512, "128x256", kSwiglu, 131072, 64},
+      {GemmOp::up_proj, 4096, 512, "128x256", Activation::geglu, 262144, 128},
       // 2.1 rounds or 4.2: three of wide tiles take longer than five of narrow ones.
       {GemmOp::up_proj, 1536, 256, "128x128"},
       {GemmOp::up_proj, 2048, 704, "128x128"},
@@ -310,6 +317,40 @@ TEST(Kernels, CudaDealsTilesByShape) {
     EXPECT_FALSE(cuda::deals(7.9, 1000, true, cleared));
     EXPECT_FALSE(cuda::deals(7.9, 1000, false, cleared));
   }
+}
+
+// For SwiGLU without a bias, and as many tokens as 32 bits count 16-byte pieces of.
+TEST(Kernels, CudaTallTilesAreRefused) {
+  GroupedGemmDesc desc;
+  desc.op = GemmOp::up_proj;
+  desc.tokens = (std::int64_t{1} << 24) - 1, desc.rows = 4096, desc.experts = 8;
+  desc.hidden = 2048, desc.intermediate = 64;
+  desc.dtype = DType::bf16;
+  const auto choose = [&] {
+    return choose_kernel(desc, {DeviceType::cuda, 0}, "cuda.up_proj.192x256");
+  };
+  if (choose().walk.empty()) GTEST_SKIP() << "this build has no CUDA";
+  EXPECT_NE(choose().kernel, nullptr) << choose().walk;
+  const auto expect_refused = [&](const std::string& reason) {
+    EXPECT_EQ(choose().kernel, nullptr);
+    EXPECT_NE(choose().walk.find(reason), std::string::npos) << choose().walk;
+  };
+  desc.bias = true;
+  expect_refused("bias: got true, allowed: false");
+  desc.bias = false;
+  desc.activation = Activation::geglu;
+  expect_refused("activation: got geglu, allowed: swiglu");
+  desc.activation = Activation::swiglu;
+  ++desc.tokens;
+  expect_refused("tokens: got 16777216, allowed: at most 16777215 of 2048 elements");
+}
+
+TEST(Kernels, CudaEndsTallTilesInLowOnes) {
+  EXPECT_EQ(cuda::low_from(262144, 128, 4), 125);  // 32 pairs of low tiles an expert
+  EXPECT_EQ(cuda::low_from(524288, 256, 2), 251);
+  EXPECT_EQ(cuda::low_from(256 * 66, 66, 1), 58);  // an eighth of all, not all
+  EXPECT_EQ(cuda::low_from(0, 16, 1), 14);
+  EXPECT_EQ(cuda::low_from(1 << 30, 7, 1000), 7);
 }
 
 TEST(Kernels, CudaHalvesTheLastTilesByShape) {

@@ -1,4 +1,4 @@
-// Bit for bit, too: tiles that are dealt, and those that come in halves.
+// Bit for bit, too: tiles that are dealt, those that come in halves, and tall ones.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -158,6 +158,67 @@ TEST_P(ExactHalved, Dealt) {
   EXPECT_EQ(whole.tile_counter, others);
 }
 
+// Tiles of 192 rows are 128 high in an expert's last pair, where that is enough, and in the last
+// experts. Where a pair goes apart its stripe is as high as the others.
+class ExactTall : public testing::TestWithParam<KernelInfo> {
+ protected:
+  static constexpr int kCounts[] = {0,   1,   64,  65,  128, 129, 191, 192, 193, 255, 256, 257,
+                                    319, 320, 321, 383, 384, 385, 448, 449, 512, 513, 577, 700};
+  struct Tall {
+    std::int64_t hidden, experts;
+    int across;
+    int every = 1;  ///< among so many experts one with more than three rows
+    DType dtype = DType::bf16;
+  };
+  /// What was run with a counter that is `given` or one in the workspace, and how many tiles that
+  /// has. They are dealt, if `dealt`.
+  std::pair<GemmRun, std::int64_t> expect_exact_with(const Tall& tall, bool given, bool dealt) {
+    Shape shape = {400, tall.hidden, 128 * (tall.across - 1) + 8, tall.experts, 0};
+    const auto rows_of = [&](std::int64_t e) {
+      if (e % tall.every != 0) return static_cast<int>(e % 4);
+      return kCounts[(e / tall.every * (tall.every > 1 ? 5 : 1)) % std::size(kCounts)];
+    };
+    const Random random(3, tall.across);
+    const auto [lists, first] = counted(
+        shape.experts, rows_of, [&](auto i, auto) { return random.below(i, shape.tokens); });
+    shape.list_length = first.back();
+    const int low_from = cuda::low_from(shape.list_length, tall.experts, tall.across);
+    EXPECT_LT(low_from, tall.experts);
+    const double rounds = cuda::rounds(shape.list_length, tall.experts, tall.across, 192);
+    EXPECT_EQ(cuda::deals(rounds, cuda::tiles(tall.hidden, 64), true, given), dealt);
+    std::int64_t tiles = 0;
+    for (std::int64_t e = 0; e < tall.experts; ++e) {
+      tiles += cuda::pair_tiles(cuda::tiles(rows_of(e), e < low_from ? 192 : 128), tall.across);
+    }
+    const LayerDesc desc = layer_of(shape, tall.dtype);
+    GemmInputs inputs = integer_inputs(desc, lists, 3);
+    if (given) inputs.tile_counter = 0;
+    return {expect_exact(GemmOp::up_proj, desc, inputs, GetParam().name), tiles};
+  }
+};
+
+TEST_P(ExactTall, EveryNumberOfRows) {
+  // The last eighth of the experts is low: of the counts, others with 112 than with 100.
+  for (const Tall& tall :
+       {Tall{72, 100, 1}, {72, 112, 1}, {72, 100, 2, 1, DType::f16}, {72, 112, 3}}) {
+    SCOPED_TRACE(std::to_string(tall.across) + ", " + std::to_string(tall.experts));
+    const auto [run, tiles] = expect_exact_with(tall, true, false);
+    EXPECT_EQ(run.tile_counter, 0);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Whole pairs, and pairs that go apart.
+TEST_P(ExactTall, Dealt) {
+  const auto [run, tiles] = expect_exact_with({1536, 600, 1}, true, true);
+  EXPECT_EQ(run.tile_counter, tiles);
+  const auto [apart, others] = expect_exact_with({2048, 330, 3, 15}, false, true);
+  std::int32_t drawn = 0;  // the last word
+  ASSERT_GE(apart.workspace.size(), sizeof drawn);
+  std::memcpy(&drawn, apart.workspace.data() + apart.workspace.size() - sizeof drawn, sizeof drawn);
+  EXPECT_EQ(drawn, others);
+}
+
 /// Of CUDA, with tiles that may be dealt.
 std::vector<KernelInfo> dealt_kernels() {
   constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::down_proj_dgrad,
@@ -174,7 +235,15 @@ std::vector<KernelInfo> halved_kernels() {
   return kernels;
 }
 
+std::vector<KernelInfo> tall_kernels() {
+  constexpr GemmOp kOps[] = {GemmOp::up_proj};
+  std::vector<KernelInfo> kernels = kernels_for(kOps);
+  std::erase_if(kernels, [](const KernelInfo& k) { return !k.name.ends_with(".192x256"); });
+  return kernels;
+}
+
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactDealt, testing::ValuesIn(dealt_kernels()), kLabel);
+INSTANTIATE_TEST_SUITE_P(Kernels, ExactTall, testing::ValuesIn(tall_kernels()), kLabel);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactHalved, testing::ValuesIn(halved_kernels()), kLabel);
 
 }  // namespace

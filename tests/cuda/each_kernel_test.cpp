@@ -92,7 +92,16 @@ TEST_P(EachKernel, SameBitsAgain) {
 }
 
 TEST_P(EachKernel, ReplaysWithOtherRouting) {
-  for_cases(kReplayed, 2, [](const Case& c) { expect_replays(c, GetParam().name); });
+  // Tall tiles are for SwiGLU without a bias.
+  for_cases(kReplayed, GetParam().name.ends_with(".192x256") ? 1 : 2,
+            [](const Case& c) { expect_replays(c, GetParam().name); });
+}
+
+/// Of those with an activation, the ones that have more than SwiGLU.
+std::vector<KernelInfo> with_activations() {
+  std::vector<KernelInfo> kernels = kernels_of(kDevice, {"up_proj", "down_proj_dgrad"});
+  std::erase_if(kernels, [](const KernelInfo& k) { return k.name.ends_with(".192x256"); });
+  return kernels;
 }
 
 std::set<std::string> products() {
@@ -103,8 +112,7 @@ std::set<std::string> products() {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, EachKernel, testing::ValuesIn(kernels_of(kDevice, products())),
                          [](const auto& param) { return label_of(param.param.name); });
-INSTANTIATE_TEST_SUITE_P(Kernels, EachActivation,
-                         testing::ValuesIn(kernels_of(kDevice, {"up_proj", "down_proj_dgrad"})),
+INSTANTIATE_TEST_SUITE_P(Kernels, EachActivation, testing::ValuesIn(with_activations()),
                          [](const auto& param) { return label_of(param.param.name); });
 
 }  // namespace

@@ -24,12 +24,13 @@ TEST(Graph, DealsAgain) {
   c.desc.experts = 600;
   c.desc.list_length = 1000;
   ASSERT_TRUE(cuda::deals(cuda::rounds(c.desc.rows(), c.desc.experts, 1), 32, true, false));
-  for (const std::string op : {"up_proj", "down_proj", "down_proj_dgrad", "up_proj_dgrad"}) {
-    const bool gathers = op == "up_proj" || op == "down_proj_dgrad";
+  for (const std::string kernel : {"up_proj.192x256", "up_proj.128x256", "down_proj.128x256",
+                                   "down_proj_dgrad.128x256", "up_proj_dgrad.128x256"}) {
+    const bool gathers = kernel.starts_with("up_proj.") || kernel.starts_with("down_proj_dgrad");
     c.desc.hidden = gathers ? 2048 : 8;
     c.desc.intermediate = gathers ? 8 : 1024;
     Options options;
-    options.kernel = "cuda." + op + ".128x256";
+    options.kernel = "cuda." + kernel;
     const Report report = check_layer(c, kDevice, options);
     EXPECT_TRUE(report.pass()) << report.text();
     expect_replays(c, options.kernel);

@@ -74,6 +74,11 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
           if (layout == W1Layout::separate && !is_glu(desc.activation)) continue;
           desc.w1_layout = layout;
           desc.bias = (a + static_cast<int>(layout)) % 2 == 0;
+          // Tiles of 192 rows have none, and no other activation to try all layouts with.
+          if (desc.activation == Activation::swiglu &&
+              !runs_as(kernel, op, dtype, desc.activation, true)) {
+            desc.bias = false;
+          }
           if (!runs_as(kernel, op, dtype, desc.activation, desc.bias)) continue;
           desc.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
           SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(layout) + " " + name(dtype) +
@@ -483,12 +488,15 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
 // tile, and without a gate, with tiles that are full.
 TEST_P(ExactGemm, Quick) {
   if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
+  const GemmOp op = op_of(GetParam());
   for (const bool gated : {true, false}) {
     const Shape shape = gated ? shapes().front() : Shape{140, 16, 264, 1, 300};
     LayerDesc desc = layer_of(shape, kTypes[0]);
-    desc.bias = gated;
-    if (!gated) desc.activation = Activation::relu_sq;
-    expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
+    desc.bias = gated && runs_as(GetParam(), op, desc.dtype, desc.activation, true);
+    if (!gated && runs_as(GetParam(), op, desc.dtype, Activation::relu_sq)) {
+      desc.activation = Activation::relu_sq;
+    }
+    expect_exact(op, desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
   }
 }
 

@@ -21,6 +21,38 @@ struct ActivationParams {
   Activation activation;
 };
 
+/// Rounded accumulators of a chunk of 64 columns.
+template <class T>
+__device__ __forceinline__ void put_rounded(const WarpTile& tile, const float* acc) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Block block;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      block.w[j] = Pair<T>::pack(acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1]);
+    }
+    tile.put(i, block);
+  }
+}
+
+/// A of block `i` of a chunk, whose ups are kUp accumulators further than its gates.
+template <class T, class Fn, int kUp>
+__device__ __forceinline__ Block activate(const float* acc, int i) {
+  Block block;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float* g = &acc[8 * i + 2 * j];
+    const float* u = &acc[kUp + 8 * i + 2 * j];
+    // One reciprocal of four is left to the special function unit: it is slower with an exponential
+    // and a reciprocal than the rest of the multiprocessor with all else. Which one goes by the
+    // column, so that equal rows have equal bits (j % 2 is a half of the rows, j / 2 of the
+    // columns).
+    block.w[j] = Pair<T>::pack(Fn::forward_by_newton(g[0], u[0]),
+                               j < 2 ? Fn::forward(g[1], u[1]) : Fn::forward_by_newton(g[1], u[1]));
+  }
+  return block;
+}
+
 /// `kBias`: there may be one.
 template <class Activations, bool kBias>
 struct StoreActivation : HoldsNothing {
@@ -111,8 +143,8 @@ struct StoreActivation : HoldsNothing {
         const bool keeps = e_.preact != nullptr;
         if (keeps) {
           // Stores of H before A's. (The compiler still puts the arithmetic of both before them.)
-          put(gate, &acc[chunk * 32]);
-          if (kGated) put(up, &acc[kUp + chunk * 32]);
+          put_rounded<T>(gate, &acc[chunk * 32]);
+          if (kGated) put_rounded<T>(up, &acc[kUp + chunk * 32]);
           fence_async_proxy();
           __syncwarp();
           if (whole && lane == 0) {
@@ -123,20 +155,7 @@ struct StoreActivation : HoldsNothing {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          Block block;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float* g = &acc[chunk * 32 + 8 * i + 2 * j];
-            const float* u = &acc[kUp + chunk * 32 + 8 * i + 2 * j];
-            // One reciprocal of four is left to the special function unit: it is slower with an
-            // exponential and a reciprocal than the rest of the multiprocessor with all else. Which
-            // one goes by the column, so that equal rows have equal bits (j % 2 is a half of the
-            // rows, j / 2 of the columns).
-            block.w[j] =
-                Pair<T>::pack(Fn::forward_by_newton(g[0], u[0]),
-                              j < 2 ? Fn::forward(g[1], u[1]) : Fn::forward_by_newton(g[1], u[1]));
-          }
-          act.put(i, block);
+          act.put(i, activate<T, Fn, kUp>(&acc[chunk * 32], i));
         }
         if (chunk > 0) {
           // By now the stores of the chunk before have been read.
@@ -161,18 +180,6 @@ struct StoreActivation : HoldsNothing {
         }
         if (lane == 0) store_commit();
       });
-    }
-
-    static __device__ __forceinline__ void put(const WarpTile& tile, const float* acc) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Block block;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          block.w[j] = Pair<T>::pack(acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1]);
-        }
-        tile.put(i, block);
-      }
     }
 
     const Params& e_;

@@ -84,8 +84,8 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
                     void* workspace, const Exec& exec, const char* what) {
   if constexpr (Traits::kDealt) {
     static_assert(Dealer<Traits>::kTellAt < kLeastDealtBlocks);
-    if (deals(rounds(d.rows, d.experts, params.shared_tiles), params.k_blocks, Traits::kGathers,
-              tile_counter != nullptr)) {
+    if (deals(rounds(d.rows, d.experts, params.shared_tiles, Traits::kOwn), params.k_blocks,
+              Traits::kGathers, tile_counter != nullptr)) {
       params.beside_previous = false;  // what comes before clears the counter
       params.tile_counter = tile_counter;
       if (tile_counter == nullptr) {
@@ -98,9 +98,10 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
   return launch<Traits>(params, epilogue, exec, what);
 }
 
-/// Stripes of rows are rounded up to pairs of 128, in 32 bits.
+/// Stripes of rows are rounded up to pairs of 128, or to one of 192, in 32 bits.
 inline std::string reject_rows(const char* argument, std::int64_t rows) {
   constexpr std::int64_t kMost = INT32_MAX - 2 * kOwn + 1;
+  static_assert(TallRowGather::kRows <= 2 * kOwn);
   if (rows <= kMost) return {};
   return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
          std::to_string(kMost) + " (on CUDA)";
@@ -109,14 +110,15 @@ inline std::string reject_gemm(const GroupedGemmDesc& d) {
   if (std::string reason = reject_rows("rows", d.rows); !reason.empty()) return reason;
   return reject_dtype(d.dtype);
 }
-/// A gather along K counts 16-byte pieces in 32 bits: see kNoRow.
-inline std::string reject_contraction(const GroupedGemmDesc& d) {
+/// A gather that counts 16-byte pieces in 32 bits: see kNoRow.
+inline std::string reject_tokens(const GroupedGemmDesc& d, const char* what) {
   const std::int64_t most = std::int64_t{kNoRow} / (d.hidden / 8);
-  if (d.tokens > most) {
-    return "tokens: got " + std::to_string(d.tokens) + ", allowed: at most " +
-           std::to_string(most) + " of " + std::to_string(d.hidden) +
-           " elements (weight gradients on CUDA: 64 GiB)";
-  }
+  if (d.tokens <= most) return {};
+  return "tokens: got " + std::to_string(d.tokens) + ", allowed: at most " + std::to_string(most) +
+         " of " + std::to_string(d.hidden) + " elements (" + what + " on CUDA: 64 GiB)";
+}
+inline std::string reject_contraction(const GroupedGemmDesc& d) {
+  if (std::string reason = reject_tokens(d, "weight gradients"); !reason.empty()) return reason;
   return reject_gemm(d);
 }
 inline std::size_t no_workspace(const GroupedGemmDesc&, const Exec&) { return 0; }

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string>
 
-/// Which of two compiled tiles an operation takes: pure functions of the shape, each the reason why
-/// the larger tile yields to the other, or empty. The models are fitted to
+/// Which of the compiled tiles an operation takes: pure functions of the shape, each the reason why
+/// a larger tile yields to the next, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
 namespace sonicmoe::cuda {
 
@@ -29,16 +29,16 @@ inline std::string yield_to(const char* axis, std::int64_t extent, int width, in
 /// the choice is less good, not wrong.
 inline constexpr int kPairs = 66;
 
-/// Tiles of pairs of CTAs in an expert's stripes of 128 rows, `across` tiles to a stripe. The last
+/// Tiles of pairs of CTAs in an expert's stripes of rows, `across` tiles to a stripe. The last
 /// of an odd number of stripes is shared by a pair along `across`.
 inline std::int64_t pair_tiles(std::int64_t stripes, int across) {
   return stripes / 2 * across + stripes % 2 * ((across + 1) / 2);
 }
 
 /// Rounds of all pairs, whole or not, that an operation over `rows` rows takes, `across` tiles to a
-/// stripe of 128 rows. Experts have the mean number of rows, or a standard deviation of random
+/// stripe of `height` rows. Experts have the mean number of rows, or a standard deviation of random
 /// routing more or less, with equal weight.
-inline double rounds(std::int64_t rows, std::int64_t experts, int across) {
+inline double rounds(std::int64_t rows, std::int64_t experts, int across, int height = 128) {
   // Experts without rows have no tiles.
   experts = std::clamp<std::int64_t>(experts, 1, std::max<std::int64_t>(rows, 1));
   const double mean = static_cast<double>(rows) / static_cast<double>(experts);
@@ -46,7 +46,7 @@ inline double rounds(std::int64_t rows, std::int64_t experts, int across) {
   for (int side = -1; side <= 1; ++side) {
     const double of_expert = mean + side * std::sqrt(mean);
     const auto stripes =
-        std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / 128)));
+        std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / height)));
     of_three += pair_tiles(stripes, across);
   }
   return static_cast<double>(of_three * experts) / (3 * kPairs);
@@ -77,6 +77,30 @@ inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int 
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
          " experts: " + std::to_string(narrow) + " narrow tiles across take less time than " +
          std::to_string(wide);
+}
+
+/// up_proj: tiles of 192 rows yield to those of 128, but where sums are long, experts have ten
+/// stripes and rounds are many. Measured at shapes that are clearly on one side; where the limits
+/// lie between them is a guess: docs/findings/tall-tiles.md.
+inline std::string yield_to_low(std::int64_t rows, std::int64_t experts, int across,
+                                std::int64_t k_blocks) {
+  constexpr int kHeight = 192, kLeastBlocks = 64, kLeastRounds = 32;
+  if (k_blocks >= kLeastBlocks && rows >= 10 * kHeight * experts &&
+      rounds(rows, experts, across, kHeight) >= kLeastRounds) {
+    return {};
+  }
+  return "rows " + std::to_string(rows) + " of " + std::to_string(experts) + " experts, " +
+         std::to_string(across) + " tiles across, " + std::to_string(k_blocks) +
+         " k blocks: tiles of 128 rows take less time than tiles of 192";
+}
+
+/// The first of the experts whose tiles are 128 rows high where others are higher, so that all
+/// pairs of CTAs end at about the same time: the last ones, with a round of tiles together, but at
+/// most an eighth of all.
+inline int low_from(std::int64_t rows, std::int64_t experts, int across) {
+  const double of_expert = static_cast<double>(rows) / static_cast<double>(experts) / 256 * across;
+  const double needed = std::ceil(kPairs / std::max(of_expert, 1e-3));
+  return static_cast<int>(experts - std::min(experts / 8, static_cast<std::int64_t>(needed)));
 }
 
 /// Cycles over which the pairs of CTAs of a product with gathered rows begin, one after the other:

@@ -1,6 +1,7 @@
 // H = x[tokens] W1^T + b1 and A = act(H): M = rows (gathered), N = gate and up columns, K = d.
 #include "core/backends.h"
 #include "cuda/epilogue/activation.cuh"
+#include "cuda/epilogue/activation_tall.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {
@@ -10,6 +11,10 @@ template <class T, class Activations, bool kBias, int kN, Schedule kSchedule, in
 struct UpProj : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
                        StoreActivation<Activations, kBias>, (kN == 256)> {};
 
+template <class T, class Activations, int kN, Schedule kSchedule, int kStages>
+struct UpProjTall : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
+                           StoreActivationTall<Activations>, true, true> {};
+
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
               const Exec& exec) {
@@ -17,8 +22,13 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   const bool gated = is_glu(d.activation);
   const W1View w1 = w1_view(d, d.hidden);
   TensorMaps maps(d.dtype);
-  TensorView view{a.w1,          d.hidden,         d.intermediate, d.experts,
-                  w1.row_stride, w1.expert_stride, kN / 2};
+  TensorView view{a.w1,
+                  d.hidden,
+                  d.intermediate,
+                  d.experts,
+                  w1.row_stride,
+                  w1.expert_stride,
+                  Config::kTall ? kN / 4 : kN / 2};
   GemmParams p{};
   p.shared[0] = maps.encode(view);
   if (gated) view.base = up_base(d, w1, a.w1, a.w1_up);
@@ -38,10 +48,16 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.shared_tiles = tiles(d.intermediate, gated ? kN / 2 : kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
   p.paired = gated;
-  const double tile_rounds = rounds(d.rows, d.experts, p.shared_tiles);
-  // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
-  p.start_spread = start_spread(d.tokens * d.hidden * 2, tile_rounds, kN * (4.4 * p.k_blocks + 20));
-  p.halves_last = halves_last(tile_rounds, d.rows, d.experts);
+  const double tile_rounds = rounds(d.rows, d.experts, p.shared_tiles, Config::kOwn);
+  if constexpr (Config::kTall) {
+    p.low_from = low_from(d.rows, d.experts, p.shared_tiles);
+  } else {
+    // About the cycles of a tile, by those in docs/findings/epilogue-stages.md. (Tall tiles gain
+    // nothing by starts that are spread.)
+    p.start_spread =
+        start_spread(d.tokens * d.hidden * 2, tile_rounds, kN * (4.4 * p.k_blocks + 20));
+    p.halves_last = halves_last(tile_rounds, d.rows, d.experts);
+  }
 
   const W1View b1 = w1_view(d, 1);
   e.preact = d.inference ? nullptr : a.preact;
@@ -58,23 +74,29 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj: launch");
 }
 
-template <int kN, Schedule kSchedule, int kStages>
+template <int kN, Schedule kSchedule, int kStages, bool kTall = false>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_type(d.dtype, [&](auto type) {
-      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
+      if constexpr (kTall) {
         using T = decltype(type);
-        using Activations = decltype(activations);
-        using Plain = UpProj<T, Activations, false, kN, kSchedule, kStages>;
-        using Biased = UpProj<T, Activations, true, kN, kSchedule, kStages>;
-        if constexpr (kN > 128) {
-          // Looking for a bias costs 6 % of the whole time: worth a kernel without.
-          if (!d.bias) return f(Plain{});
-        }
-        constexpr bool kHasBias = kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
-        return f(std::conditional_t<kHasBias, Biased, Plain>{});
-      });
+        return f(UpProjTall<T, OneActivation<SwigluFn>, kN, kSchedule, kStages>{});
+      } else {
+        return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
+          using T = decltype(type);
+          using Activations = decltype(activations);
+          using Plain = UpProj<T, Activations, false, kN, kSchedule, kStages>;
+          using Biased = UpProj<T, Activations, true, kN, kSchedule, kStages>;
+          if constexpr (kN > 128) {
+            // Looking for a bias costs 6 % of the whole time: worth a kernel without.
+            if (!d.bias) return f(Plain{});
+          }
+          constexpr bool kHasBias =
+              kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
+          return f(std::conditional_t<kHasBias, Biased, Plain>{});
+        });
+      }
     });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
@@ -87,8 +109,20 @@ struct Entry {
   }
 };
 
+using Tall = Entry<256, Schedule::cooperative, 4, true>;
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Narrow = Entry<128, Schedule::cooperative, 6>;
+
+/// Tall tiles are for SwiGLU without a bias, as large models have it, and count 16-byte pieces of x
+/// in 32 bits: see kNoRow.
+std::string reject_tall(const GroupedGemmDesc& d) {
+  if (std::string reason = reject_gemm(d); !reason.empty()) return reason;
+  if (d.activation != Activation::swiglu) {
+    return std::string("activation: got ") + name(d.activation) + ", allowed: swiglu";
+  }
+  if (d.bias) return "bias: got true, allowed: false";
+  return reject_tokens(d, "up_proj in tiles of 192 rows");
+}
 
 /// Wide tiles have a bias for SwiGLU alone, which is what models with biases have: another kernel
 /// for each of the other activations would be compiled for nobody.
@@ -101,6 +135,10 @@ std::string reject_wide(const GroupedGemmDesc& d) {
 
 constexpr int kNarrowPercent = 57;  // docs/findings/tile-choice.md
 
+std::string yield_tall(const GroupedGemmDesc& d) {
+  return yield_to_low(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.hidden, kK));
+}
+
 std::string yield_wide(const GroupedGemmDesc& d) {
   const int units = is_glu(d.activation) ? 64 : 128;
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
@@ -109,6 +147,9 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 
 }  // namespace
 
+const Kernel<GroupedGemmDesc> kUpProjTall = {
+    "up_proj", "cuda.up_proj.192x256", DeviceType::cuda, reject_tall, dealer_workspace,
+    Tall::run, Tall::prepare,          yield_tall};
 const Kernel<GroupedGemmDesc> kUpProj256 = {
     "up_proj", "cuda.up_proj.128x256", DeviceType::cuda, reject_wide, dealer_workspace,
     Wide::run, Wide::prepare,          yield_wide};
