@@ -224,7 +224,8 @@ void expect_of_cuda(const Desc& desc, const std::string& refusal) {
 
 // Rows are rounded up to pairs of 128, and a gather along K counts pieces of 16 bytes, in 32 bits.
 TEST(Kernels, CudaRefusesWhatOffsetsCannotReach) {
-  const GroupedGemmDesc any;
+  GroupedGemmDesc any;
+  any.hidden = any.intermediate = 8;
   if (choose_kernel(any, {DeviceType::cuda, 0}, "").walk.empty()) {
     GTEST_SKIP() << "this build has no CUDA";
   }
