@@ -204,6 +204,13 @@ def weak_bound(rows: list[dict], python: dict | None) -> str:
 # run
 
 
+def sanitizer_state(codes: list[int]) -> str:
+    """Of a sanitizer in several processes, by their exit statuses (negative: ended by a signal)."""
+    failed = [code for code in codes if code != 0]
+    code = 9 if 9 in failed else failed[0] if failed else 0
+    return {0: "clean", 9: "errors", 124: "not finished"}.get(code, f"exit {code}")
+
+
 def without_paths(log: str, folder: Path) -> str:
     """A log that can be committed: without the folders of the machine that wrote it."""
     for path, name in (
@@ -313,11 +320,8 @@ class Run:
         with ThreadPoolExecutor(len(parts)) as pool:
             codes = dict(zip(parts, pool.map(lambda part: run(*part), parts), strict=True))
         self.join("sanitizers", [f"{tool}_{shard}" for tool, shard in parts])
-        outcome = {}
-        for tool, count in shards.items():
-            code = max(codes[tool, shard] for shard in range(count))
-            outcome[tool] = {0: "clean", 9: "errors", 124: "not finished"}.get(code, f"exit {code}")
-        return outcome
+        return {tool: sanitizer_state([codes[tool, shard] for shard in range(count)])
+                for tool, count in shards.items()}  # fmt: skip
 
     def bench(self, log: str, *how: str) -> tuple[list[dict], float]:
         result = self.out / "bench.json"

@@ -33,6 +33,9 @@ constexpr const char* kActivations[] = {"activation/geglu-concatenated",
 constexpr const char* kReplayed[] = {"tiles/separate", "given/hostile-bias-swiglu",
                                      "activation/swiglu-concatenated-bias"};
 
+/// Tall tiles are for SwiGLU without a bias.
+bool is_tall(const KernelInfo& kernel) { return kernel.name.ends_with(".192x256"); }
+
 class EachKernel : public testing::TestWithParam<KernelInfo> {
  protected:
   static Options forced() {
@@ -92,15 +95,14 @@ TEST_P(EachKernel, SameBitsAgain) {
 }
 
 TEST_P(EachKernel, ReplaysWithOtherRouting) {
-  // Tall tiles are for SwiGLU without a bias.
-  for_cases(kReplayed, GetParam().name.ends_with(".192x256") ? 1 : 2,
+  for_cases(kReplayed, is_tall(GetParam()) ? 1 : 2,
             [](const Case& c) { expect_replays(c, GetParam().name); });
 }
 
 /// Of those with an activation, the ones that have more than SwiGLU.
 std::vector<KernelInfo> with_activations() {
   std::vector<KernelInfo> kernels = kernels_of(kDevice, {"up_proj", "down_proj_dgrad"});
-  std::erase_if(kernels, [](const KernelInfo& k) { return k.name.ends_with(".192x256"); });
+  std::erase_if(kernels, is_tall);
   return kernels;
 }
 

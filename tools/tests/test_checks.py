@@ -263,3 +263,19 @@ def test_logs_name_no_folder_of_their_machine(tmp_path):
         "$ build-gpu/sonicmoe bench\n$ python3 -m pytest\nrootdir: .\n"
         "python/tests/test_cuda.py\nlib/torch/cuda.py:1: warning\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("codes", "state"),
+    [
+        ([0], "clean"),
+        ([0, 0], "clean"),
+        ([0, 9], "errors"),
+        ([124, 9], "errors"),
+        ([0, 124], "not finished"),
+        ([0, -11], "exit -11"),
+        ([127, 0], "exit 127"),
+    ],
+)
+def test_a_sanitizer_is_clean_if_all_its_processes_are(codes, state):
+    assert gpu_check.sanitizer_state(codes) == state

@@ -9,12 +9,12 @@ namespace sonicmoe::cuda {
 /// With a gate, without biases. The tile's quarters hold gates, ups, gates and ups, of 64 units
 /// each, so that a consumer's half of the third stripe is the one chunk of 64 units that has its
 /// number.
-template <class Activations>
-struct StoreActivationTall : StoreActivation<Activations, false> {
+template <class Fn>
+struct StoreActivationTall : StoreActivation<OneActivation<Fn>, false> {
   using Params = ActivationParams;
   /// Everything leaves from the stages that follow the last k block: A from where the gates were.
   static constexpr int kWarpBytes = 0;
-  static_assert(Activations::kGated);
+  static_assert(Fn::kIsGlu);
 
   template <class Traits>
   class Run {
@@ -28,27 +28,10 @@ struct StoreActivationTall : StoreActivation<Activations, false> {
     __device__ __forceinline__ Run(const Params& e, const Tile& tile, int consumer)
         : e_(e), tile_(tile), consumer_(consumer) {}
 
+    /// The H of a piece is on its way while A of the one before is computed and sent.
     template <bool kHasThird>
     __device__ __forceinline__ void finish(float (&acc)[Traits::kN / 2],
                                            float (&third)[Traits::kThird], const Stages& stages) {
-      Activations::visit(e_.activation,
-                         [&](auto fn) { finish_as<decltype(fn), kHasThird>(acc, third, stages); });
-    }
-
-   private:
-    /// 64 rows x 64 units: a warp has 16 of the rows.
-    struct Piece {
-      const float* acc;  // of the gates, then of the ups
-      int chunk;
-      int row;  // this warp's first, in the tile
-      WarpTile gate, up;
-    };
-
-    /// The H of a piece is on its way while A of the one before is computed and sent.
-    template <class Fn, bool kHasThird>
-    __device__ __forceinline__ void finish_as(float (&acc)[Traits::kN / 2],
-                                              float (&third)[Traits::kThird],
-                                              const Stages& stages) {
       constexpr int kPieces = kHasThird ? 3 : 2;
       const int lane = here(static_cast<int>(threadIdx.x)) % 32;
       const int warp_row = uniform(here(static_cast<int>(threadIdx.x)) % 128 / 32) * 16;
@@ -57,7 +40,7 @@ struct StoreActivationTall : StoreActivation<Activations, false> {
       const auto piece = [&](auto index) {
         constexpr bool kIsThird = kHasThird && index == 1;
         const int chunk = kIsThird ? consumer_ : index > 0;
-        const int row = (kIsThird ? 128 : consumer_ * 64) + warp_row;
+        const int row = (kIsThird ? Traits::kOwn - 64 : consumer_ * 64) + warp_row;
         const std::uint32_t stage = uniform(stages.wait(chunk)) + row * kLineBytes;
         return Piece{kIsThird ? third : acc + (index > 0 ? 2 * kOf64 : 0), chunk, row,
                      WarpTile(stage + Stages::place(0), lane),
@@ -93,6 +76,15 @@ struct StoreActivationTall : StoreActivation<Activations, false> {
         if (lane == 0) store_commit();
       });
     }
+
+   private:
+    /// 64 rows x 64 units: a warp has 16 of the rows.
+    struct Piece {
+      const float* acc;  // of the gates, then of the ups
+      int chunk;
+      int row;  // this warp's first, in the tile
+      WarpTile gate, up;
+    };
 
     /// One group of stores, empty for inference.
     __device__ __forceinline__ void store_preact(const Piece& piece, int lane) {

@@ -335,9 +335,9 @@ __device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::k
 }
 
 /// acc = the products of all k blocks of a tile, added to what is there if the epilogue says so,
-/// and with kThird third = this consumer's half of the third stripe's. Calls during() beside those
-/// of the first, send() beside those of each in the loop, and issued() when the last are on their
-/// way.
+/// and with kHasThird third = this consumer's half of the third stripe's. Calls during() beside
+/// those of the first, send() beside those of each in the loop, and issued() when the last are on
+/// their way.
 template <class Traits, bool kHasThird, class During, class Send, class Issued>
 __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
@@ -505,7 +505,8 @@ __device__ __forceinline__ void consume(const GemmParams& p,
         run.template finish<kHasThird>(acc[0], third, EpilogueBlocks<Traits>(memory, pipe));
       };
       // Code of its own for either: accumulators that are set in a branch would serialise wgmma.
-      if (tile.rows > 128) {
+      // (For other tiles not by way of a lambda, which changes what the compiler makes of them.)
+      if (tile.rows > Traits::kOwn - 64) {
         compute(std::true_type{});
       } else {
         compute(std::false_type{});

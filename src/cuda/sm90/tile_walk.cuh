@@ -148,8 +148,7 @@ class TileWalk {
   }
   __device__ __forceinline__ int own_stripes(int rows, int expert) const {
     const int extent = kRows ? rows : own_extent_;
-    if (kTall && expert >= low_from_) return (extent + kLow - 1) / kLow;
-    return (extent + kOwn - 1) / kOwn;
+    return height(expert) == kLow ? (extent + kLow - 1) / kLow : (extent + kOwn - 1) / kOwn;
   }
   /// Does the last of these stripes go apart? Not if there is nothing to share it by, nor where it
   /// is always the same one.

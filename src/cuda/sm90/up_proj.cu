@@ -11,9 +11,9 @@ template <class T, class Activations, bool kBias, int kN, Schedule kSchedule, in
 struct UpProj : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
                        StoreActivation<Activations, kBias>, (kN == 256)> {};
 
-template <class T, class Activations, int kN, Schedule kSchedule, int kStages>
-struct UpProjTall : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
-                           StoreActivationTall<Activations>, true, true> {};
+template <class T, class Fn>
+struct UpProjTall : Traits<T, Own::gather_rows, Major::k, 256, Schedule::cooperative, 4,
+                           StoreActivationTall<Fn>, true, true> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
@@ -74,44 +74,48 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj: launch");
 }
 
-template <int kN, Schedule kSchedule, int kStages, bool kTall = false>
-struct Entry {
+/// What is compiled: visit(desc, f) calls f(Config{}).
+struct Tall {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_type(d.dtype,
+                      [&](auto type) { return f(UpProjTall<decltype(type), SwigluFn>{}); });
+  }
+};
+template <int kN, int kStages>
+struct Low {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_type(d.dtype, [&](auto type) {
-      if constexpr (kTall) {
+      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
         using T = decltype(type);
-        return f(UpProjTall<T, OneActivation<SwigluFn>, kN, kSchedule, kStages>{});
-      } else {
-        return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
-          using T = decltype(type);
-          using Activations = decltype(activations);
-          using Plain = UpProj<T, Activations, false, kN, kSchedule, kStages>;
-          using Biased = UpProj<T, Activations, true, kN, kSchedule, kStages>;
-          if constexpr (kN > 128) {
-            // Looking for a bias costs 6 % of the whole time: worth a kernel without.
-            if (!d.bias) return f(Plain{});
-          }
-          constexpr bool kHasBias =
-              kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
-          return f(std::conditional_t<kHasBias, Biased, Plain>{});
-        });
-      }
+        using Activations = decltype(activations);
+        using Plain = UpProj<T, Activations, false, kN, Schedule::cooperative, kStages>;
+        using Biased = UpProj<T, Activations, true, kN, Schedule::cooperative, kStages>;
+        if constexpr (kN > 128) {
+          // Looking for a bias costs 6 % of the whole time: worth a kernel without.
+          if (!d.bias) return f(Plain{});
+        }
+        constexpr bool kHasBias = kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
+        return f(std::conditional_t<kHasBias, Biased, Plain>{});
+      });
     });
   }
-  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
-    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
-  }
-  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
-                    const Exec& exec) noexcept {
-    if (d.rows == 0) return {};
-    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
-  }
 };
+using Wide = Low<256, 4>;
+using Narrow = Low<128, 6>;
 
-using Tall = Entry<256, Schedule::cooperative, 4, true>;
-using Wide = Entry<256, Schedule::cooperative, 4>;
-using Narrow = Entry<128, Schedule::cooperative, 6>;
+template <class Compiled>
+Status prepare_as(const GroupedGemmDesc& d, const Exec&) {
+  return Compiled::visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
+}
+template <class Compiled>
+Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+           const Exec& exec) noexcept {
+  if (d.rows == 0) return {};
+  return Compiled::visit(
+      d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
+}
 
 /// Tall tiles are for SwiGLU without a bias, as large models have it, and count 16-byte pieces of x
 /// in 32 bits: see kNoRow.
@@ -149,12 +153,12 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 
 const Kernel<GroupedGemmDesc> kUpProjTall = {
     "up_proj", "cuda.up_proj.192x256", DeviceType::cuda, reject_tall, dealer_workspace,
-    Tall::run, Tall::prepare,          yield_tall};
+    run<Tall>, prepare_as<Tall>,       yield_tall};
 const Kernel<GroupedGemmDesc> kUpProj256 = {
     "up_proj", "cuda.up_proj.128x256", DeviceType::cuda, reject_wide, dealer_workspace,
-    Wide::run, Wide::prepare,          yield_wide};
+    run<Wide>, prepare_as<Wide>,       yield_wide};
 const Kernel<GroupedGemmDesc> kUpProj128 = {
     "up_proj",   "cuda.up_proj.128x128", DeviceType::cuda, reject_gemm, no_workspace,
-    Narrow::run, Narrow::prepare};
+    run<Narrow>, prepare_as<Narrow>};
 
 }  // namespace sonicmoe::cuda
