@@ -18,12 +18,12 @@ BEGIN = "inline constexpr TileTimes kTileTimes[] = {\n"
 END = "};\n// clang-format on\n"
 
 
-def row(shape: str, tiles: list[tuple[str, str, str]], tflops: dict[str, str]) -> str:
+def row(shape: str, tiles: list[list[str]], tflops: dict[str, str]) -> str:
     """A shape's line of the table; empty if a kernel did not run or the log breaks off."""
     tokens, hidden, intermediate, _, top_k = map(int, shape.split(","))
     cells = []
-    for operation, *both in tiles:
-        names = [f"{operation}.{tile}" for tile in both]
+    for operation, *sizes in tiles:
+        names = [f"{operation}.{tile}" for tile in sizes]
         if any(name not in tflops for name in names):
             return ""
         # Gate and up make two matrices.
@@ -33,7 +33,7 @@ def row(shape: str, tiles: list[tuple[str, str, str]], tflops: dict[str, str]) -
     return f"    {{{shape.replace(',', ', ')}, {{{', '.join(cells)}}}}},\n"
 
 
-def table(log: str, tiles: list[tuple[str, str, str]]) -> str:
+def table(log: str, tiles: list[list[str]]) -> str:
     lines = []
     for section in re.split(r"^(?=#)", log, flags=re.M):
         head, _, body = section.partition("\n")
@@ -50,8 +50,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail if the header would change")
     options = parser.parse_args()
     old = HEADER.read_text()
-    # kTiles: an operation, its large tile, its small one.
-    tiles = re.findall(r'\{"(\w+)", "(\w+)", "(\w+)"\}', old)
+    # kTiles: an operation and its tiles.
+    tiles = [re.findall(r'"(\w+)"', words) for words in re.findall(r'\{("\w+"(?:, "\w+")+)\}', old)]
+    assert len(tiles) == 6, tiles
     begin = old.index(BEGIN) + len(BEGIN)
     new = old[:begin] + table(LOG.read_text(), tiles) + old[old.index(END) :]
     if options.check and new != old:

@@ -17,11 +17,15 @@ namespace sonicmoe::verify {
 namespace {
 
 // Odd sizes; more than two of the CPU's cache blocks along rows, d and n; odd numbers of CUDA's
-// tiles, with a last one that is partly used, along all three.
+// tiles, with a last one that is partly used, along all three; of 256 columns with one, two and
+// three chunks of 64 past the end, and a CTA of a pair without a tile.
 std::vector<Shape> shapes() {
   std::vector<Shape> all = {
       {61, 72, 40, 7, 200}, {900, 16, 24, 2, 2300}, {9, 1032, 16, 3, 25}, {9, 16, 1032, 3, 25}};
-  if (!kOnCpu) all.push_back({300, 584, 328, 5, 900});
+  if (!kOnCpu) {
+    all.push_back({40, 392, 648, 3, 60});
+    all.push_back({300, 584, 328, 5, 900});
+  }
   return all;
 }
 

@@ -159,7 +159,8 @@ struct StoreActivationGrad : HoldsNothing {
           __syncwarp();
         }
       });
-      // Columns past n have zero weights and zero H: they added nothing.
+      // Columns past n have zero H, for which A is zero: they added nothing, unless their dA', of
+      // weights that are zero or those of other columns, is infinite or NaN.
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float sum = quad_sum(dot[h]);

@@ -50,6 +50,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(n, Config::kN);
+  p.shared_last = last_chunk(n);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
   // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
   p.start_spread = start_spread(d.tokens * d.hidden * 2, rounds(d.rows, d.experts, p.shared_tiles),

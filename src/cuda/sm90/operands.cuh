@@ -61,18 +61,20 @@ __device__ __forceinline__ void load_shared_in_turn(std::uint32_t stage, std::ui
 }
 
 /// The shared operand where its own axis is contiguous: chunks of 64 columns, each of two boxes of
-/// {64 columns, 32 k}.
+/// {64 columns, 32 k}. In place of chunks past the one at column `last` that one comes again: of
+/// zeros, which the copy engine fills in past an end, all multiprocessors together get some 700
+/// GB/s (docs/findings/past-the-end.md).
 template <int kN>
 __device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_t barrier,
                                                const Share& share, const CUtensorMap* map,
-                                               int column, int k, int expert) {
+                                               int column, int last, int k, int expert) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!share.loads(i)) continue;
 #pragma unroll
     for (int chunk = 0; chunk < kN / 64; ++chunk) {
       load_box_multicast(stage + chunk * kChunkBytes + i * (kChunkBytes / 2), map, barrier,
-                         share.mask(), column + chunk * 64, k + i * 32, expert);
+                         share.mask(), min(column + chunk * 64, last), k + i * 32, expert);
     }
   }
 }

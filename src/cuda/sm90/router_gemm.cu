@@ -119,6 +119,7 @@ Status dgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
   e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.shared_tiles = tiles(d.hidden, Config::kN);
+  p.shared_last = last_chunk(d.hidden);
   p.k_blocks = p.k_half = tiles(d.experts, kK);
   e.out[0] = a.dx;
   e.row_stride = d.hidden;

@@ -14,6 +14,9 @@ inline int tiles(std::int64_t extent, int width) {
   return static_cast<int>((extent + width - 1) / width);
 }
 
+/// Where the last chunk of 64 of so many columns, at least one, begins.
+inline int last_chunk(std::int64_t columns) { return static_cast<int>((columns - 1) / 64 * 64); }
+
 /// By what the tiles compute past the end of an axis: yields where that is over `percent` % more,
 /// which is how much longer the narrow tile takes where both fit.
 inline std::string yield_to(const char* axis, std::int64_t extent, int width, int other,
@@ -25,9 +28,24 @@ inline std::string yield_to(const char* axis, std::int64_t extent, int width, in
          " waste less than tiles of " + std::to_string(width);
 }
 
+/// Weight gradients: by waste along n, for the small tile moves half as many bytes again for each
+/// product; and where experts have 16 rows or fewer in the mean. What they are then is bytes to
+/// write, and small tiles write them sooner.
+inline std::string yield_to_small(std::int64_t rows, std::int64_t experts,
+                                  std::int64_t intermediate) {
+  if (rows <= 16 * experts) {
+    return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
+           " experts: tiles of 128 take less time than tiles of 256";
+  }
+  return yield_to("intermediate", intermediate, 256, 128, 45);
+}
+
 /// Pairs of CTAs at work at a time: 132 multiprocessors, as on an H100 or H200. With another number
 /// the choice is less good, not wrong.
 inline constexpr int kPairs = 66;
+
+/// Bytes that L2 has, on an H100 or H200; with others the choice is less good, not wrong.
+inline constexpr std::int64_t kL2 = 50'000'000;
 
 /// Tiles of pairs of CTAs in an expert's stripes of rows, `across` tiles to a stripe. The last
 /// of an odd number of stripes is shared by a pair along `across`.
@@ -79,13 +97,19 @@ inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int 
          std::to_string(wide);
 }
 
-/// up_proj: tiles of 192 rows yield to those of 128, but where sums are long, experts have ten
-/// stripes and rounds are many. Measured at shapes that are clearly on one side; where the limits
-/// lie between them is a guess: docs/findings/tall-tiles.md.
+/// up_proj: what a round of its narrow tiles takes, in per cent of one of wide tiles. Where x is
+/// twice as large as L2 and sums are long, narrow tiles read rows of x from memory again:
+/// docs/findings/tile-choice.md.
+inline int narrow_up_proj_percent(std::int64_t bytes, std::int64_t k_blocks) {
+  return bytes > 2 * kL2 && k_blocks >= 64 ? 70 : 57;
+}
+
+/// up_proj: tiles of 192 rows yield to those of 128, but where sums are long, experts have a pair
+/// of stripes in the mean and rounds are many: docs/findings/tall-tiles.md.
 inline std::string yield_to_low(std::int64_t rows, std::int64_t experts, int across,
                                 std::int64_t k_blocks) {
-  constexpr int kHeight = 192, kLeastBlocks = 64, kLeastRounds = 32;
-  if (k_blocks >= kLeastBlocks && rows >= 10 * kHeight * experts &&
+  constexpr int kHeight = 192, kLeastBlocks = 32, kLeastRounds = 16;
+  if (k_blocks >= kLeastBlocks && rows >= 2 * kHeight * experts &&
       rounds(rows, experts, across, kHeight) >= kLeastRounds) {
     return {};
   }
@@ -108,7 +132,6 @@ inline int low_from(std::int64_t rows, std::int64_t experts, int across) {
 /// nobody gathers. Without effect where the `bytes` that are gathered from fit into L2, and few
 /// tiles do not repay the wait: docs/findings/start-spread.md.
 inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
-  constexpr std::int64_t kL2 = 50'000'000;
   constexpr double kMost = 1e6;  // times the number of pairs it fits an int
   if (bytes <= kL2 || rounds < 8) return 0;
   return static_cast<int>(std::min(tile_cycles / 2, kMost));

@@ -116,7 +116,8 @@ struct GemmParams {
   std::int32_t* tile_counter;  ///< kDealt: (1) numbers drawn so far, or null: see Dealer
   std::int32_t* next_tile_counter;  ///< gather_rows: (1) set to 0, or null
   bool beside_previous;             ///< needs nothing of the kernel before it in the stream
-  int low_from;  ///< kTall: the first of the experts whose tiles are all 128 high
+  int low_from;     ///< kTall: the first of the experts whose tiles are all 128 high
+  int shared_last;  ///< rows ops, K not contiguous: where the last chunk of 64 columns begins
 };
 
 /// A position in a ring of `kSlots`: one register.

@@ -137,8 +137,6 @@ std::string reject_wide(const GroupedGemmDesc& d) {
              : "";
 }
 
-constexpr int kNarrowPercent = 57;  // docs/findings/tile-choice.md
-
 std::string yield_tall(const GroupedGemmDesc& d) {
   return yield_to_low(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.hidden, kK));
 }
@@ -146,7 +144,8 @@ std::string yield_tall(const GroupedGemmDesc& d) {
 std::string yield_wide(const GroupedGemmDesc& d) {
   const int units = is_glu(d.activation) ? 64 : 128;
   return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
-                         tiles(d.intermediate, units), kNarrowPercent);
+                         tiles(d.intermediate, units),
+                         narrow_up_proj_percent(d.tokens * d.hidden * 2, tiles(d.hidden, kK)));
 }
 
 }  // namespace

@@ -38,6 +38,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.beside_previous = a.beside_previous;
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(d.hidden, Config::kN);
+  p.shared_last = last_chunk(d.hidden);
   p.k_half = tiles(n, kK);
   p.k_blocks = (gated ? 2 : 1) * p.k_half;
 

@@ -76,10 +76,9 @@ struct Entry {
 using Wide = Entry<256, 4>;
 using Small = Entry<128, 6>;
 
-/// Tiles are named by rows and columns of dW1. The small one moves half as many bytes again for
-/// each product.
+/// Tiles are named by rows and columns of dW1.
 std::string yield_large(const GroupedGemmDesc& d) {
-  return yield_to("intermediate", d.intermediate, 256, 128, 45);
+  return yield_to_small(d.rows, d.experts, d.intermediate);
 }
 
 }  // namespace
