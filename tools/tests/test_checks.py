@@ -175,13 +175,14 @@ $ command
 ## 8,16,32,2,1
 cuda.up_proj.128x256      0.001     0.000  1.0  2.0          -         -     0.50
 cuda.up_proj.128x128      0.001     0.000  2.0  2.0          -         -     0.50
+cuda.up_proj.192x256      0.001     0.000  4.0  2.0          -         -     0.50
 cuda.down_proj.128x256      0.001     0.000  1.0  -          -         -     0.50
 cuda.down_proj.128x192      0.001     0.000  4.0  2.0          -         -     0.50
 ## 8,16,32,2,2
 cuda.up_proj.128x256      0.001     0.000  1.0  2.0          -         -     0.50
 """
-TILES = [("up_proj", "128x256", "128x128"), ("down_proj", "128x256", "128x192")]
-TILE_TIMES = "    // First.\n    {8, 16, 32, 2, 1, {{16, 8}, {8, 2}}},\n"
+TILES = [["up_proj", "192x256", "128x256", "128x128"], ["down_proj", "128x256", "128x192"]]
+TILE_TIMES = "    // First.\n    {8, 16, 32, 2, 1, {{4, 16, 8}, {8, 2}}},\n"
 
 
 def test_tile_times_come_from_flops_and_leave_broken_shapes_out():
@@ -190,14 +191,14 @@ def test_tile_times_come_from_flops_and_leave_broken_shapes_out():
 
 def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
     header, log = tmp_path / "tests/tile_times.h", tmp_path / "receipts/tile-times.log"
-    names = ", ".join(f'{{"{a}", "{b}", "{c}"}}' for a, b, c in TILES)
+    names = ", ".join("{" + ", ".join(f'"{word}"' for word in words) + "}" for words in TILES)
     text = f"{names}\n{tile_times.BEGIN}{TILE_TIMES}{tile_times.END}after\n"
     plant(tmp_path, {"tests/tile_times.h": text, "receipts/tile-times.log": TILE_TIMES_LOG})
     for name, path in [("ROOT", tmp_path), ("HEADER", header), ("LOG", log)]:
         monkeypatch.setattr(tile_times, name, path)
     monkeypatch.setattr(sys, "argv", ["tile_times.py", "--check"])
     assert tile_times.main() == 0
-    changed = text.replace("{16, 8}", "{16, 9}")
+    changed = text.replace("{4, 16, 8}", "{4, 16, 9}")
     header.write_text(changed)
     assert tile_times.main() == 1
     assert header.read_text() == changed
