@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import check_layers  # noqa: E402
 import check_machine_code  # noqa: E402
 import figures  # noqa: E402
 import gpu_check  # noqa: E402
+import machine_code  # noqa: E402
 import run_snippets  # noqa: E402
 import tile_times  # noqa: E402
 
@@ -280,3 +282,56 @@ def test_logs_name_no_folder_of_their_machine(tmp_path):
 )
 def test_a_sanitizer_is_clean_if_all_its_processes_are(codes, state):
     assert gpu_check.sanitizer_state(codes) == state
+
+
+KERNEL = {"code": b"add", "constants": b"1.0", "registers": 32, "shared": 2048, "target": 64}
+
+
+def cubin(kernels, table=b"", architecture=90):
+    """An ELF file with what a digest is made of, of (name, properties)."""
+    names, symbols, registers = b"\0", bytes(24), b""
+    sections = [(".nv.global.init", 1, table)]
+    for i, (name, kernel) in enumerate(kernels, 1):
+        symbols += struct.pack("<I4xQQ", len(names), kernel["target"], 8)
+        names += name.encode() + b"\0"
+        registers += struct.pack("<BBHII", 4, 0x2F, 8, i, kernel["registers"])
+        sections += [
+            (f".text.{name}", 1, kernel["code"]),
+            (f".nv.constant2.{name}", 1, kernel["constants"]),
+            (f".nv.info.{name}", 1, struct.pack("<BBHII", 4, 0x0A, 8, i, 96) + b"\3\x1b\x40\0"),
+            (f".nv.shared.{name}", 8, bytes(kernel["shared"])),
+            (f".rela.text.{name}", 4, struct.pack("<QQq", 16, i << 32 | 2, 0)),
+        ]
+    sections += [(".nv.info", 1, registers), (".symtab", 2, symbols), (".strtab", 3, names)]
+    strings = "".join(f"{name}\0" for name, _, _ in sections) + ".shstrtab\0"
+    sections.append((".shstrtab", 3, strings.encode()))
+    headers, contents, at = b"", b"", 0
+    for name, kind, content in sections:
+        headers += struct.pack("<IIQQQQ24x", at, kind, 0, 0, 64 + len(contents), len(content))
+        contents += content if kind != 8 else b""
+        at += len(name) + 1
+    begin = struct.pack("<40xQI6x3H", 64 + len(contents), architecture, 64, len(sections),
+                        len(sections) - 1)  # fmt: skip
+    return begin + contents + headers
+
+
+def test_a_digest_of_machine_code_has_no_names():
+    multiply = KERNEL | {"code": b"multiply"}
+    first = machine_code.digests(cubin([("_Z3add", KERNEL), ("_Z8multiply", multiply)]))
+    other = machine_code.digests(cubin([("_Z5times", multiply), ("_Z1a", KERNEL)]))
+    assert first == {"_Z3add": other["_Z1a"], "_Z8multiply": other["_Z5times"]}
+    assert first["_Z3add"] != first["_Z8multiply"]
+    # What the driver keeps is no shared memory of the kernel's; it may have no section.
+    reserved = cubin([("_Z3add", KERNEL | {"shared": 1024})])
+    without = reserved.replace(b".nv.shared._Z3add", b".nv.shared._Zsome")
+    assert machine_code.digests(reserved) == machine_code.digests(without)
+
+
+@pytest.mark.parametrize("change", [
+    {"code": b"sub"}, {"constants": b"2.0"}, {"registers": 40}, {"shared": 4096}, {"target": 72},
+    {"table": b"new"}, {"architecture": 100},
+])  # fmt: skip
+def test_a_digest_of_machine_code_has_all_that_is_executed(change):
+    of_file = {name: change[name] for name in change if name not in KERNEL}
+    changed = cubin([("_Z3add", KERNEL | change)], **of_file)
+    assert machine_code.digests(changed) != machine_code.digests(cubin([("_Z3add", KERNEL)]))
