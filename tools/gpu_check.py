@@ -27,6 +27,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import machine_code
+
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPT = ROOT / "receipts" / "h200.json"
 PENDING = ROOT / "receipts" / "pending.md"
@@ -184,6 +186,7 @@ def pack(build: Path, folder: Path) -> int:
         "digest": digest(build),
         "commit": output("git", "rev-parse", "HEAD", cwd=ROOT).strip(),
         "cuda": compiler_version(build),
+        "machine_code": machine_code.kernels(build),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     print(f"gpu_check: {folder} holds what {manifest['digest'][:12]} needs")
