@@ -5,11 +5,15 @@
     tools/gpu_check.py run FOLDER           there: tests, sanitizers, benchmark -> FOLDER/receipt/
     tools/gpu_check.py verify BUILD         anywhere: does receipts/h200.json cover this build?
 
-BUILD is a build folder with CUDA and the PyTorch extension (`make build`; with -DSONICMOE_PORTABLE=ON
-its programs run on machines without our libraries). A receipt holds a digest of all that enters the
-device code, the GPU tests and the benchmark, read off the build graph, flags included. `verify` fails
-when the digest differs, or a kernel or test of the build is not in the receipt, passed, unless
-receipts/pending.md says what is not verified yet; that file may be 10 commits old.
+BUILD is a build folder with CUDA and the PyTorch extension (`make build`; with
+-DSONICMOE_PORTABLE=ON its programs run on machines without our libraries). A receipt holds a digest
+of all that enters the device code, the GPU tests and the benchmark, read off the build graph, flags
+included. It also holds a digest of each kernel's machine code (tools/machine_code.py). `verify`
+accepts changed sources if the receipt has the machine code of every kernel: moved files, new names
+and new comments need no GPU. It does not notice when host code or a test's body changed as well.
+
+`verify` fails, too, when a kernel or test of the build is not in the receipt, passed.
+receipts/pending.md may say what is not verified yet; that file may be 10 commits old.
 """
 
 import argparse
@@ -422,13 +426,28 @@ class Run:
 # verify
 
 
+def changed_kernels(build: dict[str, str], receipt: dict[str, str]) -> list[str]:
+    """Kernels whose machine code the receipt lacks, or does not have under a name it knows."""
+    known = set(receipt.values())
+    return [name for name, code in build.items()
+            if code not in known or code != receipt.get(name, code)]  # fmt: skip
+
+
 def problems(build: Path) -> list[str]:
     if not RECEIPT.exists():
         return [f"there is no {RECEIPT.relative_to(ROOT)}"]
     receipt = json.loads(RECEIPT.read_text())
     found = []
     if receipt["digest"] != digest(build):
-        found.append("the device code, the GPU tests or the benchmark changed since the receipt")
+        kernels = machine_code.kernels(build)
+        changed = changed_kernels(kernels, receipt["machine_code"])
+        if changed:
+            found.append("sources changed since the receipt, and the machine code of "
+                         f"{len(changed)} of {len(kernels)} kernels")  # fmt: skip
+            found += [f"machine code of {name}: not the receipt's" for name in changed]
+        else:
+            print("gpu_check: sources changed since the receipt; "
+                  f"the machine code of all {len(kernels)} kernels is equal")  # fmt: skip
     passed = {name for name, state in receipt["test_names"].items() if state == "passed"}
     found += [f"test {name}: not passed" for name in listed_tests(build / "bin/gpu_test")
               if name not in passed]  # fmt: skip

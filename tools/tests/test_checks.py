@@ -335,3 +335,60 @@ def test_a_digest_of_machine_code_has_all_that_is_executed(change):
     of_file = {name: change[name] for name in change if name not in KERNEL}
     changed = cubin([("_Z3add", KERNEL | change)], **of_file)
     assert machine_code.digests(changed) != machine_code.digests(cubin([("_Z3add", KERNEL)]))
+
+
+@pytest.fixture
+def receipt(tmp_path, monkeypatch):
+    """A receipt of two kernels and two tests, and a build that it covers, for a test to change."""
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "RECEIPT", tmp_path / "receipt.json")
+    monkeypatch.setattr(gpu_check, "PENDING", tmp_path / "pending.md")
+    build = {
+        "digest": "sources",
+        "machine_code": {"a.cu: up": "code of up", "a.cu: down": "code of down"},
+        "kernels": ["cuda.up", "cuda.down"],
+        "tests": ["Exact.Quick/cuda_up", "Exact.Quick/cuda_down"],
+    }
+    receipt = {
+        **{name: build[name] for name in ("digest", "machine_code", "kernels")},
+        "test_names": dict.fromkeys(build["tests"], "passed"),
+        "pytest_exit": 0,
+        "sanitizer": {},
+        "bench": [{"config": "7B-n256", "what": "total", "bound_ms": 1.0}],
+        "sustained": [{"config": "7B-n256", "what": "total"}],
+        "torch_bmm": [{"config": "7B-n256"}],
+        "python": {"bound_ms": 1.0},
+    }
+    plant(tmp_path, {"receipt.json": json.dumps(receipt)})
+    monkeypatch.setattr(gpu_check, "digest", lambda _: build["digest"])
+    monkeypatch.setattr(machine_code, "kernels", lambda _: build["machine_code"])
+    monkeypatch.setattr(gpu_check, "listed_tests", lambda _: build["tests"])
+    monkeypatch.setattr(gpu_check, "cuda_kernels", lambda *_: build["kernels"])
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ({"a.cu: up": "code of up", "a.cu: down": "code of down"}, None),
+        ({"b.cu: rise": "code of up", "a.cu: down": "code of down"}, None),
+        ({"a.cu: up": "code of up"}, None),
+        ({"a.cu: up": "new", "a.cu: down": "code of down"}, "machine code of a.cu: up: not"),
+        ({"a.cu: up": "code of up", "a.cu: new": "new"}, "machine code of a.cu: new: not"),
+        # The names are the receipt's, so this is no renaming.
+        ({"a.cu: up": "code of down"}, "machine code of a.cu: up: not"),
+    ],
+)
+def test_a_receipt_covers_changed_sources_of_equal_machine_code(
+    tmp_path, capsys, receipt, kernels, expected
+):
+    assert gpu_check.verify(tmp_path) == 0
+    assert "sources changed" not in capsys.readouterr().out
+    receipt |= {"digest": "other sources", "machine_code": kernels}
+    assert gpu_check.verify(tmp_path) == (expected is not None)
+    text = capsys.readouterr().out
+    if expected is None:
+        assert f"the machine code of all {len(kernels)} kernels is equal" in text
+    else:
+        assert f"the machine code of 1 of {len(kernels)} kernels\n" in text
+        assert text.count("machine code of a.cu") == 1 and expected in text
