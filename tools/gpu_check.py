@@ -12,8 +12,14 @@ included. It also holds a digest of each kernel's machine code (tools/machine_co
 accepts changed sources if the receipt has the machine code of every kernel: moved files, new names
 and new comments need no GPU. It does not notice when host code or a test's body changed as well.
 
-`verify` fails, too, when a kernel or test of the build is not in the receipt, passed.
-receipts/pending.md may say what is not verified yet; that file may be 10 commits old.
+`verify` fails, too, when a kernel or test of the build is not in the receipt, passed. If it was
+only renamed, receipts/renamed.json gives the new and the old part of its name:
+
+    {"kernels": [["new.", "old."]], "tests": [["/new_", "/old_"]]}
+
+Where the receipt lacks a name, `verify` replaces new parts by old ones, in this order. It refuses
+entries that no name needs, as after a new receipt. receipts/pending.md may say what is not verified
+yet; that file may be 10 commits old.
 """
 
 import argparse
@@ -35,6 +41,7 @@ import machine_code
 
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPT = ROOT / "receipts" / "h200.json"
+RENAMED = ROOT / "receipts" / "renamed.json"
 PENDING = ROOT / "receipts" / "pending.md"
 PROGRAMS = ("bin/gpu_test", "bin/sonicmoe")
 EXTENSION = "python/sonicmoe/lib/libsonicmoe_torch.so"
@@ -433,6 +440,27 @@ def changed_kernels(build: dict[str, str], receipt: dict[str, str]) -> list[str]
             if code not in known or code != receipt.get(name, code)]  # fmt: skip
 
 
+def not_in_receipt(
+    names: list[str], known: set[str], renames: list[list[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Names that the receipt lacks even under the old name, and renames that no name needs."""
+    lacking, needed = [], []
+    free = known - set(names)  # a name of the receipt stands for one name of the build
+    for name in names:
+        if name in known:
+            continue
+        old = name
+        for rename in renames:
+            if rename[0] in old:
+                old = old.replace(*rename)
+                needed.append(rename)
+        if old in free:
+            free.remove(old)
+        else:
+            lacking.append(name)
+    return lacking, [rename for rename in renames if rename not in needed]
+
+
 def problems(build: Path) -> list[str]:
     if not RECEIPT.exists():
         return [f"there is no {RECEIPT.relative_to(ROOT)}"]
@@ -449,16 +477,20 @@ def problems(build: Path) -> list[str]:
             print("gpu_check: sources changed since the receipt; "
                   f"the machine code of all {len(kernels)} kernels is equal")  # fmt: skip
     passed = {name for name, state in receipt["test_names"].items() if state == "passed"}
-    found += [f"test {name}: not passed" for name in listed_tests(build / "bin/gpu_test")
-              if name not in passed]  # fmt: skip
+    renamed = json.loads(RENAMED.read_text()) if RENAMED.exists() else {}
+    for what, names, known, state in (
+        ("test", listed_tests(build / "bin/gpu_test"), passed, "passed"),
+        ("kernel", cuda_kernels(build / "bin/sonicmoe", build / "kernels.json"),
+         set(receipt["kernels"]), "in the receipt"),
+    ):  # fmt: skip
+        lacking, unused = not_in_receipt(names, known, renamed.get(f"{what}s", []))
+        found += [f"{what} {name}: not {state}" for name in lacking]
+        found += [f"{RENAMED.name}: no {what} needs {new} -> {old}" for new, old in unused]
     # Of the Python tests it is not known here which there are.
     if code := receipt["pytest_exit"]:
         found.append(f"the Python tests ended with exit status {code}")
     found += [f"test {name}: {state}" for name, state in receipt["test_names"].items()
               if "::" in name and state != "passed"]  # fmt: skip
-    found += [f"kernel {name}: not in the receipt"
-              for name in cuda_kernels(build / "bin/sonicmoe", build / "kernels.json")
-              if name not in receipt["kernels"]]  # fmt: skip
     found += [f"{tool}: {state}" for tool, state in receipt["sanitizer"].items()
               if state != "clean"]  # fmt: skip
     if weak := weak_bound(receipt["bench"], receipt["python"]):

@@ -342,6 +342,7 @@ def receipt(tmp_path, monkeypatch):
     """A receipt of two kernels and two tests, and a build that it covers, for a test to change."""
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_check, "RECEIPT", tmp_path / "receipt.json")
+    monkeypatch.setattr(gpu_check, "RENAMED", tmp_path / "renamed.json")
     monkeypatch.setattr(gpu_check, "PENDING", tmp_path / "pending.md")
     build = {
         "digest": "sources",
@@ -392,3 +393,43 @@ def test_a_receipt_covers_changed_sources_of_equal_machine_code(
     else:
         assert f"the machine code of 1 of {len(kernels)} kernels\n" in text
         assert text.count("machine code of a.cu") == 1 and expected in text
+
+
+KERNELS, TESTS = [["sm90.", "cuda."]], [["/sm90_", "/cuda_"], ["Dealt.", "Exact."]]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "tests", "table", "expected"),
+    [
+        ("sm90.up", "Exact.Quick/cuda_up", {"kernels": KERNELS}, []),
+        ("cuda.up", "Dealt.Quick/sm90_up", {"tests": TESTS}, []),
+        ("cuda.up", "Exact.Quick/cuda_up", {"kernels": [], "tests": []}, []),
+        ("sm90.up", "Exact.Quick/sm90_up", {},
+         ["test Exact.Quick/sm90_up: not passed", "kernel sm90.up: not in the receipt"]),
+        ("sm90.new", "Exact.Quick/cuda_up", {"kernels": KERNELS},
+         ["kernel sm90.new: not in the receipt"]),
+        # The receipt's kernel is still there, so this one is new.
+        ("cuda.up sm90.up", "Exact.Quick/cuda_up", {"kernels": KERNELS},
+         ["kernel sm90.up: not in the receipt"]),
+        # One kernel of the receipt does not stand for two.
+        ("sm90.up new.up", "", {"kernels": [*KERNELS, ["new.", "cuda."]]},
+         ["kernel new.up: not in the receipt"]),
+        ("cuda.up", "Exact.Quick/sm90_up", {"kernels": KERNELS, "tests": TESTS},
+         ["renamed.json: no test needs Dealt. -> Exact.",
+          "renamed.json: no kernel needs sm90. -> cuda."]),
+    ],
+)  # fmt: skip
+def test_renamed_kernels_and_tests_are_those_of_the_receipt(
+    tmp_path, receipt, kernels, tests, table, expected
+):
+    plant(tmp_path, {"renamed.json": json.dumps(table)})
+    receipt |= {"kernels": kernels.split(), "tests": tests.split()}
+    assert gpu_check.problems(tmp_path) == expected
+
+
+def test_a_renamed_test_that_failed_has_not_passed(tmp_path, receipt):
+    saved = gpu_check.RECEIPT.read_text()
+    gpu_check.RECEIPT.write_text(saved.replace('up": "passed"', 'up": "failed"'))
+    plant(tmp_path, {"renamed.json": json.dumps({"tests": TESTS[:1]})})
+    receipt["tests"] = ["Exact.Quick/sm90_up"]
+    assert gpu_check.problems(tmp_path) == ["test Exact.Quick/sm90_up: not passed"]
