@@ -69,7 +69,7 @@ bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound
 format: setup  ## clang-format every C++ file in place
 	@clang-format -i $(CXX_FILES)
 
-lint: setup headers  ## formatting, include directions, links and figures in the documents, headers alone
+lint: setup headers  ## formatting, include directions, documents, headers alone
 	@clang-format --dry-run -Werror $(CXX_FILES) && echo "clang-format: $(words $(CXX_FILES)) files"
 	python tools/check_layers.py
 	python tools/check_docs.py

@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
 """Checks that documents point at things that exist: relative links and their #anchors in every
-Markdown file, files of this tree named in `code`, and documents named in source comments."""
+Markdown file, files of this tree named in `code`, and documents named in source comments. Documents
+that changed since the rules for prose began are also held to those (prose.py)."""
 
 import re
 import sys
 from pathlib import Path
+
+import prose
+from changes import BASE, touched_documents
 
 SKIP = re.compile(r"^(\..*|build.*|__pycache__|node_modules)$")
 CODE_DIRS = ("benchmarks", "cli", "cmake", "demo", "docs", "examples", "include", "python", "src",
@@ -29,10 +33,8 @@ def files(root):
 
 def without_code(text, inline):
     """Blanks fenced code (and inline code), keeping the line numbers."""
-    blank = lambda match: re.sub(r"[^\n]", " ", match[0])
-    text = re.sub(r"^( *)(```+|~~~+).*?^ *\2 *$", blank, text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
-    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", blank, text) if inline else text
+    text = prose.without_fences(text)
+    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", prose.blank, text) if inline else text
 
 
 def anchors(path):
@@ -93,7 +95,26 @@ def check(root):
     return documents, problems
 
 
+def check_prose(root: Path, base: str = BASE) -> tuple[str, list[str]]:
+    """What was checked, and every breach of the rules for prose."""
+    touched = touched_documents(root, base)
+    if touched is None:
+        return f"prose NOT CHECKED: git or commit {base[:7]} is missing here", []
+    return f"prose of {len(touched)} changed since {base[:7]}", [
+        f"{path.relative_to(root)}:{line}: {why}"
+        for path in touched
+        for line, why in prose.problems(path.read_text())
+    ]
+
+
+def main() -> int:
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent).resolve()
+    documents, problems = check(root)
+    checked, more = check_prose(root)
+    problems += more
+    print("\n".join(problems or [f"docs: {documents} documents, every link resolves; {checked}"]))
+    return 1 if problems else 0
+
+
 if __name__ == "__main__":
-    documents, problems = check(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent)
-    print("\n".join(problems) if problems else f"docs: {documents} documents, every link resolves")
-    sys.exit(bool(problems))
+    sys.exit(main())

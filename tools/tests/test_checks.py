@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import check_machine_code  # noqa: E402
 import figures  # noqa: E402
 import gpu_check  # noqa: E402
 import machine_code  # noqa: E402
+import prose  # noqa: E402
 import run_snippets  # noqa: E402
 import tile_times  # noqa: E402
 
@@ -83,6 +85,104 @@ def test_docs(tmp_path, file, line, expected):
     plant(tmp_path, {file: GOOD_DOCUMENTS[file] + line + "\n"})
     (problem,) = check_docs.check(tmp_path)[1]
     assert expected in problem
+
+
+LONG = " ".join(["w"] * 36)  # one word over the limit
+HALF = LONG[: 2 * 20 - 1]
+LINE = "words " * 18  # 107 columns, and a space
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        # The length of a sentence, and where one ends.
+        (f"{LONG[2:]}.", []),
+        (f"Title.\n{LONG}.", ['2: sentence of 36 words, allowed: 35: "w w w w w w w w..."']),
+        (f"One. {LONG}", ["1: sentence of 36"]),
+        (f"{HALF}.** {HALF}", []),
+        (f"{HALF}: {HALF}", ["1: sentence of 40"]),
+        (f"{HALF}; {HALF}", ["1: sentence of 40"]),
+        (f"{HALF}, e.g. {HALF}", ["1: sentence of 41"]),
+        (f"{HALF} ... {HALF}", ["1: sentence of 40"]),
+        (f"{HALF}\n\n{HALF}", []),
+        (f"- {HALF}\n- {HALF}\n1. {HALF}", []),
+        (f"{HALF}\n- one\n  {LONG}", ["2: sentence of 37"]),
+        (f"`{LONG}` [one]({'x' * 9}/a_b.md)", []),
+        (f"# {LONG}", []),
+        (f"| {LONG} |\n|---|", []),
+        (f"```\n{LONG}\n```", []),
+        (f"<!--\n{LONG}\n-->", []),
+        (f"One:\n\n    {LONG}\n\n    {LONG}", []),
+        (f"- One:\n\n    {LONG}", ["3: sentence of 36"]),
+        # Figures.
+        ("It takes 3 us at 2 sizes.", []),
+        ("It takes 3 us, ~2.5 us and\n-4 %.", ["1: 3 figures in a sentence, allowed: 2"]),
+        ("It takes (1 us), **2** and [3 us](4.md).", ["1: 3 figures"]),
+        ("It has 1,000 of 2^31 elements, 3 of them 2x.", ["1: 4 figures"]),
+        ("It takes 1 of `2 3 4 5` and 6 of [them](7 8 9).", []),
+        ("It takes 1 us at 24576,1536,256,128,8 in x1, bf16 and sm_90.", []),
+        ("It takes 1 us for tiles of 128 x 256.", []),
+        ("It needs CUDA 13, PyTorch 2.11, g++ 12 and 4 GB.", []),
+        ("At 1 there are 2, at 3 there is none.", ["1: 3 figures"]),
+        ("It takes 1 us at 7B-n256 and 1.4B-n512, 2Td + 4n bytes.", []),
+        ("It takes 1 us. It takes 2 us: 3 %.", []),
+        ("| 1 | 2 | 3 |", []),
+        # Columns.
+        (LINE, ["1: 107 columns, allowed: 100"]),
+        (LINE[8:], []),
+        (f"One\n{LINE[8:]}x", ["2: 101 columns"]),
+        ("- [x](https://" + "x" * 100 + ").", []),
+        ("[x]: https://" + "x" * 100, []),
+        (f"```\n{LINE}\n```\n| {LINE}|\n<!-- {LINE} -->", []),
+    ],
+)  # fmt: skip
+def test_prose(text, expected):
+    found = [f"{line}: {why}" for line, why in prose.problems(text + "\n")]
+    assert len(found) == len(expected), found
+    for problem, start in zip(found, expected, strict=True):
+        assert problem.startswith(start)
+
+
+@pytest.fixture
+def history(tmp_path):
+    """A repository with one commit, its id, and a function that runs git in it."""
+
+    def git(*args):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *who, *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    names = ("README.md", "docs/old.md", "docs/gone.md", "docs/findings/a.md", "docs/findings/b.md")
+    plant(tmp_path, {name: f"{name}: {LONG}\n" for name in names})
+    git("add", ".")
+    git("commit", "-q", "-m", "Before the rules.")
+    return tmp_path, git("rev-parse", "HEAD"), git
+
+
+def test_prose_is_checked_in_documents_that_changed(history):
+    root, base, git = history
+    assert check_docs.check_prose(root, base)[1] == []
+    git("mv", "docs/old.md", "docs/moved.md")
+    git("mv", "docs/findings/a.md", "docs/findings/moved.md")
+    git("mv", "docs/findings/b.md", "docs/findings/mended.md")
+    git("rm", "-q", "docs/gone.md")
+    plant(root, {"docs/findings/mended.md": f"b: {LONG}", ".gitignore": "ignored.md\n"})
+    git("add", ".")
+    git("commit", "-q", "-m", "docs: move them")
+    plant(root, {"new.md": LONG, "ignored.md": LONG, "README.md": f"x{LONG}", "new.txt": LONG})
+    checked, problems = check_docs.check_prose(root, base)
+    assert checked == f"prose of 4 changed since {base[:7]}"
+    names = [problem.split(":1: sentence of 3")[0] for problem in problems]
+    assert names == ["README.md", "docs/findings/mended.md", "docs/moved.md", "new.md"]
+
+
+def test_prose_is_not_checked_without_history(history, tmp_path, monkeypatch):
+    root, base, _ = history
+    checked, problems = check_docs.check_prose(root, "0" * 40)  # as in a shallow clone
+    assert (checked, problems) == ("prose NOT CHECKED: git or commit 0000000 is missing here", [])
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))  # no git
+    assert check_docs.check_prose(root, base)[0].startswith("prose NOT CHECKED: ")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""What changed since the rules for prose began, as far as git can tell."""
+
+import subprocess
+from pathlib import Path
+
+# The last commit before the rules. Everything after it is held to them, so the set of checked
+# documents only grows.
+BASE = "a60a8f827352a1f7e69f664b3f6700afce24189d"
+
+
+def git(root: Path, *args: str) -> str | None:
+    """The output of a git command; None when git, the repository or a named commit is missing."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def touched_documents(root: Path, base: str = BASE) -> list[Path] | None:
+    """Markdown files of the working tree that differ from `base`, untracked ones included; None
+    without history. A page of findings that only moved is left out."""
+    new = git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.md")
+    changed = git(root, "diff", "-z", "--relative", "--name-status", "--find-renames=100%",
+                  "--diff-filter=d", base, "--", "*.md")  # fmt: skip
+    if new is None or changed is None:
+        return None
+    names = {name for name in new.split("\0") if name}
+    fields = iter(changed.split("\0"))
+    for status in fields:
+        if status.startswith("R"):
+            next(fields)
+        name = next(fields, "")
+        if name and not (status.startswith("R") and name.startswith("docs/findings/")):
+            names.add(name)
+    return sorted(root / name for name in names)
