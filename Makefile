@@ -69,10 +69,11 @@ bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound
 format: setup  ## clang-format every C++ file in place
 	@clang-format -i $(CXX_FILES)
 
-lint: setup headers  ## formatting, include directions, documents, headers alone
+lint: setup headers  ## formatting, include directions, documents, commit subjects, headers alone
 	@clang-format --dry-run -Werror $(CXX_FILES) && echo "clang-format: $(words $(CXX_FILES)) files"
 	python tools/check_layers.py
 	python tools/check_docs.py
+	python tools/check_commits.py
 	python tools/tile_times.py --check
 	python tools/figures.py --check
 

@@ -1,10 +1,10 @@
-"""What changed since the rules for prose began, as far as git can tell."""
+"""What changed since the rules for prose and commit subjects began, as far as git can tell."""
 
 import subprocess
 from pathlib import Path
 
 # The last commit before the rules. Everything after it is held to them, so the set of checked
-# documents only grows.
+# documents and subjects only grows.
 BASE = "a60a8f827352a1f7e69f664b3f6700afce24189d"
 
 
@@ -34,3 +34,11 @@ def touched_documents(root: Path, base: str = BASE) -> list[Path] | None:
         if name and not (status.startswith("R") and name.startswith("docs/findings/")):
             names.add(name)
     return sorted(root / name for name in names)
+
+
+def subjects(root: Path, base: str = BASE) -> list[tuple[str, str]] | None:
+    """Short id and subject of every commit after `base` that is no merge; None without history."""
+    log = git(root, "log", "--no-merges", "--format=%h %s", f"{base}..HEAD")
+    if log is None:
+        return None
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in log.splitlines()]

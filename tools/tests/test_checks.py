@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import changes  # noqa: E402
+import check_commits  # noqa: E402
 import check_device_build  # noqa: E402
 import check_docs  # noqa: E402
 import check_layers  # noqa: E402
@@ -183,6 +185,52 @@ def test_prose_is_not_checked_without_history(history, tmp_path, monkeypatch):
     assert (checked, problems) == ("prose NOT CHECKED: git or commit 0000000 is missing here", [])
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))  # no git
     assert check_docs.check_prose(root, base)[0].startswith("prose NOT CHECKED: ")
+
+
+@pytest.mark.parametrize(
+    "subject, expected",
+    [
+        ("cpu: pack the left block once", None),
+        ("docs/api.md, up_proj: embed it", None),
+        ("cpu: " + "x" * 67, None),
+        ("cpu: " + "x" * 68, "subject of 73 characters, allowed: 72"),
+        ("cpu: pack it.", "ends with a full stop"),
+        ("pack the left block once", 'not "area: imperative"'),
+        ("Cpu: pack it", 'not "area: imperative"'),
+        ("cpu:pack it", 'not "area: imperative"'),
+        ("cpu: ", 'not "area: imperative"'),
+        ("cpu: added a path", 'starts with "added"'),
+        ("cpu: Merging two paths", 'starts with "Merging"'),
+        ("cpu: fixes a path", 'starts with "fixes"'),
+        *((f"cpu: {word} it", None) for word in (
+            "need", "feed", "seed", "exceed", "shed", "bring", "string", "ring", "pass", "process",
+            "bias", "focus", "speed")),
+    ],
+)  # fmt: skip
+def test_commit_subjects(subject, expected):
+    found = check_commits.problems(subject)
+    assert len(found) == (expected is not None)
+    assert expected is None or found[0].startswith(expected)
+
+
+def test_commits_are_checked_from_the_base_on(history, monkeypatch, capsys):
+    root, base, git = history
+    monkeypatch.setattr(check_commits, "__file__", str(root / "tools" / "check_commits.py"))
+    assert check_commits.main() == 0
+    assert "commits: subjects NOT CHECKED: " in capsys.readouterr().out
+    monkeypatch.setattr(check_commits, "subjects", lambda root: changes.subjects(root, base))
+    git("commit", "-q", "--allow-empty", "-m", "cpu: pack it")
+    assert check_commits.main() == 0
+    assert "commits: 1 subjects" in capsys.readouterr().out
+    git("switch", "-q", "-c", "side", base)
+    git("commit", "-q", "--allow-empty", "-m", "cpu: packed it", "-m", "Why.")
+    git("switch", "-q", "-")
+    git("merge", "-q", "--no-ff", "-m", "Merged.", "side")
+    assert check_commits.main() == 1
+    assert re.fullmatch(
+        r'[0-9a-f]{7,}: starts with "packed", allowed: an imperative: "cpu: packed it"\n',
+        capsys.readouterr().out,
+    )
 
 
 @pytest.mark.parametrize(
