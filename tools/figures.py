@@ -39,12 +39,22 @@ class Rows:
         return math.exp(sum(logs) / len(logs))
 
 
-def layer(rows: Rows) -> list[str]:
-    """Of two shapes: milliseconds, then times the bound."""
-    shapes = ("7B-n256", "small")
-    return [f"{rows.ms(config, 'layer'):.2f}" for config in shapes] + [
-        f"{1 / rows.of_bound(config, 'layer'):.2f}" for config in shapes
-    ]
+def table_row(name: str, cells: list[str]) -> tuple[str, str]:
+    """The edit of the one row that starts with `name`, which may be several cells."""
+    return rf"\| {re.escape(name)} \|.*\n", f"| {' | '.join([name, *cells])} |\n"
+
+
+def layer(rows: Rows, bmm: Rows | None = None) -> list[tuple[str, list[str]]]:
+    """Of two shapes, by name: milliseconds, times the bound, and times torch.bmm."""
+    shapes = {"7B-n256": "7B-n256", "small": "4096, 2048, 768, 128, 8"}
+    return [
+        (name, [
+            f"{rows.ms(config, 'layer'):.2f}",
+            f"{1 / rows.of_bound(config, 'layer'):.2f}",
+            f"{1 / bmm.of_bound(config, 'layer'):.2f}" if bmm else "-",
+        ])
+        for config, name in shapes.items()
+    ]  # fmt: skip
 
 
 def beside_bmm(hot: Rows, dense: list[dict]) -> Rows:
@@ -57,31 +67,21 @@ def beside_bmm(hot: Rows, dense: list[dict]) -> Rows:
     return Rows(rows)
 
 
-def readme(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str | list[str]]]:
-    edits = [
-        (
-            rf"ratios: {NUMBER} forward,\n{NUMBER} backward",
-            f"ratios: {bench.mean('forward'):.2f} forward,\n{bench.mean('backward'):.2f} backward",
-        ),
-        (
-            rf"\(`--sustained 100`\), {NUMBER} and {NUMBER}\.\n",
-            f"(`--sustained 100`), {hot.mean('forward'):.2f} and {hot.mean('backward'):.2f}.\n",
-        ),
-        (
-            rf"sustained\nratios are {NUMBER} and {NUMBER}\.",
-            f"sustained\nratios are {bmm.mean('forward'):.2f} and {bmm.mean('backward'):.2f}.",
-        ),
+def readme(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str]]:
+    rows = [
+        ("cuBLAS | interleaved", bench),
+        ("cuBLAS | steady state", hot),
+        ("`torch.bmm` | steady state", bmm),
     ]
+    cells = [(name, [f"{of.mean(what):.2f}" for what in ("forward", "backward")])
+             for name, of in rows]  # fmt: skip
     for config, thiek in bench.configs.items():
-        shape = ", ".join(map(str, thiek))
-        cells = [f"{bench.ms(config, what):.2f} | {bench.of_bound(config, what):.2f}"
-                 for what in ("forward", "backward")]  # fmt: skip
-        edits.append((rf"\| {shape} \|.*\n", f"| {shape} | {' | '.join(cells)} |\n"))
-    place = rf"{NUMBER} ms at [\d, ]+ and {NUMBER} ms at\n[\d, ]+: {NUMBER} and {NUMBER} times"
-    edits.append((place, layer(bench)))
-    edits.append((rf"sustained: {NUMBER} and {NUMBER} ms, {NUMBER} and {NUMBER} times", layer(hot)))
-    edits.append((rf"or {NUMBER} and {NUMBER} times `torch.bmm`", layer(bmm)[2:]))
-    return edits
+        values = [f"{bench.ms(config, what):.2f} | {bench.of_bound(config, what):.2f}"
+                  for what in ("forward", "backward")]  # fmt: skip
+        cells.append((", ".join(map(str, thiek)), values))
+    cells += [(f"{shape} | interleaved", values) for shape, values in layer(bench)]
+    cells += [(f"{shape} | steady state", values) for shape, values in layer(hot, bmm)]
+    return [table_row(name, values) for name, values in cells]
 
 
 def kernel_page(operation: str, bench: Rows, text: str) -> list[tuple[str, str]]:
@@ -107,7 +107,7 @@ def aggregate_page(bench: Rows, text: str) -> list[tuple[str, str]]:
         for what in ("aggregate_o", "aggregate_dx"):
             flushed, layer = bench.ms(config, what), bench.ms(config, f"{what}.in_layer")
             cells += [f"{flushed * 1e3:.1f}", f"{layer * 1e3:.1f}", f"{copy / layer:.2f}"]
-        edits.append((rf"\| {re.escape(config)} \|.*\n", f"| {config} | {' | '.join(cells)} |\n"))
+        edits.append(table_row(config, cells))
     return edits
 
 
@@ -138,24 +138,20 @@ def means(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str]]:
     edits = []
     for name, rows in (("in turn", bench), ("sustained", hot), ("beside torch.bmm", bmm)):
         cells = [f"{rows.mean(w):.2f}" for w in ("forward", "backward", "layer", *OPERATIONS)]
-        edits.append((rf"\| {name} \|(?: {NUMBER} \|){{9}}", f"| {name} | {' | '.join(cells)} |"))
+        edits.append(table_row(name, cells))
     return edits
 
 
-def edited(text: str, edits: list[tuple[str, str | list[str]]], where: str) -> str:
-    """A list replaces, in order, the decimal numbers that the pattern matched."""
+def edited(text: str, edits: list[tuple[str, str]], where: str) -> str:
     for pattern, new in edits:
         found = re.findall(pattern, text)
         if len(found) != 1:
             sys.exit(f"figures: {where}: {len(found)} places for {pattern!r}, allowed: one")
-        if isinstance(new, list):
-            values = iter(new)
-            new = re.sub(r"\d+\.\d+", lambda _: next(values), re.search(pattern, text)[0])
         text = re.sub(pattern, lambda _: new, text)
     return text
 
 
-def documents(receipt: dict) -> dict[str, list[tuple[str, str | list[str]]]]:
+def documents(receipt: dict) -> dict[str, list[tuple[str, str]]]:
     """What belongs into each document."""
     bench, hot = Rows(receipt["bench"]), Rows(receipt["sustained"])
     bmm = beside_bmm(hot, receipt["torch_bmm"])

@@ -371,15 +371,15 @@ def documents(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, what, pattern",
     [
-        ("README.md", "figure", r"(?<=ratios: )0.(?=\d\d forward)"),
-        ("README.md", "figure", r"(?<=\), )0.(?=\d\d and)"),
+        ("README.md", "figure", r"(?<=\| cuBLAS \| interleaved \| )0"),
+        ("README.md", "figure", r"(?<=\| `torch.bmm` \| steady state \| )0"),
         ("README.md", "figure", r"(?<=32768, 4096, 2048, 64, 4 \| )\d"),
-        ("README.md", "figure", r"(?<=sustained: )\d"),
+        ("README.md", "figure", r"(?<=7B-n256 \| steady state \| )\d"),
         ("docs/kernels/up_proj.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/aggregate.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/metadata.md", "figure", r"\d(?=\d\.\d us in the receipt)"),
         ("docs/findings/sustained.md", "figure", r"(?<=\n\| in turn \| )0"),
-        ("README.md", "place", r"ratios: "),
+        ("README.md", "place", r"cuBLAS \| interleaved \| "),
         ("docs/findings/sustained.md", "place", r"in turn \|"),
     ],
 )
