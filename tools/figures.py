@@ -112,15 +112,15 @@ def aggregate_page(bench: Rows, text: str) -> list[tuple[str, str]]:
 
 
 def small_kernels(bench: Rows) -> dict[str, list[tuple[str, str]]]:
-    """Sentences, by page: microseconds at 24576,1536,256,128,8 or as they say."""
+    """Sentences and rows, by page: microseconds at 24576,1536,256,128,8 or as they say."""
 
     def us(what: str, digits: int, config: str = "7B-n256") -> str:
         return f"{bench.ms(config, what) * 1e3:.{digits}f}"
 
     return {
         "metadata": [
-            (rf"{NUMBER} us in the receipt", f"{us('routing', 1)} us in the receipt"),
-            (rf"the receipt has {NUMBER} us", f"the receipt has {us('metadata', 1)} us"),
+            table_row("metadata", [us("metadata", 1)]),
+            table_row("top_k and metadata", [us("routing", 1)]),
         ],
         "router_gemm": [(
             r"logits \d+ us, dx \d+ us, dWr \d+ us",

@@ -377,7 +377,7 @@ def documents(tmp_path, monkeypatch):
         ("README.md", "figure", r"(?<=7B-n256 \| steady state \| )\d"),
         ("docs/kernels/up_proj.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/aggregate.md", "figure", r"(?<=7B-n256 \| )\d"),
-        ("docs/kernels/metadata.md", "figure", r"\d(?=\d\.\d us in the receipt)"),
+        ("docs/kernels/metadata.md", "figure", r"(?<=\| top_k and metadata \| )\d"),
         ("docs/findings/sustained.md", "figure", r"(?<=\n\| in turn \| )0"),
         ("README.md", "place", r"cuBLAS \| interleaved \| "),
         ("docs/findings/sustained.md", "place", r"in turn \|"),
