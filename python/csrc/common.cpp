@@ -101,9 +101,11 @@ void check(const Status& status) {
     case StatusCode::unsupported:
     case StatusCode::invalid_data:
       throw std::invalid_argument(status.message());
-    default:
-      throw std::runtime_error(status.message());
+    case StatusCode::device_error:
+    case StatusCode::out_of_memory:
+      break;
   }
+  throw std::runtime_error(status.message());
 }
 
 void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like, ScalarType dtype,

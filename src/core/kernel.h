@@ -1,6 +1,9 @@
 #pragma once
 
+#include <bit>
 #include <cstddef>
+#include <cstdint>
+#include <initializer_list>
 #include <span>
 #include <string>
 #include <string_view>
@@ -20,23 +23,46 @@ struct Exec {
   Stream stream;
 };
 
+/// A set of dtypes: those that a kernel takes.
+class DTypes {
+ public:
+  constexpr DTypes() = default;
+  constexpr DTypes(std::initializer_list<DType> list) {
+    for (const DType dtype : list) bits_ |= bit(dtype);
+  }
+  constexpr bool contains(DType dtype) const { return (bits_ & bit(dtype)) != 0; }
+  constexpr int size() const { return std::popcount(bits_); }
+  /// "f32, bf16", in the order of the enum.
+  std::string text() const;
+
+ private:
+  static constexpr std::uint32_t bit(DType dtype) {
+    const auto index = static_cast<std::uint32_t>(dtype);
+    return index < 32 ? 1u << index : 0;
+  }
+  std::uint32_t bits_ = 0;
+};
+
 /// One entry of the kernel list. Plain data, one object per compiled kernel, defined beside it.
 template <class Desc>
 struct Kernel {
   const char* op;    ///< "up_proj": entries of other ops are not candidates
   const char* name;  ///< "cpu.up_proj": backend and operation
   DeviceType device;
-  /// Empty if the kernel runs `desc` on this machine, else the reason why not.
-  std::string (*reject)(const Desc& desc);
-  std::size_t (*workspace)(const Desc& desc, const Exec& exec);
-  /// `workspace` has at least the bytes promised. Arguments are validated.
-  Status (*run)(const Desc& desc, const typename Desc::Args& args, void* workspace,
-                const Exec& exec) noexcept;
-  /// Optional. Done once, when a plan is made and this kernel was chosen: function attributes.
-  Status (*prepare)(const Desc& desc, const Exec& exec) = nullptr;
+  /// What Desc::dtype may be; a dtype that is not listed is refused. Unused without such a field.
+  DTypes dtypes = {};
+  /// Optional. Empty if the kernel runs `desc` on this machine, else the reason why not.
+  std::string (*reject)(const Desc& desc) = nullptr;
   /// Optional. Why a later entry is better for `desc`, or empty. Not asked when the options name
   /// this very entry; of no weight when no later entry takes it.
   std::string (*yield)(const Desc& desc) = nullptr;
+  /// Optional. Bytes of workspace; none if null.
+  std::size_t (*workspace)(const Desc& desc, const Exec& exec) = nullptr;
+  /// Optional. Done once, when a plan is made and this kernel was chosen: function attributes.
+  Status (*prepare)(const Desc& desc, const Exec& exec) = nullptr;
+  /// `workspace` has at least the bytes promised. Arguments are validated.
+  Status (*run)(const Desc& desc, const typename Desc::Args& args, void* workspace,
+                const Exec& exec) noexcept;
 };
 
 /// All kernels of a kind of operation, best first. Defined in kernel_list.cpp; nothing else

@@ -82,6 +82,37 @@ bool kernel_matches(std::string_view wanted, std::string_view name) {
   return name.starts_with(wanted) && name[wanted.size()] == '.';
 }
 
+std::string DTypes::text() const {
+  std::string list;
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    if (contains(dtype)) list += (list.empty() ? "" : ", ") + std::string(name(dtype));
+  }
+  return list;
+}
+
+namespace {
+
+/// Why a kernel does not run `desc`, or empty.
+template <class Desc>
+std::string rejection(const Kernel<Desc>& kernel, const Desc& desc) {
+  if constexpr (requires { desc.dtype; }) {
+    if (!kernel.dtypes.contains(desc.dtype)) {
+      std::string reason =
+          std::string("dtype: got ") + name(desc.dtype) + ", allowed: " + kernel.dtypes.text();
+      // A kernel for one dtype has siblings for others: nothing is known of the whole device.
+      if (kernel.dtypes.size() > 1) {
+        reason += kernel.device == DeviceType::cuda
+                      ? " (on CUDA; cast the tensors, or use autocast)"
+                      : " (on the CPU)";
+      }
+      return reason;
+    }
+  }
+  return kernel.reject == nullptr ? std::string() : kernel.reject(desc);
+}
+
+}  // namespace
+
 template <class Desc>
 Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted) {
   struct Look {
@@ -97,7 +128,7 @@ Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& w
     if (!kernel_matches(wanted, kernel->name)) {
       look.reason = "kernel: got " + wanted + ", allowed: " + kernel->name;
     } else {
-      look.reason = kernel->reject(desc);
+      look.reason = rejection(*kernel, desc);
     }
     if (!look.reason.empty()) continue;
     if (kernel->yield != nullptr && wanted != kernel->name) look.yields = kernel->yield(desc);
@@ -153,7 +184,7 @@ Status nothing_fits(const Desc& desc, Device device, const std::string& wanted) 
     return Status::error(StatusCode::unsupported, "kernel: got %s, allowed: %s", wanted.c_str(),
                          names.c_str());
   }
-  return Status::error(StatusCode::unsupported, "%s", last->reject(desc).c_str());
+  return Status::error(StatusCode::unsupported, "%s", rejection(*last, desc).c_str());
 }
 
 template <class Desc>
@@ -167,7 +198,8 @@ Result<OpPlan<Desc>> make_op_plan(const Desc& desc, Device device, const Options
   if (choice.kernel->prepare != nullptr) {
     if (Status status = choice.kernel->prepare(desc, exec.value()); !status.ok()) return status;
   }
-  const std::size_t bytes = choice.kernel->workspace(desc, exec.value());
+  std::size_t bytes = 0;
+  if (choice.kernel->workspace != nullptr) bytes = choice.kernel->workspace(desc, exec.value());
   using Impl = typename OpPlan<Desc>::Impl;
   return OpPlan<Desc>(std::make_shared<const Impl>(
       Impl{desc, choice.kernel, exec.value(), bytes, std::move(choice.walk)}));

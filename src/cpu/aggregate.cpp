@@ -57,24 +57,25 @@ void aggregate_token(const AggregateDesc& d, const AggregateArgs& a, std::int64_
 }
 
 Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& exec) noexcept {
-  visit_dtype(d.dtype, [&](auto type) {
+  return visit_dtype(d.dtype, [&](auto type) {
     parallel_ranges(exec.threads, d.tokens, kTokensPerPiece,
                     [&](int, std::int64_t begin, std::int64_t end) {
                       for (std::int64_t t = begin; t < end; ++t) {
                         aggregate_token<decltype(type)>(d, a, t);
                       }
                     });
+    return Status();
   });
-  return {};
 }
 
 }  // namespace
 
-const Kernel<AggregateDesc> kAggregate = {"aggregate",
-                                          "cpu.aggregate",
-                                          DeviceType::cpu,
-                                          reject_f16<AggregateDesc>,
-                                          no_workspace<AggregateDesc>,
-                                          run};
+const Kernel<AggregateDesc> kAggregate = {
+    .op = "aggregate",
+    .name = "cpu.aggregate",
+    .device = DeviceType::cpu,
+    .dtypes = kStorageTypes,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

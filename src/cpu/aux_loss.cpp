@@ -96,13 +96,21 @@ void run_typed(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const E
 }
 
 Status run(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const Exec& exec) noexcept {
-  visit_dtype(d.dtype, [&](auto type) { run_typed<decltype(type)>(d, a, memory, exec); });
-  return {};
+  return visit_dtype(d.dtype, [&](auto type) {
+    run_typed<decltype(type)>(d, a, memory, exec);
+    return Status();
+  });
 }
 
 }  // namespace
 
 const Kernel<AuxLossDesc> kAuxLoss = {
-    "aux_loss", "cpu.aux_loss", DeviceType::cpu, reject_f16<AuxLossDesc>, Scratch::bytes, run};
+    .op = "aux_loss",
+    .name = "cpu.aux_loss",
+    .device = DeviceType::cpu,
+    .dtypes = kStorageTypes,
+    .workspace = Scratch::bytes,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

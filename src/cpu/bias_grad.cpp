@@ -90,17 +90,20 @@ void run_typed(const BiasGradDesc& d, const BiasGradArgs& a, int threads) {
 }
 
 Status run(const BiasGradDesc& d, const BiasGradArgs& a, void*, const Exec& exec) noexcept {
-  visit_dtype(d.dtype, [&](auto type) { run_typed<decltype(type)>(d, a, exec.threads); });
-  return {};
+  return visit_dtype(d.dtype, [&](auto type) {
+    run_typed<decltype(type)>(d, a, exec.threads);
+    return Status();
+  });
 }
 
 }  // namespace
 
-const Kernel<BiasGradDesc> kBiasGrad = {"bias_grad",
-                                        "cpu.bias_grad",
-                                        DeviceType::cpu,
-                                        reject_f16<BiasGradDesc>,
-                                        no_workspace<BiasGradDesc>,
-                                        run};
+const Kernel<BiasGradDesc> kBiasGrad = {
+    .op = "bias_grad",
+    .name = "cpu.bias_grad",
+    .device = DeviceType::cpu,
+    .dtypes = kStorageTypes,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

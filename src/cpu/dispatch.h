@@ -12,20 +12,22 @@ using math::Bf16;
 using math::from_float;
 using math::to_float;
 
-template <class Desc>
-std::string reject_f16(const Desc& desc) {
-  return desc.dtype == DType::f16 ? "dtype: got f16, allowed: f32, bf16 (on the CPU)" : "";
-}
+inline constexpr DTypes kStorageTypes = {DType::f32, DType::bf16};
 
-template <class Desc>
-std::size_t no_workspace(const Desc&, const Exec&) {
-  return 0;
-}
-
-/// f(T{}) for the storage type; f16 was rejected when the plan was made.
+/// f(T{}) with the storage type. A dtype without a case does not compile or is refused; it never
+/// runs as another one.
 template <class F>
-auto visit_dtype(DType dtype, F&& f) {
-  return dtype == DType::f32 ? f(float{}) : f(Bf16{});
+Status visit_dtype(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f32:
+      return f(float{});
+    case DType::bf16:
+      return f(Bf16{});
+    case DType::f16:
+      break;
+  }
+  return Status::error(StatusCode::unsupported, "dtype: got %s, allowed: %s (on the CPU)",
+                       name(dtype), kStorageTypes.text().c_str());
 }
 
 }  // namespace sonicmoe::cpu

@@ -68,14 +68,9 @@ template <class Engine>
 constexpr DType kDTypeOf =
     std::is_same_v<typename Engine::Storage, float> ? DType::f32 : DType::bf16;
 
-/// The plain kernels have an engine for each storage type, the AVX-512 ones are made for one type.
+/// Why the processor does not run these engines, or empty.
 template <class... Engines>
-std::string reject_dtype(DType dtype) {
-  if (!((dtype == kDTypeOf<Engines>) || ...)) {
-    const std::string allowed =
-        sizeof...(Engines) == 2 ? "f32, bf16 (on the CPU)" : (..., name(kDTypeOf<Engines>));
-    return std::string("dtype: got ") + name(dtype) + ", allowed: " + allowed;
-  }
+std::string reject_processor() {
   for (const char* missing : {Engines::missing()...}) {
     if (missing == nullptr) continue;
     return std::string("device: got a processor without ") + missing + ", allowed: one with it";
@@ -83,7 +78,8 @@ std::string reject_dtype(DType dtype) {
   return {};
 }
 
-/// f.template operator()<Engine>() for the engine of this storage type.
+/// f.template operator()<Engine>() for the engine of this storage type, which is one of the
+/// kernel's `dtypes`. The plain kernels have an engine for each, the AVX-512 ones are made for one.
 template <class... Engines, class F>
 void visit_engine(DType dtype, F&& f) {
   ((dtype == kDTypeOf<Engines> ? f.template operator()<Engines>() : void()), ...);
@@ -93,9 +89,7 @@ void visit_engine(DType dtype, F&& f) {
 /// and `run(desc, args, workspace, threads)`.
 template <template <class> class Op, class... Engines>
 struct GroupedEntry {
-  static std::string reject(const GroupedGemmDesc& desc) {
-    return reject_dtype<Engines...>(desc.dtype);
-  }
+  static std::string reject(const GroupedGemmDesc&) { return reject_processor<Engines...>(); }
   static std::size_t workspace(const GroupedGemmDesc& desc, const Exec& exec) {
     std::size_t each = 0;
     visit_engine<Engines...>(desc.dtype, [&]<class Engine>() {
@@ -110,7 +104,13 @@ struct GroupedEntry {
     return {};
   }
   static constexpr Kernel<GroupedGemmDesc> kernel(const char* op, const char* name) {
-    return {op, name, DeviceType::cpu, reject, workspace, run};
+    return {.op = op,
+            .name = name,
+            .device = DeviceType::cpu,
+            .dtypes = {kDTypeOf<Engines>...},
+            .reject = reject,
+            .workspace = workspace,
+            .run = run};
   }
 };
 

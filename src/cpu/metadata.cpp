@@ -107,8 +107,11 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
 }  // namespace
 
 const Kernel<MetadataDesc> kMetadata = {
-    "metadata",      "cpu.metadata",
-    DeviceType::cpu, [](const MetadataDesc&) { return std::string(); },
-    workspace,       run};
+    .op = "metadata",
+    .name = "cpu.metadata",
+    .device = DeviceType::cpu,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

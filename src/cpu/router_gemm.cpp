@@ -76,7 +76,7 @@ struct Entry {
     if (kPairs && desc.pass == GemmPass::dgrad && desc.experts % 2 != 0) {
       return "experts: got " + std::to_string(desc.experts) + ", allowed: even numbers";
     }
-    return reject_dtype<Engines...>(desc.dtype);
+    return reject_processor<Engines...>();
   }
   static std::size_t workspace(const RouterGemmDesc& desc, const Exec& exec) {
     std::size_t each = 0;
@@ -93,7 +93,13 @@ struct Entry {
     return {};
   }
   static constexpr Kernel<RouterGemmDesc> kernel(const char* name) {
-    return {"router_gemm", name, DeviceType::cpu, reject, workspace, run};
+    return {.op = "router_gemm",
+            .name = name,
+            .device = DeviceType::cpu,
+            .dtypes = {kDTypeOf<Engines>...},
+            .reject = reject,
+            .workspace = workspace,
+            .run = run};
   }
 };
 

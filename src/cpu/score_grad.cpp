@@ -53,7 +53,7 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
     for (std::int64_t s = 0; s < d.rows; ++s) a.dscores[s] = slot_gradient(a, s);
     return {};
   }
-  visit_dtype(d.dtype, [&](auto type) {
+  return visit_dtype(d.dtype, [&](auto type) {
     parallel_ranges(exec.threads, d.tokens, kTokensPerPiece,
                     [&](int thread, std::int64_t begin, std::int64_t end) {
                       float* grad = static_cast<float*>(memory) + thread * d.experts;
@@ -61,13 +61,19 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
                         token<decltype(type)>(d, a, t, grad);
                       }
                     });
+    return Status();
   });
-  return {};
 }
 
 }  // namespace
 
 const Kernel<ScoreGradDesc> kScoreGrad = {
-    "score_grad", "cpu.score_grad", DeviceType::cpu, reject_f16<ScoreGradDesc>, workspace, run};
+    .op = "score_grad",
+    .name = "cpu.score_grad",
+    .device = DeviceType::cpu,
+    .dtypes = kStorageTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

@@ -242,8 +242,13 @@ Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& args, void* memo
 
 }  // namespace
 
-const Kernel<TokenRoundingDesc> kTokenRounding = {"token_rounding", "cpu.token_rounding",
-                                                  DeviceType::cpu,  reject_f16<TokenRoundingDesc>,
-                                                  workspace,        run};
+const Kernel<TokenRoundingDesc> kTokenRounding = {
+    .op = "token_rounding",
+    .name = "cpu.token_rounding",
+    .device = DeviceType::cpu,
+    .dtypes = kStorageTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

@@ -88,7 +88,7 @@ std::size_t workspace(const TokenRoundingGradDesc& d, const Exec& exec) {
 Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void* memory,
            const Exec& exec) noexcept {
   if (Status status = check_list(d, a); !status.ok()) return status;
-  visit_dtype(d.dtype, [&](auto type) {
+  return visit_dtype(d.dtype, [&](auto type) {
     parallel_ranges(exec.threads, d.tokens, kTokensPerPiece,
                     [&](int thread, std::int64_t begin, std::int64_t end) {
                       const Row row(d, memory, thread);
@@ -96,17 +96,19 @@ Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void*
                         token<decltype(type)>(d, a, t, row);
                       }
                     });
+    return Status();
   });
-  return {};
 }
 
 }  // namespace
 
-const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {"token_rounding_grad",
-                                                          "cpu.token_rounding_grad",
-                                                          DeviceType::cpu,
-                                                          reject_f16<TokenRoundingGradDesc>,
-                                                          workspace,
-                                                          run};
+const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {
+    .op = "token_rounding_grad",
+    .name = "cpu.token_rounding_grad",
+    .device = DeviceType::cpu,
+    .dtypes = kStorageTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

@@ -36,7 +36,13 @@ Status run(const TopKDesc& desc, const TopKArgs& args, void* memory, const Exec&
 
 }  // namespace
 
-const Kernel<TopKDesc> kTopK = {"top_k",   "cpu.top_k", DeviceType::cpu, reject_f16<TopKDesc>,
-                                workspace, run};
+const Kernel<TopKDesc> kTopK = {
+    .op = "top_k",
+    .name = "cpu.top_k",
+    .device = DeviceType::cpu,
+    .dtypes = kStorageTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cpu

@@ -50,12 +50,4 @@ inline std::int64_t l2_bytes(const Exec& exec) noexcept {
   return device_attribute(cudaDevAttrL2CacheSize, exec.device.index);
 }
 
-/// Empty, or why a 16-bit CUDA kernel does not take this type.
-inline std::string reject_dtype(DType dtype) {
-  if (dtype == DType::f32) {
-    return "dtype: got f32, allowed: bf16, f16 (on CUDA; cast the tensors, or use autocast)";
-  }
-  return {};
-}
-
 }  // namespace sonicmoe::cuda

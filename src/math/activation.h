@@ -123,8 +123,9 @@ struct ActivationFn {
   }
 };
 
-/// Calls f(ActivationFn<...>{}) with the one of an activation, and returns what it returns; of what
-/// is no activation, with the last, for an enum has been checked long before.
+/// Calls f(ActivationFn<...>{}) with the one of an activation, and returns what it returns. An
+/// enumerator without a case does not compile; a value without an enumerator was refused when the
+/// plan was made.
 template <class F>
 SONICMOE_HD auto visit_activation(Activation activation, F&& f) {
   switch (activation) {
@@ -144,9 +145,10 @@ SONICMOE_HD auto visit_activation(Activation activation, F&& f) {
       return f(ActivationFn<Gelu, false>{});
     case Activation::gelu_tanh:
       return f(ActivationFn<GeluTanh, false>{});
-    default:
-      return f(ActivationFn<Silu, false>{});
+    case Activation::silu:
+      break;
   }
+  return f(ActivationFn<Silu, false>{});
 }
 
 }  // namespace sonicmoe::math

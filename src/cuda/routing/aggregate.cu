@@ -475,12 +475,13 @@ Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& ex
 
 }  // namespace
 
-const Kernel<AggregateDesc> kAggregate = {"aggregate",
-                                          "cuda.aggregate",
-                                          DeviceType::cuda,
-                                          takes_16_bit<AggregateDesc>,
-                                          no_workspace<AggregateDesc>,
-                                          run,
-                                          prepare};
+const Kernel<AggregateDesc> kAggregate = {
+    .op = "aggregate",
+    .name = "cuda.aggregate",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .prepare = prepare,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

@@ -174,6 +174,12 @@ Status run(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const Exec&
 }  // namespace
 
 const Kernel<AuxLossDesc> kAuxLoss = {
-    "aux_loss", "cuda.aux_loss", DeviceType::cuda, takes_any_dtype<AuxLossDesc>, workspace, run};
+    .op = "aux_loss",
+    .name = "cuda.aux_loss",
+    .device = DeviceType::cuda,
+    .dtypes = kLogitsTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

@@ -257,8 +257,13 @@ Status run(const BiasGradDesc& d, const BiasGradArgs& a, void* memory, const Exe
 
 }  // namespace
 
-const Kernel<BiasGradDesc> kBiasGrad = {"bias_grad",      "cuda.bias_grad",
-                                        DeviceType::cuda, takes_16_bit<BiasGradDesc>,
-                                        Memory::bytes,    run};
+const Kernel<BiasGradDesc> kBiasGrad = {
+    .op = "bias_grad",
+    .name = "cuda.bias_grad",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .workspace = Memory::bytes,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

@@ -611,8 +611,11 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
 }  // namespace
 
 const Kernel<MetadataDesc> kMetadata = {
-    "metadata",       "cuda.metadata",
-    DeviceType::cuda, [](const MetadataDesc&) { return std::string(); },
-    workspace,        run};
+    .op = "metadata",
+    .name = "cuda.metadata",
+    .device = DeviceType::cuda,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

@@ -1,13 +1,11 @@
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "cuda/device/ptx.cuh"
 #include "cuda/launch_early.cuh"
 #include "cuda/runtime.h"
+#include "cuda/storage.cuh"
 #include "math/softmax.h"
 #include "sonicmoe/ops.h"
 
@@ -41,34 +39,6 @@ template <class T>
 struct alignas(16) Eight {
   T value[8];
 };
-
-/// f(T{}) for the 16-bit storage types; f32 was rejected when the plan was made.
-template <class F>
-Status visit_storage(DType dtype, F&& f) {
-  return dtype == DType::f16 ? f(__half{}) : f(__nv_bfloat16{});
-}
-
-/// f(T{}) for the types that logits may have.
-template <class F>
-Status visit_logits(DType dtype, F&& f) {
-  return dtype == DType::f32 ? f(float{}) : visit_storage(dtype, f);
-}
-
-/// For operations on logits, which may have any type.
-template <class Desc>
-std::string takes_any_dtype(const Desc&) {
-  return {};
-}
-
-template <class Desc>
-std::string takes_16_bit(const Desc& desc) {
-  return reject_dtype(desc.dtype);
-}
-
-template <class Desc>
-std::size_t no_workspace(const Desc&, const Exec&) {
-  return 0;
-}
 
 /// Blocks of `per_block` items each.
 inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {

@@ -214,11 +214,12 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& ex
 
 }  // namespace
 
-const Kernel<ScoreGradDesc> kScoreGrad = {"score_grad",
-                                          "cuda.score_grad",
-                                          DeviceType::cuda,
-                                          takes_any_dtype<ScoreGradDesc>,
-                                          no_workspace<ScoreGradDesc>,
-                                          run};
+const Kernel<ScoreGradDesc> kScoreGrad = {
+    .op = "score_grad",
+    .name = "cuda.score_grad",
+    .device = DeviceType::cuda,
+    .dtypes = kLogitsTypes,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

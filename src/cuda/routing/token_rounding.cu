@@ -177,12 +177,23 @@ __global__ void __launch_bounds__(1024) decide(Rounding rounding, Memory m) {
   }
   for (std::int64_t e = threadIdx.x; e < rounding.experts; e += blockDim.x) {
     const math::Candidates c = candidates(e);
-    bool up = rounding.rule == RoundingRule::up;
-    if (rounding.rule == RoundingRule::nearest) up = math::nearest_up(c);
-    if (rounding.rule == RoundingRule::stochastic) {
-      up = math::stochastic_up(c, rounding.tile, rounding.draw(e));
+    bool up = false;
+    switch (rounding.rule) {
+      case RoundingRule::nearest:
+        up = math::nearest_up(c);
+        break;
+      case RoundingRule::stochastic:
+        up = math::stochastic_up(c, rounding.tile, rounding.draw(e));
+        break;
+      case RoundingRule::up:
+        up = true;
+        break;
+      case RoundingRule::nearest_scores:  // decided where the scores are
+      case RoundingRule::balance:         // above
+      case RoundingRule::down:
+        break;
     }
-    m.goes_up[e] = c.open && up;  // nearest_scores: decided where the scores are
+    m.goes_up[e] = c.open && up;
   }
 }
 
@@ -493,8 +504,12 @@ Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* memory,
 }  // namespace
 
 const Kernel<TokenRoundingDesc> kTokenRounding = {
-    "token_rounding", "cuda.token_rounding",
-    DeviceType::cuda, takes_any_dtype<TokenRoundingDesc>,
-    workspace,        run};
+    .op = "token_rounding",
+    .name = "cuda.token_rounding",
+    .device = DeviceType::cuda,
+    .dtypes = kLogitsTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

@@ -275,11 +275,13 @@ Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void*
 
 }  // namespace
 
-const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {"token_rounding_grad",
-                                                          "cuda.token_rounding_grad",
-                                                          DeviceType::cuda,
-                                                          takes_any_dtype<TokenRoundingGradDesc>,
-                                                          workspace,
-                                                          run};
+const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {
+    .op = "token_rounding_grad",
+    .name = "cuda.token_rounding_grad",
+    .device = DeviceType::cuda,
+    .dtypes = kLogitsTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

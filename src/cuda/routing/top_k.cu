@@ -291,6 +291,12 @@ Status run(const TopKDesc& desc, const TopKArgs& args, void* memory, const Exec&
 }  // namespace
 
 const Kernel<TopKDesc> kTopK = {
-    "top_k", "cuda.top_k", DeviceType::cuda, takes_any_dtype<TopKDesc>, workspace, run};
+    .op = "top_k",
+    .name = "cuda.top_k",
+    .device = DeviceType::cuda,
+    .dtypes = kLogitsTypes,
+    .workspace = workspace,
+    .run = run,
+};
 
 }  // namespace sonicmoe::cuda

@@ -41,7 +41,7 @@ template <int kN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       if (!d.bias) return f(DownProj<T, false, kN, kSchedule, kStages>{});
       return f(DownProj<T, true, kN, kSchedule, kStages>{});
@@ -66,12 +66,25 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kDownProj256 = {"down_proj",      "cuda.down_proj.128x256",
-                                              DeviceType::cuda, reject_gemm,
-                                              dealer_workspace, Wide::run,
-                                              Wide::prepare,    yield_wide};
+const Kernel<GroupedGemmDesc> kDownProj256 = {
+    .op = "down_proj",
+    .name = "cuda.down_proj.128x256",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_gemm,
+    .yield = yield_wide,
+    .workspace = dealer_workspace,
+    .prepare = Wide::prepare,
+    .run = Wide::run,
+};
 const Kernel<GroupedGemmDesc> kDownProj192 = {
-    "down_proj",   "cuda.down_proj.128x192", DeviceType::cuda, reject_gemm, no_workspace,
-    Pingpong::run, Pingpong::prepare};
+    .op = "down_proj",
+    .name = "cuda.down_proj.128x192",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_gemm,
+    .prepare = Pingpong::prepare,
+    .run = Pingpong::run,
+};
 
 }  // namespace sonicmoe::cuda

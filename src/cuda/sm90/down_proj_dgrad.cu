@@ -77,7 +77,7 @@ template <int kN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
         return f(DownProjDgrad<decltype(type), decltype(activations), kN, kSchedule, kStages>{});
       });
@@ -109,14 +109,25 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 }  // namespace
 
 const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
-    "down_proj_dgrad", "cuda.down_proj_dgrad.128x256",
-    DeviceType::cuda,  reject_gemm,
-    Wide::workspace,   Wide::run,
-    Wide::prepare,     yield_wide};
+    .op = "down_proj_dgrad",
+    .name = "cuda.down_proj_dgrad.128x256",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_gemm,
+    .yield = yield_wide,
+    .workspace = Wide::workspace,
+    .prepare = Wide::prepare,
+    .run = Wide::run,
+};
 const Kernel<GroupedGemmDesc> kDownProjDgrad128 = {
-    "down_proj_dgrad", "cuda.down_proj_dgrad.128x128",
-    DeviceType::cuda,  reject_gemm,
-    Narrow::workspace, Narrow::run,
-    Narrow::prepare};
+    .op = "down_proj_dgrad",
+    .name = "cuda.down_proj_dgrad.128x128",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_gemm,
+    .workspace = Narrow::workspace,
+    .prepare = Narrow::prepare,
+    .run = Narrow::run,
+};
 
 }  // namespace sonicmoe::cuda

@@ -47,7 +47,7 @@ template <int kN, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       if (d.f32_weight_grads || d.accumulate_weight_grads) {
         return f(DownProjWgrad<T, false, kN, kStages>{});
@@ -74,14 +74,23 @@ std::string yield_large(const GroupedGemmDesc& d) {
 }  // namespace
 
 const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
-    "down_proj_wgrad", "cuda.down_proj_wgrad.128x256",
-    DeviceType::cuda,  reject_contraction,
-    no_workspace,      Wide::run,
-    Wide::prepare,     yield_large};
+    .op = "down_proj_wgrad",
+    .name = "cuda.down_proj_wgrad.128x256",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_contraction,
+    .yield = yield_large,
+    .prepare = Wide::prepare,
+    .run = Wide::run,
+};
 const Kernel<GroupedGemmDesc> kDownProjWgrad128 = {
-    "down_proj_wgrad", "cuda.down_proj_wgrad.128x128",
-    DeviceType::cuda,  reject_contraction,
-    no_workspace,      Small::run,
-    Small::prepare};
+    .op = "down_proj_wgrad",
+    .name = "cuda.down_proj_wgrad.128x128",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_contraction,
+    .prepare = Small::prepare,
+    .run = Small::run,
+};
 
 }  // namespace sonicmoe::cuda

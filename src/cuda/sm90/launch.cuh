@@ -6,6 +6,7 @@
 #include "cuda/sm90/grouped_gemm.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/tile_choice.h"
+#include "cuda/storage.cuh"
 
 /// From a descriptor to a launch: what the six operations share on the host.
 namespace sonicmoe::cuda {
@@ -18,9 +19,16 @@ struct W1View {
 
 inline W1View w1_view(const GroupedGemmDesc& d, std::int64_t width) {
   const std::int64_t n = d.intermediate;
-  if (!is_glu(d.activation) || d.w1_layout == W1Layout::separate) return {0, width, n * width};
-  if (d.w1_layout == W1Layout::interleaved) return {width, 2 * width, 2 * n * width};
-  return {n * width, width, 2 * n * width};
+  if (!is_glu(d.activation)) return {0, width, n * width};
+  switch (d.w1_layout) {
+    case W1Layout::interleaved:
+      return {width, 2 * width, 2 * n * width};
+    case W1Layout::concatenated:
+      return {n * width, width, 2 * n * width};
+    case W1Layout::separate:
+      break;
+  }
+  return {0, width, n * width};
 }
 
 /// Base of the up part: in the second tensor or inside the first, whose elements have `size` bytes.
@@ -40,13 +48,6 @@ inline void encode_preact(TensorMaps* maps, const GroupedGemmDesc& d, const void
     parts[part] = maps->encode(
         {static_cast<const char*>(preact) + part * n * 2, n, d.rows, 1, count * n, 0, box});
   }
-}
-
-/// Calls f(T{}) with the storage type.
-template <class F>
-auto visit_type(DType dtype, F&& f) {
-  if (dtype == DType::bf16) return f(__nv_bfloat16{});
-  return f(__half{});
 }
 
 template <class Traits>
@@ -106,10 +107,7 @@ inline std::string reject_rows(const char* argument, std::int64_t rows) {
   return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
          std::to_string(kMost) + " (on CUDA)";
 }
-inline std::string reject_gemm(const GroupedGemmDesc& d) {
-  if (std::string reason = reject_rows("rows", d.rows); !reason.empty()) return reason;
-  return reject_dtype(d.dtype);
-}
+inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_rows("rows", d.rows); }
 /// A gather that counts 16-byte pieces in 32 bits: see kNoRow.
 inline std::string reject_tokens(const GroupedGemmDesc& d, const char* what) {
   const std::int64_t most = std::int64_t{kNoRow} / (d.hidden / 8);
@@ -121,6 +119,5 @@ inline std::string reject_contraction(const GroupedGemmDesc& d) {
   if (std::string reason = reject_tokens(d, "weight gradients"); !reason.empty()) return reason;
   return reject_gemm(d);
 }
-inline std::size_t no_workspace(const GroupedGemmDesc&, const Exec&) { return 0; }
 
 }  // namespace sonicmoe::cuda

@@ -162,10 +162,7 @@ Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
 }
 
 std::string reject(const RouterGemmDesc& d) {
-  if (d.pass != GemmPass::wgrad) {
-    if (std::string reason = reject_rows("tokens", d.tokens); !reason.empty()) return reason;
-  }
-  return reject_dtype(d.dtype);
+  return d.pass != GemmPass::wgrad ? reject_rows("tokens", d.tokens) : std::string();
 }
 
 template <int kN>
@@ -175,7 +172,7 @@ struct Entry {
   }
 
   static Status prepare(const RouterGemmDesc& d, const Exec&) {
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       switch (d.pass) {
         case GemmPass::forward:
@@ -203,7 +200,7 @@ struct Entry {
       if (Status status = launched("router_gemm: padding"); !status.ok()) return status;
       dlogits = copy;
     }
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       switch (d.pass) {
         case GemmPass::forward:
@@ -242,13 +239,36 @@ std::string yield_to_better(const RouterGemmDesc& d) {
 }  // namespace
 
 const Kernel<RouterGemmDesc> kRouterGemm256 = {
-    "router_gemm",         "cuda.router_gemm.256", DeviceType::cuda,    reject,
-    Entry<256>::workspace, Entry<256>::run,        Entry<256>::prepare, yield_to_better<256>};
+    .op = "router_gemm",
+    .name = "cuda.router_gemm.256",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject,
+    .yield = yield_to_better<256>,
+    .workspace = Entry<256>::workspace,
+    .prepare = Entry<256>::prepare,
+    .run = Entry<256>::run,
+};
 const Kernel<RouterGemmDesc> kRouterGemm128 = {
-    "router_gemm",         "cuda.router_gemm.128", DeviceType::cuda,    reject,
-    Entry<128>::workspace, Entry<128>::run,        Entry<128>::prepare, yield_to_better<128>};
+    .op = "router_gemm",
+    .name = "cuda.router_gemm.128",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject,
+    .yield = yield_to_better<128>,
+    .workspace = Entry<128>::workspace,
+    .prepare = Entry<128>::prepare,
+    .run = Entry<128>::run,
+};
 const Kernel<RouterGemmDesc> kRouterGemm64 = {
-    "router_gemm",        "cuda.router_gemm.64", DeviceType::cuda,  reject,
-    Entry<64>::workspace, Entry<64>::run,        Entry<64>::prepare};
+    .op = "router_gemm",
+    .name = "cuda.router_gemm.64",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject,
+    .workspace = Entry<64>::workspace,
+    .prepare = Entry<64>::prepare,
+    .run = Entry<64>::run,
+};
 
 }  // namespace sonicmoe::cuda

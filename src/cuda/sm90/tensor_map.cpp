@@ -53,13 +53,22 @@ CUtensorMap TensorMaps::encode(const TensorView& v) noexcept {
   const cuuint64_t strides[2] = {stride(v.outer_stride), stride(v.expert_stride)};
   const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(v.box), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
+  CUtensorMapDataType type{};
+  switch (dtype_) {
+    case DType::bf16:
+      type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+      break;
+    case DType::f16:
+      type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+      break;
+    case DType::f32:
+      status_ = Status::error(StatusCode::unsupported, "dtype: got f32, allowed: bf16, f16");
+      return map;
+  }
   const auto encode_once = [&] {
-    return encode_tiled(
-        &map,
-        dtype_ == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        3, const_cast<void*>(v.base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode_tiled(&map, type, 3, const_cast<void*>(v.base), extents, strides, box, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode_once();
   if (result == CUDA_ERROR_INVALID_CONTEXT && make_context_current()) result = encode_once();

@@ -78,15 +78,15 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
 struct Tall {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype,
-                      [&](auto type) { return f(UpProjTall<decltype(type), SwigluFn>{}); });
+    return visit_storage(d.dtype,
+                         [&](auto type) { return f(UpProjTall<decltype(type), SwigluFn>{}); });
   }
 };
 template <int kN, int kStages>
 struct Low {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
         using T = decltype(type);
         using Activations = decltype(activations);
@@ -151,13 +151,35 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 }  // namespace
 
 const Kernel<GroupedGemmDesc> kUpProjTall = {
-    "up_proj", "cuda.up_proj.192x256", DeviceType::cuda, reject_tall, dealer_workspace,
-    run<Tall>, prepare_as<Tall>,       yield_tall};
+    .op = "up_proj",
+    .name = "cuda.up_proj.192x256",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_tall,
+    .yield = yield_tall,
+    .workspace = dealer_workspace,
+    .prepare = prepare_as<Tall>,
+    .run = run<Tall>,
+};
 const Kernel<GroupedGemmDesc> kUpProj256 = {
-    "up_proj", "cuda.up_proj.128x256", DeviceType::cuda, reject_wide, dealer_workspace,
-    run<Wide>, prepare_as<Wide>,       yield_wide};
+    .op = "up_proj",
+    .name = "cuda.up_proj.128x256",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_wide,
+    .yield = yield_wide,
+    .workspace = dealer_workspace,
+    .prepare = prepare_as<Wide>,
+    .run = run<Wide>,
+};
 const Kernel<GroupedGemmDesc> kUpProj128 = {
-    "up_proj",   "cuda.up_proj.128x128", DeviceType::cuda, reject_gemm, no_workspace,
-    run<Narrow>, prepare_as<Narrow>};
+    .op = "up_proj",
+    .name = "cuda.up_proj.128x128",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_gemm,
+    .prepare = prepare_as<Narrow>,
+    .run = run<Narrow>,
+};
 
 }  // namespace sonicmoe::cuda

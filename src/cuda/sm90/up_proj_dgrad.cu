@@ -52,7 +52,7 @@ template <int kN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       return f(UpProjDgrad<decltype(type), kN, kSchedule, kStages>{});
     });
   }
@@ -76,13 +76,25 @@ std::string yield_wide(const GroupedGemmDesc& d) {
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x256",
-                                                 DeviceType::cuda, reject_gemm,
-                                                 dealer_workspace, Wide::run,
-                                                 Wide::prepare,    yield_wide};
-const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {"up_proj_dgrad",  "cuda.up_proj_dgrad.128x192",
-                                                 DeviceType::cuda, reject_gemm,
-                                                 no_workspace,     Pingpong::run,
-                                                 Pingpong::prepare};
+const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {
+    .op = "up_proj_dgrad",
+    .name = "cuda.up_proj_dgrad.128x256",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_gemm,
+    .yield = yield_wide,
+    .workspace = dealer_workspace,
+    .prepare = Wide::prepare,
+    .run = Wide::run,
+};
+const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {
+    .op = "up_proj_dgrad",
+    .name = "cuda.up_proj_dgrad.128x192",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_gemm,
+    .prepare = Pingpong::prepare,
+    .run = Pingpong::run,
+};
 
 }  // namespace sonicmoe::cuda

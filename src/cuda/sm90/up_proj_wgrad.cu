@@ -56,7 +56,7 @@ template <int kN, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_type(d.dtype, [&](auto type) {
+    return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       if (d.f32_weight_grads || d.accumulate_weight_grads) {
         return f(UpProjWgrad<T, false, kN, kStages>{});
@@ -83,13 +83,24 @@ std::string yield_large(const GroupedGemmDesc& d) {
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.256x128",
-                                                 DeviceType::cuda, reject_contraction,
-                                                 no_workspace,     Wide::run,
-                                                 Wide::prepare,    yield_large};
-const Kernel<GroupedGemmDesc> kUpProjWgrad128 = {"up_proj_wgrad",  "cuda.up_proj_wgrad.128x128",
-                                                 DeviceType::cuda, reject_contraction,
-                                                 no_workspace,     Small::run,
-                                                 Small::prepare};
+const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {
+    .op = "up_proj_wgrad",
+    .name = "cuda.up_proj_wgrad.256x128",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_contraction,
+    .yield = yield_large,
+    .prepare = Wide::prepare,
+    .run = Wide::run,
+};
+const Kernel<GroupedGemmDesc> kUpProjWgrad128 = {
+    .op = "up_proj_wgrad",
+    .name = "cuda.up_proj_wgrad.128x128",
+    .device = DeviceType::cuda,
+    .dtypes = kStorageTypes,
+    .reject = reject_contraction,
+    .prepare = Small::prepare,
+    .run = Small::run,
+};
 
 }  // namespace sonicmoe::cuda
