@@ -151,25 +151,26 @@ Json print_memory(const LayerPlan& plan, bool inference) {
 std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Workspace workspace) {
   const LayerDesc& desc = plan.desc();
   const auto rows = static_cast<double>(l.row_counts().all);
-  const double flops = 2.0 * rows * static_cast<double>(desc.hidden) *
-                       static_cast<double>(desc.preact_width() + desc.intermediate);
-  const double preact_bytes = desc.inference ? 0
-                                             : rows * static_cast<double>(desc.preact_width()) *
-                                                   static_cast<double>(size_of(desc.dtype));
+  const double flops = 2.0 * rows * static_cast<double>(desc.experts.hidden) *
+                       static_cast<double>(desc.experts.preact_width() + desc.experts.intermediate);
+  const double preact_bytes = desc.experts.inference
+                                  ? 0
+                                  : rows * static_cast<double>(desc.experts.preact_width()) *
+                                        static_cast<double>(size_of(desc.experts.dtype));
   const auto forward = [&plan, args = l.forward_args(), workspace] {
     return plan.forward(args, workspace);
   };
   const auto backward = [&plan, args = l.backward_args(), workspace] {
     return plan.backward(args, workspace);
   };
-  std::vector<Group> groups(desc.inference ? 1 : 2);
+  std::vector<Group> groups(desc.experts.inference ? 1 : 2);
   groups[0].tasks = {
       {.name = "forward",
        .run = forward,
        .flops = flops,
        .bytes = preact_bytes + total_bytes({&l.x, &l.router_w, &l.w1, &l.b1, &l.w2, &l.b2, &l.o,
                                             &l.logits, &l.counts, &l.routing})}};
-  if (desc.inference) return groups;
+  if (desc.experts.inference) return groups;
   groups[1].tasks = {{.name = "backward",
                       .run = backward,
                       .flops = 2 * flops,
@@ -248,12 +249,12 @@ class Bench {
     const RowCounts routed = tensors_.row_counts();
     if (settings_.skew > 0) {
       std::printf("rows of an expert: %d to %d, mean %.1f\n", routed.fewest, routed.most,
-                  static_cast<double>(routed.all) / static_cast<double>(desc.experts));
+                  static_cast<double>(routed.all) / static_cast<double>(desc.router.experts));
     }
-    if (desc.rounding_tile > 0) {
+    if (desc.rounding.tile > 0) {
       std::printf("%lld rows after token rounding, %lld before, room for %lld\n",
                   static_cast<long long>(routed.all),
-                  static_cast<long long>(desc.tokens * desc.top_k),
+                  static_cast<long long>(desc.tokens * desc.router.top_k),
                   static_cast<long long>(desc.rows()));
     }
     Json report = {{"version", version()},
@@ -278,7 +279,7 @@ class Bench {
       report["dense_bound"] = Json::array();
       std::printf("\nno dense bound: %s\n", no_bound_.c_str());
     }
-    report.update(print_memory(plan_, desc.inference));
+    report.update(print_memory(plan_, desc.experts.inference));
     return report;
   }
 
@@ -307,8 +308,8 @@ class Bench {
     constexpr std::size_t kGigabyte = std::size_t{1} << 30;
     const LayerDesc& desc = settings_.desc;
     const auto values =
-        static_cast<std::size_t>((tensors_.row_counts().all + desc.tokens) * desc.hidden);
-    const std::size_t summed = values * size_of(desc.dtype) / 2;  // read and written
+        static_cast<std::size_t>((tensors_.row_counts().all + desc.tokens) * desc.experts.hidden);
+    const std::size_t summed = values * size_of(desc.experts.dtype) / 2;  // read and written
     const std::size_t most = std::max(kGigabyte, settings_.operations ? summed : 0);
     copy_from_ = Buffer(most, settings_.device);
     copy_to_ = Buffer(most, settings_.device);
@@ -377,9 +378,9 @@ class Bench {
 };
 
 void set_shape(LayerDesc* desc, const LayerDesc& wanted) {
-  desc->tokens = wanted.tokens, desc->hidden = wanted.hidden;
-  desc->intermediate = wanted.intermediate;
-  desc->experts = wanted.experts, desc->top_k = wanted.top_k;
+  desc->tokens = wanted.tokens, desc->experts.hidden = wanted.experts.hidden;
+  desc->experts.intermediate = wanted.experts.intermediate;
+  desc->router.experts = wanted.router.experts, desc->router.top_k = wanted.router.top_k;
 }
 
 Json run_one(const BenchSettings& settings) {

@@ -109,22 +109,22 @@ struct CublasBound::Data {
       : library(found),
         sizes(desc),
         device(on),
-        type(desc.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF),
+        type(desc.experts.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF),
         workspace(2 * kWorkspace, on) {
     find_functions();
     const Sizes& s = sizes;
     even = std::max<std::int64_t>(1, rows / s.e);
     const auto random = [&](std::int64_t count, std::int64_t columns, double scale) {
-      return make_random(count * columns, desc.dtype, scale, seed++, device);
+      return make_random(count * columns, desc.experts.dtype, scale, seed++, device);
     };
     rows_d = random(s.e * even, s.d, 0.2);
     rows_w = random(s.e * even, s.w, 0.02);
     rows_n = random(s.e * even, s.n, 0.02);
     w1 = random(s.e * s.w, s.d, 0.02);
     w2 = random(s.e * s.d, s.n, 0.02);
-    rows_out = make_tensor(s.e * even * std::max({s.d, s.w, s.n}), desc.dtype, device);
-    if (!desc.inference) {
-      weights_out = make_tensor(s.e * s.d * std::max(s.w, s.n), desc.dtype, device);
+    rows_out = make_tensor(s.e * even * std::max({s.d, s.w, s.n}), desc.experts.dtype, device);
+    if (!desc.experts.inference) {
+      weights_out = make_tensor(s.e * s.d * std::max(s.w, s.n), desc.experts.dtype, device);
     }
     const auto of = [](const Buffer& buffer, std::int64_t count, std::int64_t columns,
                        bool transpose = false) {
@@ -278,8 +278,8 @@ std::unique_ptr<Bound> CublasBound::make(const LayerDesc& desc, std::int64_t row
     *why = "no libcublas.so" + major + " (LD_LIBRARY_PATH)";
     return nullptr;
   }
-  return std::unique_ptr<Bound>(
-      new CublasBound(std::make_shared<Data>(library, desc, rows, device, seed), desc.inference));
+  return std::unique_ptr<Bound>(new CublasBound(
+      std::make_shared<Data>(library, desc, rows, device, seed), desc.experts.inference));
 }
 
 }  // namespace sonicmoe::cli

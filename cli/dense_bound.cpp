@@ -48,7 +48,8 @@ struct DenseBound::Data {
     w1 = random(s.e * s.w, s.d);
     w2 = random(s.e * s.d, s.n);
     rows_out = make_tensor(s.r * std::max({s.d, s.w, s.n}), DType::f32);
-    if (!desc.inference) weights_out = make_tensor(s.e * s.d * std::max(s.w, s.n), DType::f32);
+    if (!desc.experts.inference)
+      weights_out = make_tensor(s.e * s.d * std::max(s.w, s.n), DType::f32);
 
     const auto rows_of = [](const Buffer& buffer, std::int64_t columns) {
       return Operand{buffer.as<float>(), 0, columns};
@@ -105,14 +106,14 @@ struct DenseBound::Data {
 DenseBound::DenseBound(const LayerDesc& desc, std::int64_t rows, int threads, std::uint64_t seed)
     : data_(std::make_shared<Data>(desc, rows, threads, seed)) {
   title_ = "fp32 OpenBLAS, even experts";
-  if (desc.dtype != DType::f32) {
+  if (desc.experts.dtype != DType::f32) {
     title_ += " (there is no 2-byte OpenBLAS to bound this dtype with)";
   }
-  candidates_.resize(desc.inference ? 2 : 6);
+  candidates_.resize(desc.experts.inference ? 2 : 6);
   openblas_set_num_threads(1);
   for (const bool experts_in_parallel : {true, false}) {
     for (const bool backward : {false, true}) {
-      if (backward && desc.inference) continue;
+      if (backward && desc.experts.inference) continue;
       Group group;
       for (std::size_t i = backward ? 2 : 0; i < (backward ? 6 : 2); ++i) {
         const EvenGemm& gemm = data_->gemms[i];

@@ -13,7 +13,7 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer, bool
       s_(settings.desc),
       rows_(layer.row_counts().all) {
   const auto rows_of = [&](std::int64_t columns) {
-    return make_tensor(s_.r * columns, settings_.desc.dtype, settings_.device);
+    return make_tensor(s_.r * columns, settings_.desc.experts.dtype, settings_.device);
   };
   const auto words = [&](std::int64_t count) {
     return Buffer(static_cast<std::size_t>(count) * 4, settings_.device);
@@ -38,13 +38,13 @@ Operations::Operations(const Settings& settings, const LayerTensors& layer, bool
   }
   add_routing();
   add_forward();
-  if (settings_.desc.inference) return;
+  if (settings_.desc.experts.inference) return;
 
   dpreact_ = rows_of(s_.w);
   scaled_act_ = rows_of(s_.n);
   row_dscores_ = words(s_.r);
   dx_rows_ = rows_of(s_.d);
-  dlogits_ = make_tensor(s_.t * s_.e, settings_.desc.dtype, settings_.device);
+  dlogits_ = make_tensor(s_.t * s_.e, settings_.desc.experts.dtype, settings_.device);
   add_backward();
   // Under another name a sequence would leave it out, and run the operation as it is alone.
   for (const Task& task : in_sequence_) (void)named(task.name);
@@ -154,7 +154,7 @@ Task Operations::forward() const {
 
 Task Operations::backward() const {
   std::vector<const char*> operations = {"down_proj_dgrad"};
-  if (settings_.desc.bias) operations.push_back("bias_grad");
+  if (settings_.desc.experts.bias) operations.push_back("bias_grad");
   for (const char* operation :
        {"score_grad", "down_proj_wgrad", "up_proj_wgrad", "up_proj_dgrad", "aggregate_dx"}) {
     operations.push_back(operation);
@@ -169,7 +169,8 @@ Task Operations::routing() const {
 void Operations::add_routing() {
   const LayerDesc& desc = settings_.desc;
   RouterGemmDesc router;
-  router.tokens = s_.t, router.hidden = s_.d, router.experts = s_.e, router.dtype = desc.dtype;
+  router.tokens = s_.t, router.hidden = s_.d, router.experts = s_.e,
+  router.dtype = desc.experts.dtype;
   RouterGemmArgs router_args;
   router_args.x = layer_.x.data();
   router_args.w = layer_.router_w.data();
@@ -189,8 +190,8 @@ void Operations::add_routing() {
 void Operations::add_top_k() {
   const LayerDesc& desc = settings_.desc;
   TopKDesc top_k;
-  top_k.tokens = s_.t, top_k.experts = s_.e, top_k.top_k = s_.k, top_k.dtype = desc.dtype;
-  top_k.mode = desc.router, top_k.norm_topk_probs = desc.norm_topk_probs;
+  top_k.tokens = s_.t, top_k.experts = s_.e, top_k.top_k = s_.k, top_k.dtype = desc.experts.dtype;
+  top_k.mode = desc.router.mode, top_k.norm_topk_probs = desc.router.norm_topk_probs;
   TopKArgs args;
   args.logits = layer_.logits.data();
   args.scores = scores_.as<float>();
@@ -202,14 +203,8 @@ void Operations::add_top_k() {
 
 void Operations::add_rounding() {
   const LayerDesc& desc = settings_.desc;
-  const TokenRoundingDesc rounding{s_.t,
-                                   s_.e,
-                                   s_.k,
-                                   desc.dtype,
-                                   desc.router,
-                                   desc.norm_topk_probs,
-                                   desc.rounding_rule,
-                                   desc.rounding_tile};
+  const TokenRoundingDesc rounding{
+      {desc.router}, s_.t, desc.experts.dtype, desc.rounding.rule, desc.rounding.tile};
   TokenRoundingArgs args;
   args.logits = layer_.logits.data();
   args.seed = layer_.draws;
@@ -252,8 +247,9 @@ GroupedGemmDesc Operations::gemm_desc(GemmOp op) const {
   GroupedGemmDesc desc;
   desc.op = op;
   desc.tokens = s_.t, desc.rows = s_.r, desc.hidden = s_.d, desc.intermediate = s_.n;
-  desc.experts = s_.e, desc.dtype = layer.dtype, desc.activation = layer.activation;
-  desc.w1_layout = layer.w1_layout, desc.bias = layer.bias, desc.inference = layer.inference;
+  desc.experts = s_.e, desc.dtype = layer.experts.dtype, desc.activation = layer.experts.activation;
+  desc.w1_layout = layer.experts.w1_layout, desc.bias = layer.experts.bias,
+  desc.inference = layer.experts.inference;
   return desc;
 }
 
@@ -284,7 +280,7 @@ GroupedGemmArgs Operations::gemm_args() const {
 AggregateDesc Operations::aggregate_desc() const {
   AggregateDesc desc;
   desc.tokens = s_.t, desc.rows = s_.r, desc.hidden = s_.d, desc.top_k = rounded() ? 0 : s_.k;
-  desc.dtype = settings_.desc.dtype;
+  desc.dtype = settings_.desc.experts.dtype;
   return desc;
 }
 
@@ -301,7 +297,7 @@ void Operations::add_forward() {
   const double up_flops = 2.0 * static_cast<double>(rows_ * s_.w) * static_cast<double>(s_.d);
   const double down_flops = 2.0 * static_cast<double>(rows_ * s_.d) * static_cast<double>(s_.n);
   const Buffer none;
-  const Buffer* kept_preact = settings_.desc.inference ? &none : &preact_;
+  const Buffer* kept_preact = settings_.desc.experts.inference ? &none : &preact_;
   add_gemm("up_proj", GemmOp::up_proj, up_flops, {&l.x, &l.w1, &l.b1, kept_preact, &act_});
   add_gemm("down_proj", GemmOp::down_proj, down_flops, {&act_, &l.w2, &l.b2, &expert_out_});
 
@@ -317,7 +313,7 @@ void Operations::add_forward() {
 void Operations::add_score_grad() {
   const LayerDesc& desc = settings_.desc;
   ScoreGradDesc score;
-  score.tokens = s_.t, score.experts = s_.e, score.rows = s_.r, score.dtype = desc.dtype;
+  score.tokens = s_.t, score.experts = s_.e, score.rows = s_.r, score.dtype = desc.experts.dtype;
   ScoreGradArgs args;
   args.row_dscores = row_dscores_.as<float>();
   args.slot_rows = slot_rows_.as<std::int32_t>();
@@ -327,8 +323,8 @@ void Operations::add_score_grad() {
     args.dscores = dscores_.as<float>();
     add("score_grad", score, args, 0, {&row_dscores_, &slot_rows_, &dscores_});
 
-    const TokenRoundingGradDesc grad{
-        s_.t, s_.e, s_.k, desc.dtype, desc.router, desc.norm_topk_probs, s_.r};
+    TokenRoundingGradDesc grad{{desc.router}, s_.t, desc.experts.dtype};
+    grad.list_length = s_.r;
     TokenRoundingGradArgs grad_args;
     grad_args.logits = layer_.logits.data();
     grad_args.token_ids = slot_tokens_.as<std::int32_t>();
@@ -339,7 +335,8 @@ void Operations::add_score_grad() {
         {&layer_.logits, &slot_tokens_, &ids_, &dscores_, &dlogits_});
     return;
   }
-  score.top_k = s_.k, score.mode = desc.router, score.norm_topk_probs = desc.norm_topk_probs;
+  score.top_k = s_.k, score.mode = desc.router.mode,
+  score.norm_topk_probs = desc.router.norm_topk_probs;
   args.slot_scores = scores_.as<float>();
   args.slot_experts = ids_.as<std::int32_t>();
   args.logits = layer_.logits.data();
@@ -360,11 +357,11 @@ void Operations::add_backward() {
   add_gemm("down_proj_wgrad", GemmOp::down_proj_wgrad, down_flops, {&l.dout, &scaled_act_, &l.dw2});
   add_gemm("up_proj_wgrad", GemmOp::up_proj_wgrad, up_flops, {&l.x, &dpreact_, &l.dw1});
 
-  if (desc.bias) {
+  if (desc.experts.bias) {
     BiasGradDesc bias;
     bias.tokens = s_.t, bias.rows = s_.r, bias.hidden = s_.d, bias.intermediate = s_.n;
-    bias.experts = s_.e, bias.dtype = desc.dtype, bias.activation = desc.activation;
-    bias.w1_layout = desc.w1_layout;
+    bias.experts = s_.e, bias.dtype = desc.experts.dtype, bias.activation = desc.experts.activation;
+    bias.w1_layout = desc.experts.w1_layout;
     BiasGradArgs args;
     args.offsets = offsets_.as<std::int32_t>();
     args.row_tokens = row_tokens_.as<std::int32_t>();
@@ -380,7 +377,8 @@ void Operations::add_backward() {
 
   add_score_grad();
   RouterGemmDesc router;
-  router.tokens = s_.t, router.hidden = s_.d, router.experts = s_.e, router.dtype = desc.dtype;
+  router.tokens = s_.t, router.hidden = s_.d, router.experts = s_.e,
+  router.dtype = desc.experts.dtype;
   RouterGemmArgs router_args;
   router_args.x = l.x.data();
   router_args.w = l.router_w.data();
@@ -400,7 +398,7 @@ void Operations::add_backward() {
            {&dx_rows_, &slot_rows_, &token_offsets_, &token_slots_, &l.dx}));
   AggregateDesc with_router = aggregate_desc();
   if (!rounded() && s_.k <= kMaxRoutedTopK &&
-      (desc.router == RouterMode::softmax_over_topk || desc.norm_topk_probs)) {
+      (desc.router.mode == RouterMode::softmax_over_topk || desc.router.norm_topk_probs)) {
     // As the layer does, without a loss on the logits: router_dgrad is for layers that have one.
     with_router.experts = s_.e;
     args.slot_experts = ids_.as<std::int32_t>();

@@ -48,7 +48,7 @@ class Operations {
   GroupedGemmArgs gemm_args() const;
   AggregateDesc aggregate_desc() const;
   AggregateArgs aggregate_args() const;
-  bool rounded() const { return settings_.desc.rounding_tile > 0; }
+  bool rounded() const { return settings_.desc.rounding.tile > 0; }
   double moved_bytes(const Buffer& buffer) const;
 
   const Settings& settings_;

@@ -46,9 +46,9 @@ struct RouteSettings : Settings {
     if (skew != 0) line += " --skew " + Json(skew).dump();
     if (!logits.empty()) {
       line = "--logits " + logits + (te.empty() ? "" : " --te " + te) + " --top_k " +
-             std::to_string(desc.top_k);
+             std::to_string(desc.router.top_k);
     }
-    return line + " --dtype " + name(desc.dtype) + router_line() + " --tile " +
+    return line + " --dtype " + name(desc.experts.dtype) + router_line() + " --tile " +
            std::to_string(tile) + device_line();
   }
 };
@@ -73,37 +73,35 @@ class Comparison {
     if (!settings->logits.empty()) {
       logits = read_logits(settings->logits, settings->te);
       settings->desc.tokens = logits->tokens;
-      settings->desc.experts = logits->experts;
+      settings->desc.router.experts = logits->experts;
     }
-    const TopKDesc top_k{desc_.tokens, desc_.experts, desc_.top_k,
-                         desc_.dtype,  desc_.router,  desc_.norm_topk_probs};
+    const TopKDesc top_k{{desc_.router}, desc_.tokens, desc_.experts.dtype};
     const auto plan = settings_.plan(top_k, settings_.line());  // refuses what cannot be allocated
     if (!logits) {
-      logits = random_logits(desc_.tokens, desc_.experts, settings_.skew, settings_.seed);
+      logits = random_logits(desc_.tokens, desc_.router.experts, settings_.skew, settings_.seed);
     }
-    const auto bytes = verify::encode(logits->values, desc_.dtype);
+    const auto bytes = verify::encode(logits->values, desc_.experts.dtype);
     logits_ = Buffer(bytes.size(), settings_.device);
     logits_.upload(bytes.data(), bytes.size());
 
-    const std::int64_t slots = desc_.tokens * desc_.top_k;
+    const std::int64_t slots = desc_.tokens * desc_.router.top_k;
     const Buffer scores = words(slots), ids = words(slots);
     run(plan,
         {.logits = logits_.data(), .scores = scores.as<float>(), .ids = ids.as<std::int32_t>()});
     scores_ = scores.contents<float>();
     ids_ = ids.contents<std::int32_t>();
-    frequency_.resize(static_cast<std::size_t>(desc_.experts));
+    frequency_.resize(static_cast<std::size_t>(desc_.router.experts));
     for (const std::int32_t id : ids_) ++frequency_[static_cast<std::size_t>(id)];
   }
 
   Outcome top_k() const { return count("top_k", frequency_); }
 
   Outcome round(RoundingRule rule) const {
-    const TokenRoundingDesc rounding{desc_.tokens, desc_.experts, desc_.top_k,
-                                     desc_.dtype,  desc_.router,  desc_.norm_topk_probs,
-                                     rule,         settings_.tile};
+    const TokenRoundingDesc rounding{
+        {desc_.router}, desc_.tokens, desc_.experts.dtype, rule, settings_.tile};
     const auto plan = settings_.plan(rounding, settings_.line());
     const Buffer scores = words(rounding.capacity()), tokens = words(rounding.capacity());
-    const Buffer experts = words(rounding.capacity()), counts = words(desc_.experts);
+    const Buffer experts = words(rounding.capacity()), counts = words(desc_.router.experts);
     run(plan, {.logits = logits_.data(),
                .seed = settings_.seed,
                .offset = settings_.offset,
@@ -115,16 +113,17 @@ class Comparison {
     const auto expert_ids = experts.contents<std::int32_t>();
     const auto token_ids = tokens.contents<std::int32_t>();
     // The entries themselves say what was dropped and added, not the counts.
-    std::vector<bool> kept(static_cast<std::size_t>(desc_.tokens * desc_.top_k));
+    std::vector<bool> kept(static_cast<std::size_t>(desc_.tokens * desc_.router.top_k));
     out.rows = 0;
     for (std::size_t i = 0; i < expert_ids.size(); ++i) {
       const std::int32_t expert = expert_ids[i];
-      if (expert >= desc_.experts) continue;
+      if (expert >= desc_.router.experts) continue;
       ++out.rows;
-      const std::int64_t first = token_ids[i] * desc_.top_k;
+      const std::int64_t first = token_ids[i] * desc_.router.top_k;
       std::int64_t slot = first;
-      while (slot < first + desc_.top_k && ids_[static_cast<std::size_t>(slot)] != expert) ++slot;
-      if (slot == first + desc_.top_k) {
+      while (slot < first + desc_.router.top_k && ids_[static_cast<std::size_t>(slot)] != expert)
+        ++slot;
+      if (slot == first + desc_.router.top_k) {
         ++out.added;
       } else {
         kept[static_cast<std::size_t>(slot)] = true;
@@ -218,12 +217,12 @@ int run_route(RouteSettings& settings) {
   std::printf("sonicmoe %s route %s --seed %llu --offset %llu --threads %d\n", version(),
               settings.line().c_str(), static_cast<unsigned long long>(settings.seed),
               static_cast<unsigned long long>(settings.offset), settings.threads);
-  const double mean =
-      static_cast<double>(desc.tokens * desc.top_k) / static_cast<double>(desc.experts);
+  const double mean = static_cast<double>(desc.tokens * desc.router.top_k) /
+                      static_cast<double>(desc.router.experts);
   std::printf("T %lld, E %lld, K %lld: %.1f rows an expert, %.2f tiles of %lld\n",
-              static_cast<long long>(desc.tokens), static_cast<long long>(desc.experts),
-              static_cast<long long>(desc.top_k), mean, mean / static_cast<double>(settings.tile),
-              static_cast<long long>(settings.tile));
+              static_cast<long long>(desc.tokens), static_cast<long long>(desc.router.experts),
+              static_cast<long long>(desc.router.top_k), mean,
+              mean / static_cast<double>(settings.tile), static_cast<long long>(settings.tile));
   std::printf("%-15s %9s %9s %9s %9s %5s %5s %8s %8s %8s %10s\n", "", "rows", "padded", "dropped",
               "added", "up", "down", "clamped", "largest", "total", "mass lost");
   Json results = Json::array();
@@ -252,11 +251,11 @@ int run_route(RouteSettings& settings) {
                              {"seed", settings.seed},
                              {"offset", settings.offset},
                              {"tokens", desc.tokens},
-                             {"experts", desc.experts},
-                             {"top_k", desc.top_k},
-                             {"dtype", name(desc.dtype)},
-                             {"router", name(desc.router)},
-                             {"norm_topk_probs", desc.norm_topk_probs},
+                             {"experts", desc.router.experts},
+                             {"top_k", desc.router.top_k},
+                             {"dtype", name(desc.experts.dtype)},
+                             {"router", name(desc.router.mode)},
+                             {"norm_topk_probs", desc.router.norm_topk_probs},
                              {"tile", settings.tile},
                              {"interrupted", interrupted()},
                              {"results", results}});
@@ -284,7 +283,7 @@ Subcommand add_route(CLI::App& app) {
       ->type_name("T,E")
       ->needs(logits);
   auto* top_k =
-      add_integer(*parser, "--top_k", settings->desc.top_k, 1,
+      add_integer(*parser, "--top_k", settings->desc.router.top_k, 1,
                   std::numeric_limits<std::int32_t>::max(), "Of --logits: experts a token");
   top_k->needs(logits);
   logits->needs(top_k);

@@ -130,8 +130,8 @@ std::string join(const std::vector<std::string>& words) {
 CLI::Option* Settings::add_thiek(CLI::App& app, const char* default_thiek) {
   const auto set = [this](const std::string& text) {
     const auto sizes = *parse_integers(text, 5);
-    desc.tokens = sizes[0], desc.hidden = sizes[1], desc.intermediate = sizes[2];
-    desc.experts = sizes[3], desc.top_k = sizes[4];
+    desc.tokens = sizes[0], desc.experts.hidden = sizes[1], desc.experts.intermediate = sizes[2];
+    desc.router.experts = sizes[3], desc.router.top_k = sizes[4];
     has_shape = true;
   };
   auto* option = app.add_option_function<std::string>(
@@ -146,7 +146,7 @@ CLI::Option* Settings::add_thiek(CLI::App& app, const char* default_thiek) {
 
 CLI::Option* Settings::add_dtype(CLI::App& app) {
   const auto set = [this](const std::string& text) {
-    desc.dtype = from_name<DType>(text);
+    desc.experts.dtype = from_name<DType>(text);
     dtype_given_ = true;
   };
   return app
@@ -157,13 +157,14 @@ CLI::Option* Settings::add_dtype(CLI::App& app) {
 }
 
 std::vector<CLI::Option*> Settings::add_router(CLI::App& app) {
-  return {app.add_flag_callback(
-                 "--topk_over_softmax", [this] { desc.router = RouterMode::topk_over_softmax; },
-                 "Scores are the K largest of the softmax over all experts")
-              ->check(no_value()),
-          app.add_flag("--norm_topk_probs", desc.norm_topk_probs,
-                       "With --topk_over_softmax: divide the K scores by their sum")
-              ->check(no_value())};
+  return {
+      app.add_flag_callback(
+             "--topk_over_softmax", [this] { desc.router.mode = RouterMode::topk_over_softmax; },
+             "Scores are the K largest of the softmax over all experts")
+          ->check(no_value()),
+      app.add_flag("--norm_topk_probs", desc.router.norm_topk_probs,
+                   "With --topk_over_softmax: divide the K scores by their sum")
+          ->check(no_value())};
 }
 
 CLI::Option* Settings::add_tile(CLI::App& app) {
@@ -190,7 +191,7 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
   auto* thiek = add_thiek(app, default_thiek);
   std::vector<CLI::Option*> of_layer = {add_dtype(app)};
   const auto set_activation = [this](const std::string& text) {
-    desc.activation = from_name<Activation>(text);
+    desc.experts.activation = from_name<Activation>(text);
   };
   of_layer.push_back(
       app.add_option_function<std::string>("--activation", set_activation, "Default: swiglu")
@@ -198,7 +199,7 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
           ->type_name(join(names<Activation>())));
   for (auto* option : add_router(app)) of_layer.push_back(option);
   const auto set_rounding = [this](const std::string& text) {
-    desc.rounding_rule = from_name<RoundingRule>(text);
+    desc.rounding.rule = from_name<RoundingRule>(text);
     rounding_given_ = true;
   };
   auto* rounding = app.add_option_function<std::string>("--rounding", set_rounding,
@@ -208,13 +209,14 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
   of_layer.push_back(rounding);
   add_tile(app)->needs(rounding);
   of_layer.push_back(app.add_flag_callback(
-                            "--concat_layout", [this] { desc.w1_layout = W1Layout::concatenated; },
+                            "--concat_layout",
+                            [this] { desc.experts.w1_layout = W1Layout::concatenated; },
                             "W1 rows are [gate | up] instead of gate and up in turn")
                          ->check(no_value()));
+  of_layer.push_back(app.add_flag("--add_bias", desc.experts.bias, "Experts have biases b1 and b2")
+                         ->check(no_value()));
   of_layer.push_back(
-      app.add_flag("--add_bias", desc.bias, "Experts have biases b1 and b2")->check(no_value()));
-  of_layer.push_back(
-      app.add_flag("--inference", desc.inference, "Forward only, nothing kept for backward")
+      app.add_flag("--inference", desc.experts.inference, "Forward only, nothing kept for backward")
           ->check(no_value()));
   if (default_thiek == nullptr) {
     for (auto* option : of_layer) option->needs(thiek);
@@ -224,8 +226,8 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
 
 void Settings::resolve() {
   if (threads == 0) threads = usable_threads();
-  if (!dtype_given_) desc.dtype = device.type == DeviceType::cpu ? DType::f32 : DType::bf16;
-  if (rounding_given_) desc.rounding_tile = tile;
+  if (!dtype_given_) desc.experts.dtype = device.type == DeviceType::cpu ? DType::f32 : DType::bf16;
+  if (rounding_given_) desc.rounding.tile = tile;
   if (!json.empty() && !can_write(json)) {
     throw UsageError("--json: got '" + json + "', allowed: a file that can be written");
   }
@@ -234,7 +236,8 @@ void Settings::resolve() {
 std::string Settings::thiek_line() const {
   std::string line = "--thiek";
   char separator = ' ';
-  for (auto size : {desc.tokens, desc.hidden, desc.intermediate, desc.experts, desc.top_k}) {
+  for (auto size : {desc.tokens, desc.experts.hidden, desc.experts.intermediate,
+                    desc.router.experts, desc.router.top_k}) {
     line += separator + std::to_string(size);
     separator = ',';
   }
@@ -243,23 +246,23 @@ std::string Settings::thiek_line() const {
 
 std::string Settings::router_line() const {
   std::string line;
-  if (desc.router == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
-  if (desc.norm_topk_probs) line += " --norm_topk_probs";
+  if (desc.router.mode == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
+  if (desc.router.norm_topk_probs) line += " --norm_topk_probs";
   return line;
 }
 
 std::string Settings::layer_line() const {
-  std::string line = thiek_line() + " --dtype " + name(desc.dtype);
-  if (desc.activation != Activation::swiglu)
-    line += std::string(" --activation ") + name(desc.activation);
+  std::string line = thiek_line() + " --dtype " + name(desc.experts.dtype);
+  if (desc.experts.activation != Activation::swiglu)
+    line += std::string(" --activation ") + name(desc.experts.activation);
   line += router_line();
-  if (desc.w1_layout == W1Layout::concatenated) line += " --concat_layout";
-  if (desc.bias) line += " --add_bias";
-  if (desc.rounding_tile > 0) {
-    line += std::string(" --rounding ") + name(desc.rounding_rule) + " --tile " +
-            std::to_string(desc.rounding_tile);
+  if (desc.experts.w1_layout == W1Layout::concatenated) line += " --concat_layout";
+  if (desc.experts.bias) line += " --add_bias";
+  if (desc.rounding.tile > 0) {
+    line += std::string(" --rounding ") + name(desc.rounding.rule) + " --tile " +
+            std::to_string(desc.rounding.tile);
   }
-  if (desc.inference) line += " --inference";
+  if (desc.experts.inference) line += " --inference";
   return line + device_line();
 }
 
@@ -269,18 +272,20 @@ std::string Settings::device_line() const {
 
 Json Settings::layer_json() const {
   Json rounding;  // null: plain top-K
-  if (desc.rounding_tile > 0) {
-    rounding = {{"rule", name(desc.rounding_rule)}, {"tile", desc.rounding_tile}};
+  if (desc.rounding.tile > 0) {
+    rounding = {{"rule", name(desc.rounding.rule)}, {"tile", desc.rounding.tile}};
   }
-  return {{"thiek", {desc.tokens, desc.hidden, desc.intermediate, desc.experts, desc.top_k}},
-          {"dtype", name(desc.dtype)},
-          {"activation", name(desc.activation)},
-          {"w1_layout", name(desc.w1_layout)},
-          {"router", name(desc.router)},
-          {"norm_topk_probs", desc.norm_topk_probs},
+  return {{"thiek",
+           {desc.tokens, desc.experts.hidden, desc.experts.intermediate, desc.router.experts,
+            desc.router.top_k}},
+          {"dtype", name(desc.experts.dtype)},
+          {"activation", name(desc.experts.activation)},
+          {"w1_layout", name(desc.experts.w1_layout)},
+          {"router", name(desc.router.mode)},
+          {"norm_topk_probs", desc.router.norm_topk_probs},
           {"rounding", rounding},
-          {"bias", desc.bias},
-          {"inference", desc.inference}};
+          {"bias", desc.experts.bias},
+          {"inference", desc.experts.inference}};
 }
 
 Options Settings::options() const {

@@ -17,22 +17,22 @@ constexpr double kWeightScale = 0.02;
 
 Sizes::Sizes(const LayerDesc& desc)
     : t(desc.tokens),
-      d(desc.hidden),
-      n(desc.intermediate),
-      e(desc.experts),
-      k(desc.top_k),
+      d(desc.experts.hidden),
+      n(desc.experts.intermediate),
+      e(desc.router.experts),
+      k(desc.router.top_k),
       r(desc.rows()),
-      w(desc.preact_width()) {}
+      w(desc.experts.preact_width()) {}
 
 LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed,
                            double skew, Device device)
     : draws(seed) {
   const Sizes s(desc);
   const auto random = [&](std::int64_t elements, double scale) {
-    return make_random(elements, desc.dtype, scale, seed++, device);
+    return make_random(elements, desc.experts.dtype, scale, seed++, device);
   };
   const auto empty = [&](std::int64_t elements) {
-    return make_tensor(elements, desc.dtype, device);
+    return make_tensor(elements, desc.experts.dtype, device);
   };
 
   x = random(s.t * s.d, kActivationScale);
@@ -40,14 +40,14 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
   if (skew > 0) skew_router(desc, skew);
   w1 = random(s.e * s.w * s.d, kWeightScale);
   w2 = random(s.e * s.d * s.n, kWeightScale);
-  if (desc.bias) {
+  if (desc.experts.bias) {
     b1 = random(s.e * s.w, kWeightScale);
     b2 = random(s.e * s.d, kWeightScale);
   }
   o = empty(s.t * s.d);
   logits = empty(s.t * s.e);
   counts = Buffer(static_cast<std::size_t>(s.e) * sizeof(std::int32_t), device);
-  if (desc.inference) return;
+  if (desc.experts.inference) return;
 
   preact = Buffer(saved.preact, device);
   routing = Buffer(saved.routing, device);
@@ -56,7 +56,7 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
   drouter_w = empty(s.e * s.d);
   dw1 = empty(s.e * s.w * s.d);
   dw2 = empty(s.e * s.d * s.n);
-  if (desc.bias) {
+  if (desc.experts.bias) {
     db1 = empty(s.e * s.w);
     db2 = empty(s.e * s.d);
   }
@@ -67,8 +67,8 @@ void LayerTensors::skew_router(const LayerDesc& desc, double skew) const {
   const Sizes s(desc);
   const auto set_first_column = [&](const Buffer& matrix, const std::vector<double>& column) {
     auto bytes = matrix.contents<std::byte>();
-    const auto values = verify::encode(column, desc.dtype);
-    const std::size_t size = size_of(desc.dtype);
+    const auto values = verify::encode(column, desc.experts.dtype);
+    const std::size_t size = size_of(desc.experts.dtype);
     for (std::size_t row = 0; row < column.size(); ++row) {
       std::copy_n(&values[row * size], size, &bytes[row * static_cast<std::size_t>(s.d) * size]);
     }

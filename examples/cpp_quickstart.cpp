@@ -40,9 +40,10 @@ static int fail(const sonicmoe::Status& status) {
 int main() {
   const std::int64_t T = 256, d = 64, n = 32, E = 8, K = 2;
   sonicmoe::LayerDesc desc;
-  desc.tokens = T, desc.hidden = d, desc.intermediate = n, desc.experts = E, desc.top_k = K;
-  desc.dtype = sonicmoe::DType::f32;
-  desc.activation = sonicmoe::Activation::swiglu;
+  desc.tokens = T, desc.experts.hidden = d, desc.experts.intermediate = n, desc.router.experts = E,
+  desc.router.top_k = K;
+  desc.experts.dtype = sonicmoe::DType::f32;
+  desc.experts.activation = sonicmoe::Activation::swiglu;
 
   // Validation, kernel choice and workspace layout happen here, once.
   const auto plan = sonicmoe::make_plan(desc);

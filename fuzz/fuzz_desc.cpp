@@ -57,28 +57,28 @@ void plan_operation(FuzzedDataProvider* in, const Desc& desc) {
 
 LayerDesc layer_desc(FuzzedDataProvider* in) {
   LayerDesc d;
-  d.router = pick<RouterMode>(in, 3);
+  d.router.mode = pick<RouterMode>(in, 3);
   d.tokens = number(in, 40);
-  d.hidden = width(in);
-  d.intermediate = width(in);
-  d.experts = number(in, 20);
-  d.top_k = d.router == RouterMode::given ? number(in, 0) : number(in, 6);
-  d.dtype = pick<DType>(in, 2);
-  d.activation = pick<Activation>(in, 9);
-  d.w1_layout = pick<W1Layout>(in, 3);
-  d.norm_topk_probs = d.router != RouterMode::given && in->ConsumeBool();
-  d.bias = in->ConsumeBool();
-  d.inference = in->ConsumeIntegralInRange(0, 7) == 0;
-  d.list_length = d.router == RouterMode::given ? number(in, 100) : number(in, 0);
-  d.assume_sorted = in->ConsumeIntegralInRange(0, 3) == 0;
-  d.rounding_tile = in->ConsumeIntegralInRange(0, 3) == 0 ? number(in, 40) : 0;
-  d.rounding_rule = pick<RoundingRule>(in, 6);
+  d.experts.hidden = width(in);
+  d.experts.intermediate = width(in);
+  d.router.experts = number(in, 20);
+  d.router.top_k = d.router.mode == RouterMode::given ? number(in, 0) : number(in, 6);
+  d.experts.dtype = pick<DType>(in, 2);
+  d.experts.activation = pick<Activation>(in, 9);
+  d.experts.w1_layout = pick<W1Layout>(in, 3);
+  d.router.norm_topk_probs = d.router.mode != RouterMode::given && in->ConsumeBool();
+  d.experts.bias = in->ConsumeBool();
+  d.experts.inference = in->ConsumeIntegralInRange(0, 7) == 0;
+  d.router.list_length = d.router.mode == RouterMode::given ? number(in, 100) : number(in, 0);
+  d.router.assume_sorted = in->ConsumeIntegralInRange(0, 3) == 0;
+  d.rounding.tile = in->ConsumeIntegralInRange(0, 3) == 0 ? number(in, 40) : 0;
+  d.rounding.rule = pick<RoundingRule>(in, 6);
   return d;
 }
 
 bool small(const LayerDesc& d) {
-  return d.tokens <= 40 && d.hidden <= 40 && d.intermediate <= 40 && d.experts <= 20 &&
-         d.rows() <= 300 && (d.tokens > 0 || d.rows() == 0);
+  return d.tokens <= 40 && d.experts.hidden <= 40 && d.experts.intermediate <= 40 &&
+         d.router.experts <= 20 && d.rows() <= 300 && (d.tokens > 0 || d.rows() == 0);
 }
 
 void run_small(const LayerDesc& desc, std::uint64_t seed, const Options& options) {
@@ -86,13 +86,13 @@ void run_small(const LayerDesc& desc, std::uint64_t seed, const Options& options
   const verify::LayerRun run = verify::run_layer(problem, {}, options);
   require(run.status.ok(), run.status.message());
   require_none(run.damage);
-  if (desc.rounding_tile > 0) {
+  if (desc.rounding.tile > 0) {
     for (const std::int32_t count : run.counts) {
-      require(count >= 0 && count <= desc.tokens && count % desc.rounding_tile == 0,
+      require(count >= 0 && count <= desc.tokens && count % desc.rounding.tile == 0,
               "count is no multiple of the tile: " + std::to_string(count));
     }
   } else {
-    const verify::Grouping g = verify::group(run.routing, desc.tokens, desc.experts);
+    const verify::Grouping g = verify::group(run.routing, desc.tokens, desc.router.experts);
     require(run.counts == g.counts, "counts are not those of the routing");
   }
 }

@@ -106,15 +106,15 @@ void metadata(const Lists& lists, bool assume_sorted, const Options& options) {
 void layer(const Lists& lists, bool assume_sorted, std::uint64_t seed, const Options& options) {
   LayerDesc d;
   d.tokens = lists.tokens;
-  d.hidden = 8;
-  d.intermediate = 8;
-  d.experts = lists.experts;
-  d.router = RouterMode::given;
-  d.dtype = seed % 2 == 0 ? DType::f32 : DType::bf16;
-  d.bias = seed % 3 == 0;
+  d.experts.hidden = 8;
+  d.experts.intermediate = 8;
+  d.router.experts = lists.experts;
+  d.router.mode = RouterMode::given;
+  d.experts.dtype = seed % 2 == 0 ? DType::f32 : DType::bf16;
+  d.experts.bias = seed % 3 == 0;
   verify::Problem problem = verify::make_problem(verify::custom_case(d, seed));
-  problem.desc.list_length = lists.length();
-  problem.desc.assume_sorted = assume_sorted;
+  problem.desc.router.list_length = lists.length();
+  problem.desc.router.assume_sorted = assume_sorted;
   problem.lists = lists.routing;
   for (std::int64_t i = 0; i < lists.length(); ++i) {
     problem.list_scores.push_back(verify::Random(seed, 99).normal(i));
@@ -126,7 +126,7 @@ void layer(const Lists& lists, bool assume_sorted, std::uint64_t seed, const Opt
     return;
   }
   require(run.status.ok(), run.status.message());
-  const verify::Grouping g = verify::group(lists.routing, d.tokens, d.experts);
+  const verify::Grouping g = verify::group(lists.routing, d.tokens, d.router.experts);
   require(run.counts == g.counts, "counts of the layer");
   for (const auto* tensor : {&run.tensors.o, &run.tensors.dx, &run.tensors.dw1, &run.tensors.dw2}) {
     for (const double value : *tensor) require(std::isfinite(value), "not finite");

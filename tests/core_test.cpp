@@ -21,11 +21,11 @@ namespace {
 LayerDesc small(DType dtype) {
   LayerDesc d;
   d.tokens = 5;
-  d.hidden = 16;
-  d.intermediate = 8;
-  d.experts = 4;
-  d.top_k = 2;
-  d.dtype = dtype;
+  d.experts.hidden = 16;
+  d.experts.intermediate = 8;
+  d.router.experts = 4;
+  d.router.top_k = 2;
+  d.experts.dtype = dtype;
   return d;
 }
 
@@ -96,7 +96,7 @@ TEST(Ledger, BooksAlignedRegionsAndReusesThem) {
 
 TEST(Explain, NamesEveryOperationRegionAndTerm) {
   LayerDesc desc = small(DType::f32);
-  desc.bias = true;
+  desc.experts.bias = true;
   const LayerPlan plan = make_plan(desc).value();
   const std::string text = plan.explain();
   for (const char* word :

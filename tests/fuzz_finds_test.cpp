@@ -16,15 +16,14 @@ TEST(FuzzFinds, ProductsOfRefusedSizes) {
       AggregateDesc{.tokens = INT64_MIN, .rows = 1, .hidden = 8, .top_k = 96, .dtype = DType::f32});
   EXPECT_STREQ(aggregate.status().message(),
                "tokens: got -9223372036854775808, allowed: 0 to 2147483647");
-  const auto score_grad = make_plan(
-      ScoreGradDesc{.tokens = INT64_MAX, .experts = 8, .top_k = 2, .rows = 1, .dtype = DType::f32});
+  const auto score_grad =
+      make_plan(ScoreGradDesc{{.experts = 8, .top_k = 2}, INT64_MAX, 1, DType::f32});
   EXPECT_STREQ(score_grad.status().message(),
                "tokens: got 9223372036854775807, allowed: 0 to 2147483647");
 }
 
 TEST(FuzzFinds, RowsOfRouterModesAreExact) {
-  const auto plan = make_plan(
-      ScoreGradDesc{.tokens = 5, .experts = 8, .top_k = 2, .rows = 11, .dtype = DType::f32});
+  const auto plan = make_plan(ScoreGradDesc{{.experts = 8, .top_k = 2}, 5, 11, DType::f32});
   EXPECT_STREQ(plan.status().message(), "rows: got 11, allowed: 10");
 }
 

@@ -23,18 +23,18 @@ std::vector<Case> cases() {
     Case c;
     LayerDesc& d = c.desc;
     d.tokens = 40;
-    d.hidden = 32;
-    d.intermediate = 24;
-    d.experts = 4;
-    d.dtype = DType::f32;
-    d.activation = activation;
-    d.router = router;
-    d.bias = true;
+    d.experts.hidden = 32;
+    d.experts.intermediate = 24;
+    d.router.experts = 4;
+    d.experts.dtype = DType::f32;
+    d.experts.activation = activation;
+    d.router.mode = router;
+    d.experts.bias = true;
     if (router == RouterMode::given) {
-      d.list_length = 150;
+      d.router.list_length = 150;
       c.routing = RoutingKind::hostile;
     } else {
-      d.top_k = 4;
+      d.router.top_k = 4;
       c.outside_dlogits = true;
     }
     c.name = name;
@@ -48,7 +48,7 @@ std::vector<Case> cases() {
   add("softmax_over_topk", RouterMode::softmax_over_topk, Activation::swiglu);
   add("topk_over_softmax", RouterMode::topk_over_softmax, Activation::swiglu);
   add("topk_over_softmax_norm", RouterMode::topk_over_softmax, Activation::swiglu);
-  out.back().desc.norm_topk_probs = true;
+  out.back().desc.router.norm_topk_probs = true;
   // Without a loss on the logits, dX's sum adds the router's part.
   add("softmax_over_topk_alone", RouterMode::softmax_over_topk, Activation::swiglu);
   out.back().outside_dlogits = false;
@@ -106,7 +106,7 @@ TEST_P(LayerGradient, AgreesWithFiniteDifferences) {
   expect("b1", &problem.b1, g.db1);
   expect("w2", &problem.w2, g.dw2);
   expect("b2", &problem.b2, g.db2);
-  if (problem.desc.router == RouterMode::given) {
+  if (problem.desc.router.mode == RouterMode::given) {
     expect("scores", &problem.list_scores, g.dscores);
   } else {
     expect("router_w", &problem.router_w, g.drouter_w);

@@ -65,27 +65,27 @@ Case random_case(std::uint64_t seed) {
   const auto below = [&](std::int64_t bound) { return random.below(draw++, bound); };
   LayerDesc d;
   d.tokens = below(4) == 0 ? below(3) : below(150);
-  d.hidden = 8 * (1 + below(14));
-  d.intermediate = 8 * (1 + below(14));
-  d.experts = 1 + below(below(3) == 0 ? 40 : 9);
-  d.dtype = kTypes[below(2)];
-  d.activation = static_cast<Activation>(below(9));
-  d.w1_layout = static_cast<W1Layout>(below(is_glu(d.activation) ? 3 : 2));
-  d.bias = below(2) == 0;
-  d.inference = below(8) == 0;
-  d.router = static_cast<RouterMode>(below(3));
+  d.experts.hidden = 8 * (1 + below(14));
+  d.experts.intermediate = 8 * (1 + below(14));
+  d.router.experts = 1 + below(below(3) == 0 ? 40 : 9);
+  d.experts.dtype = kTypes[below(2)];
+  d.experts.activation = static_cast<Activation>(below(9));
+  d.experts.w1_layout = static_cast<W1Layout>(below(is_glu(d.experts.activation) ? 3 : 2));
+  d.experts.bias = below(2) == 0;
+  d.experts.inference = below(8) == 0;
+  d.router.mode = static_cast<RouterMode>(below(3));
   Case c;
   c.name = "random";
   c.seed = seed;
   constexpr RoutingKind kKinds[] = {RoutingKind::random, RoutingKind::ties, RoutingKind::empty_ends,
                                     RoutingKind::one_expert, RoutingKind::hostile};
   c.routing = kKinds[below(5)];
-  if (d.router == RouterMode::given) {
-    d.list_length = d.tokens == 0 ? 0 : below(300);
-    d.assume_sorted = below(3) == 0;
+  if (d.router.mode == RouterMode::given) {
+    d.router.list_length = d.tokens == 0 ? 0 : below(300);
+    d.router.assume_sorted = below(3) == 0;
   } else {
-    d.top_k = 1 + below(std::min<std::int64_t>(d.experts, 8));
-    d.norm_topk_probs = below(2) == 0;
+    d.router.top_k = 1 + below(std::min<std::int64_t>(d.router.experts, 8));
+    d.router.norm_topk_probs = below(2) == 0;
     c.outside_dlogits = below(2) == 0;
   }
   c.desc = d;
@@ -108,7 +108,7 @@ TEST(Layers, OrderOfListsDoesNotMatter) {
     std::iota(order.begin(), order.end(), 0);
     std::ranges::stable_sort(order, {}, [&](std::size_t slot) { return p.lists.tokens[slot]; });
     Problem sorted = p;
-    sorted.desc.assume_sorted = true;
+    sorted.desc.router.assume_sorted = true;
     for (std::size_t s = 0; s < order.size(); ++s) {
       sorted.lists.tokens[s] = p.lists.tokens[order[s]];
       sorted.lists.experts[s] = p.lists.experts[order[s]];
@@ -176,8 +176,8 @@ TEST(Layers, WeightGradientsInFp32AndAccumulated) {
       const auto run = [&](bool f32, bool accumulate) {
         SCOPED_TRACE(name + " " + sonicmoe::name(type) + (f32 ? " f32" : "") +
                      (accumulate ? " accumulate" : ""));
-        p.desc.f32_weight_grads = f32;
-        p.desc.accumulate_weight_grads = accumulate;
+        p.desc.experts.f32_weight_grads = f32;
+        p.desc.experts.accumulate_weight_grads = accumulate;
         const LayerRun once = run_layer(p, kDevice);
         EXPECT_STREQ(once.status.message(), "");
         EXPECT_EQ(once.damage, "");
@@ -220,7 +220,7 @@ TEST(Layers, DpreactMayTakeThePlaceOfPreact) {
       Problem p = make_problem(case_named(name, type));
       const LayerRun apart = run_layer(p, kDevice);
       const std::size_t bytes = make_plan(p.desc, kDevice).value().backward_workspace_bytes();
-      p.desc.dpreact_in_workspace = false;
+      p.desc.experts.dpreact_in_workspace = false;
       const LayerRun over = run_layer(p, kDevice);
       ASSERT_STREQ(over.status.message(), "");
       EXPECT_EQ(over.damage, "");
@@ -244,8 +244,8 @@ TEST(Layers, OnlyWantedGradientsAreMade) {
   for (const std::string& name : names) {
     Problem p = make_problem(case_named(name, kTypes[0]));
     for (const bool accumulate : {false, true}) {
-      p.desc.accumulate_weight_grads = accumulate;
-      p.desc.dpreact_in_workspace = !accumulate;
+      p.desc.experts.accumulate_weight_grads = accumulate;
+      p.desc.experts.dpreact_in_workspace = !accumulate;
       p.wanted = {};
       if (accumulate) {
         p.dw1 = rounded_to_type(normal_numbers(p.w1.size(), 1), kTypes[0]);

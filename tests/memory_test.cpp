@@ -59,19 +59,20 @@ class Memory : public testing::TestWithParam<Case> {};
 TEST_P(Memory, SavedBytesAreWithinTheirBounds) {
   const LayerDesc& d = GetParam().desc;
   const SavedBytes saved = plan_of(d).saved_bytes();
-  if (d.inference) {
+  if (d.experts.inference) {
     EXPECT_EQ(saved.total(), 0u);
     return;
   }
-  const auto T = static_cast<std::size_t>(d.tokens), E = static_cast<std::size_t>(d.experts);
-  const auto R = static_cast<std::size_t>(d.rows()), size = size_of(d.dtype);
-  const auto n = static_cast<std::size_t>(d.intermediate);
-  EXPECT_EQ(saved.x, T * static_cast<std::size_t>(d.hidden) * size);
-  EXPECT_EQ(saved.preact, R * (is_glu(d.activation) ? 2 : 1) * n * size);
+  const auto T = static_cast<std::size_t>(d.tokens), E = static_cast<std::size_t>(d.router.experts);
+  const auto R = static_cast<std::size_t>(d.rows()), size = size_of(d.experts.dtype);
+  const auto n = static_cast<std::size_t>(d.experts.intermediate);
+  EXPECT_EQ(saved.x, T * static_cast<std::size_t>(d.experts.hidden) * size);
+  EXPECT_EQ(saved.preact, R * (is_glu(d.experts.activation) ? 2 : 1) * n * size);
   EXPECT_LE(saved.routing, 24 * R + 8 * (E + 1) + 4 * (T + 1));
   // Scores of experts beyond the K largest have a gradient too.
   const bool all_probabilities =
-      (d.router == RouterMode::topk_over_softmax && !d.norm_topk_probs) || d.rounding_tile > 0;
+      (d.router.mode == RouterMode::topk_over_softmax && !d.router.norm_topk_probs) ||
+      d.rounding.tile > 0;
   EXPECT_EQ(saved.logits, all_probabilities ? T * E * size : 0u);
   EXPECT_EQ(saved.total(), saved.x + saved.preact + saved.routing + saved.logits);
 }
@@ -80,7 +81,7 @@ TEST_P(Memory, WorkspaceIsTheLargerOfTwo) {
   const LayerPlan plan = plan_of(GetParam().desc);
   EXPECT_EQ(plan.workspace_bytes(),
             std::max(plan.forward_workspace_bytes(), plan.backward_workspace_bytes()));
-  if (GetParam().desc.inference) {
+  if (GetParam().desc.experts.inference) {
     EXPECT_EQ(plan.backward_workspace_bytes(), 0u);
   }
 }
@@ -89,7 +90,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, Memory, testing::ValuesIn(full_cases()), test_na
 
 TEST(Memory, CallsDoNotAllocate) {
   for (const Case& c : smoke_cases()) {
-    if (c.desc.inference) continue;
+    if (c.desc.experts.inference) continue;
     for (const int threads : {1, 2, 3}) {
       PlainLayer layer(c, threads);
       // The first calls of a process set up what belongs to it and not to a call: the threads.
@@ -120,22 +121,23 @@ TEST(Memory, TheCounterCounts) {
 TEST(Memory, DpreactInTheCallersMemory) {
   Case c = *find_case("activation/swiglu-interleaved/f32");
   PlainLayer within(c, 2);
-  c.desc.dpreact_in_workspace = false;
+  c.desc.experts.dpreact_in_workspace = false;
   PlainLayer brought(c, 2);
   for (PlainLayer* layer : {&within, &brought}) {
     ASSERT_TRUE(layer->plan.forward(layer->forward, layer->workspace).ok());
-    const Tensor kept = layer->arena.tensor("preact", c.desc.dtype);
+    const Tensor kept = layer->arena.tensor("preact", c.desc.experts.dtype);
     ASSERT_TRUE(layer->plan.backward(layer->backward, layer->workspace).ok());
-    EXPECT_EQ(layer->arena.tensor("preact", c.desc.dtype), kept);
+    EXPECT_EQ(layer->arena.tensor("preact", c.desc.experts.dtype), kept);
     EXPECT_EQ(layer->arena.damage(), "");
   }
   for (const char* name : {"dx", "dw1", "dw2", "drouter_w"}) {
-    EXPECT_EQ(brought.arena.tensor(name, c.desc.dtype), within.arena.tensor(name, c.desc.dtype));
+    EXPECT_EQ(brought.arena.tensor(name, c.desc.experts.dtype),
+              within.arena.tensor(name, c.desc.experts.dtype));
   }
   const std::size_t saved = within.plan.saved_bytes().preact;
   EXPECT_GE(within.plan.backward_workspace_bytes(),
             brought.plan.backward_workspace_bytes() + saved);
-  for (const double value : brought.arena.tensor("dpreact", c.desc.dtype)) {
+  for (const double value : brought.arena.tensor("dpreact", c.desc.experts.dtype)) {
     ASSERT_FALSE(std::isnan(value));  // as the memory came
   }
 }
@@ -154,18 +156,18 @@ TEST(Memory, RefusalsDoNotAllocate) {
 // An inference plan writes nothing but its outputs, whatever the pointers for backward are.
 TEST(Memory, InferenceKeepsNothing) {
   for (const Case& c : full_cases()) {
-    if (!c.desc.inference) continue;
+    if (!c.desc.experts.inference) continue;
     PlainLayer layer(c, 2);
     const GuardedBuffer decoy(1 << 16);
     layer.forward.preact = decoy.data();
     layer.forward.routing = decoy.data();
     ASSERT_TRUE(layer.plan.forward(layer.forward, layer.workspace).ok()) << c.name;
     EXPECT_TRUE(decoy.untouched()) << c.name;
-    const Tensor with_decoy = layer.arena.tensor("o", c.desc.dtype);
+    const Tensor with_decoy = layer.arena.tensor("o", c.desc.experts.dtype);
     layer.forward.preact = nullptr;
     layer.forward.routing = nullptr;
     ASSERT_TRUE(layer.plan.forward(layer.forward, layer.workspace).ok()) << c.name;
-    EXPECT_EQ(layer.arena.tensor("o", c.desc.dtype), with_decoy) << c.name;
+    EXPECT_EQ(layer.arena.tensor("o", c.desc.experts.dtype), with_decoy) << c.name;
   }
 }
 
@@ -174,7 +176,7 @@ TEST(Memory, InferenceGivesTheSameOutput) {
   for (const char* name : {"inference/topk/f32", "inference/bias/bf16", "inference/given/bf16"}) {
     Problem problem = make_problem(*find_case(name));
     const LayerRun inference = run_layer(problem);
-    problem.desc.inference = false;
+    problem.desc.experts.inference = false;
     const LayerRun training = run_layer(problem);
     ASSERT_TRUE(inference.status.ok() && training.status.ok());
     EXPECT_EQ(inference.tensors.o, training.tensors.o);

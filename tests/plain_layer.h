@@ -22,8 +22,8 @@ struct PlainLayer {
                  .value()),
         problem(make_problem(c)) {
     const LayerDesc& d = c.desc;
-    const DType type = d.dtype;
-    auto [w1, w1_up] = pack_w1(problem.w1, d, d.hidden);
+    const DType type = d.experts.dtype;
+    auto [w1, w1_up] = pack_w1(problem.w1, d, d.experts.hidden);
     forward.x = arena.input("x", problem.x, type);
     forward.router_w = arena.input("router_w", problem.router_w, type);
     forward.w1 = arena.input("w1", w1, type);
@@ -39,8 +39,8 @@ struct PlainLayer {
         static_cast<const float*>(arena.input("list_scores", problem.list_scores, DType::f32));
     const SavedBytes saved = plan.saved_bytes();
     forward.o = arena.output("o", problem.x.size(), type);
-    forward.logits = arena.output("logits", d.tokens * d.experts, type);
-    forward.counts = arena.output_int32("counts", d.experts);
+    forward.logits = arena.output("logits", d.tokens * d.router.experts, type);
+    forward.counts = arena.output_int32("counts", d.router.experts);
     forward.scores = arena.output_float("scores", d.rows());
     forward.expert_ids = arena.output_int32("expert_ids", d.rows());
     forward.preact = arena.output("preact", saved.preact);
@@ -63,8 +63,8 @@ struct PlainLayer {
     backward.db1_up = arena.output("db1_up", b1_up.size(), type);
     backward.dw2 = arena.output("dw2", problem.w2.size(), type);
     backward.db2 = arena.output("db2", problem.b2.size(), type);
-    if (!d.dpreact_in_workspace) backward.dpreact = arena.output("dpreact", saved.preact);
-    backward.dscores = arena.output_float("dscores", d.list_length);
+    if (!d.experts.dpreact_in_workspace) backward.dpreact = arena.output("dpreact", saved.preact);
+    backward.dscores = arena.output_float("dscores", d.router.list_length);
     workspace.bytes = plan.workspace_bytes();
     workspace.data = arena.output("workspace", workspace.bytes, 256);
   }

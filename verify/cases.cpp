@@ -17,10 +17,10 @@ constexpr std::array kActivations = {
 LayerDesc shape(std::int64_t T, std::int64_t d, std::int64_t n, std::int64_t E, std::int64_t K) {
   LayerDesc desc;
   desc.tokens = T;
-  desc.hidden = d;
-  desc.intermediate = n;
-  desc.experts = E;
-  desc.top_k = K;
+  desc.experts.hidden = d;
+  desc.experts.intermediate = n;
+  desc.router.experts = E;
+  desc.router.top_k = K;
   return desc;
 }
 
@@ -29,8 +29,8 @@ LayerDesc usual() { return shape(61, 72, 40, 6, 2); }
 
 LayerDesc list_shape(std::int64_t T, std::int64_t E, std::int64_t length) {
   LayerDesc desc = shape(T, 72, 40, E, 0);
-  desc.router = RouterMode::given;
-  desc.list_length = length;
+  desc.router.mode = RouterMode::given;
+  desc.router.list_length = length;
   return desc;
 }
 
@@ -42,7 +42,7 @@ class CaseList {
   void add(const std::string& name, LayerDesc desc, RoutingKind routing = RoutingKind::random,
            bool outside_dlogits = false) {
     for (const DType dtype : types_) {
-      desc.dtype = dtype;
+      desc.experts.dtype = dtype;
       Case c;
       c.name = name + "/" + sonicmoe::name(dtype);
       c.desc = desc;
@@ -67,9 +67,9 @@ void add_activations(CaseList* list) {
       if (!is_glu(activation) && layout != W1Layout::interleaved) continue;
       for (const bool bias : {false, true}) {
         LayerDesc desc = usual();
-        desc.activation = activation;
-        desc.w1_layout = layout;
-        desc.bias = bias;
+        desc.experts.activation = activation;
+        desc.experts.w1_layout = layout;
+        desc.experts.bias = bias;
         std::string name = std::string("activation/") + sonicmoe::name(activation);
         if (is_glu(activation)) name += std::string("-") + sonicmoe::name(layout);
         list->add(name + (bias ? "-bias" : ""), desc);
@@ -95,14 +95,14 @@ struct Kind {
 void add_routers(CaseList* list) {
   for (const Mode& mode : kModes) {
     const auto desc_of = [&](LayerDesc desc) {
-      desc.router = mode.router;
-      desc.norm_topk_probs = mode.norm;
+      desc.router.mode = mode.router;
+      desc.router.norm_topk_probs = mode.norm;
       return desc;
     };
     const std::string name = std::string("router/") + mode.name;
     list->add(name + "-dlogits", desc_of(shape(61, 72, 40, 7, 3)), RoutingKind::random, true);
     LayerDesc biased = desc_of(shape(61, 72, 40, 7, 3));
-    biased.bias = true;
+    biased.experts.bias = true;
     list->add(name + "-bias", biased, RoutingKind::random, true);
     for (const Kind& kind :
          {Kind{"ties", RoutingKind::ties}, Kind{"all_equal", RoutingKind::all_equal},
@@ -134,13 +134,13 @@ void add_shapes(CaseList* list) {
   list->add("shape/empty_ends", shape(100, 72, 40, 33, 4), RoutingKind::empty_ends);
   list->add("shape/large", shape(512, 128, 136, 16, 4));
   LayerDesc inference = usual();
-  inference.inference = true;
+  inference.experts.inference = true;
   list->add("inference/topk", inference);
-  inference.bias = true;
-  inference.activation = Activation::relu_sq;
+  inference.experts.bias = true;
+  inference.experts.activation = Activation::relu_sq;
   list->add("inference/bias", inference);
   LayerDesc given = list_shape(40, 6, 90);
-  given.inference = true;
+  given.experts.inference = true;
   list->add("inference/given", given, RoutingKind::hostile);
 }
 
@@ -149,7 +149,7 @@ void add_lists(CaseList* list) {
   for (const int count : kTileCounts) tile_rows += count;
   for (const bool sorted : {false, true}) {
     const auto add = [&](const std::string& name, LayerDesc desc, RoutingKind kind) {
-      desc.assume_sorted = sorted;
+      desc.router.assume_sorted = sorted;
       list->add("given/" + name + (sorted ? "-sorted" : ""), desc, kind);
     };
     add("random", list_shape(40, 7, 95), RoutingKind::random);
@@ -165,9 +165,9 @@ void add_lists(CaseList* list) {
   }
   for (const Activation activation : {Activation::swiglu, Activation::gelu}) {
     LayerDesc desc = list_shape(40, 7, 150);
-    desc.bias = true;
-    desc.activation = activation;
-    desc.w1_layout = W1Layout::concatenated;
+    desc.experts.bias = true;
+    desc.experts.activation = activation;
+    desc.experts.w1_layout = W1Layout::concatenated;
     list->add(std::string("given/hostile-bias-") + sonicmoe::name(activation), desc,
               RoutingKind::hostile);
   }
@@ -178,16 +178,16 @@ void add_rounding(CaseList* list) {
       RoundingRule::nearest, RoundingRule::stochastic, RoundingRule::nearest_scores,
       RoundingRule::balance, RoundingRule::up,         RoundingRule::down};
   const auto rounded = [](LayerDesc desc, RoundingRule rule, std::int64_t tile) {
-    desc.rounding_rule = rule;
-    desc.rounding_tile = tile;
+    desc.rounding.rule = rule;
+    desc.rounding.tile = tile;
     return desc;
   };
   for (std::size_t i = 0; i < kRules.size(); ++i) {
     const Mode& mode = kModes[i % kModes.size()];
     LayerDesc desc = rounded(shape(150, 72, 40, 7, 3), kRules[i], 16);
-    desc.router = mode.router;
-    desc.norm_topk_probs = mode.norm;
-    desc.bias = i >= kModes.size();
+    desc.router.mode = mode.router;
+    desc.router.norm_topk_probs = mode.norm;
+    desc.experts.bias = i >= kModes.size();
     list->add(std::string("rounding/") + sonicmoe::name(kRules[i]) + "-" + mode.name, desc,
               RoutingKind::random, true);
   }
@@ -205,7 +205,7 @@ void add_rounding(CaseList* list) {
   list->add("rounding/one_token", rounded(shape(1, 24, 16, 33, 3), RoundingRule::up, 1));
   list->add("rounding/no_tokens", nearest(shape(0, 24, 16, 5, 2), 8));
   LayerDesc inference = nearest(usual(), 8);
-  inference.inference = true;
+  inference.experts.inference = true;
   list->add("rounding/inference", inference);
 }
 
@@ -219,11 +219,11 @@ void add_tiles(CaseList* list) {
   // More tokens than CUDA sums at a time: where the router has a part, a warp serves several.
   list->add("sums/topk", shape(1024, 1032, 8, 8, 2));
   LayerDesc lists = list_shape(1024, 2, 2048);  // some tokens have no slot
-  lists.hidden = 256;
-  lists.intermediate = 8;
+  lists.experts.hidden = 256;
+  lists.experts.intermediate = 8;
   list->add("sums/given", lists, RoutingKind::hostile);
   lists.tokens = 64;  // more slots than are looked up at once, rows longer than a block's part
-  lists.hidden = 2064;
+  lists.experts.hidden = 2064;
   list->add("sums/wide", lists, RoutingKind::hostile);
   list->add("tiles/e512", shape(300, 72, 40, 512, 10));
   list->add("tiles/d2880", shape(100, 2880, 72, 4, 2));
@@ -231,13 +231,13 @@ void add_tiles(CaseList* list) {
   list->add("tiles/many", shape(3000, 1032, 72, 6, 3));
   list->add("tiles/long", shape(2000, 136, 264, 3, 2), RoutingKind::one_expert);
   LayerDesc gpt = shape(130, 360, 360, 8, 4);
-  gpt.bias = true;
+  gpt.experts.bias = true;
   list->add("tiles/bias", gpt);
   LayerDesc plain = shape(300, 328, 456, 5, 2);
-  plain.activation = Activation::relu_sq;
+  plain.experts.activation = Activation::relu_sq;
   list->add("tiles/relu_sq", plain);
   LayerDesc separate = shape(300, 328, 456, 5, 2);
-  separate.w1_layout = W1Layout::separate;
+  separate.experts.w1_layout = W1Layout::separate;
   list->add("tiles/separate", separate);
 }
 
@@ -289,7 +289,7 @@ std::vector<Case> smoke_cases(Device device) {
   std::vector<Case> cases = cuda_cases();
   std::erase_if(cases, [](const Case& c) {
     const std::string stem = c.name.substr(0, c.name.rfind('/'));
-    return !kSmoke.contains(stem + (c.desc.dtype == DType::f16 ? "/f32" : "/bf16"));
+    return !kSmoke.contains(stem + (c.desc.experts.dtype == DType::f16 ? "/f32" : "/bf16"));
   });
   return cases;
 }
@@ -359,19 +359,20 @@ std::string repro_command(const Case& c, int threads, Device device) {
     line += " --case " + c.name;
   } else {
     const LayerDesc& d = c.desc;
-    line += " --thiek " + std::to_string(d.tokens) + "," + std::to_string(d.hidden) + "," +
-            std::to_string(d.intermediate) + "," + std::to_string(d.experts) + "," +
-            std::to_string(d.top_k);
-    line += std::string(" --dtype ") + name(d.dtype) + " --activation " + name(d.activation);
-    if (d.router == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
-    if (d.norm_topk_probs) line += " --norm_topk_probs";
-    if (d.w1_layout == W1Layout::concatenated) line += " --concat_layout";
-    if (d.bias) line += " --add_bias";
-    if (d.rounding_tile > 0) {
-      line += std::string(" --rounding ") + name(d.rounding_rule) + " --tile " +
-              std::to_string(d.rounding_tile);
+    line += " --thiek " + std::to_string(d.tokens) + "," + std::to_string(d.experts.hidden) + "," +
+            std::to_string(d.experts.intermediate) + "," + std::to_string(d.router.experts) + "," +
+            std::to_string(d.router.top_k);
+    line += std::string(" --dtype ") + name(d.experts.dtype) + " --activation " +
+            name(d.experts.activation);
+    if (d.router.mode == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
+    if (d.router.norm_topk_probs) line += " --norm_topk_probs";
+    if (d.experts.w1_layout == W1Layout::concatenated) line += " --concat_layout";
+    if (d.experts.bias) line += " --add_bias";
+    if (d.rounding.tile > 0) {
+      line += std::string(" --rounding ") + name(d.rounding.rule) + " --tile " +
+              std::to_string(d.rounding.tile);
     }
-    if (d.inference) line += " --inference";
+    if (d.experts.inference) line += " --inference";
     line += " --seed " + std::to_string(c.seed);
   }
   if (device.type == DeviceType::cuda) line += " --device cuda";

@@ -42,11 +42,11 @@ bool is_empty_end(std::int64_t e, std::int64_t E) { return e == 0 || e == E / 2 
 
 /// How much the router prefers an expert, on top of random logits of size one.
 double preference(RoutingKind kind, std::int64_t e, const LayerDesc& desc) {
-  const std::int64_t E = desc.experts;
+  const std::int64_t E = desc.router.experts;
   // 3.47 * (norm of x) bounds no logit strictly, but 40 is past anything that sums of such numbers
   // reach, and e^-40 of a probability still shows in fp32.
   constexpr double kDecisive = 40;
-  if (kind == RoutingKind::empty_ends && E - 3 >= desc.top_k && is_empty_end(e, E)) {
+  if (kind == RoutingKind::empty_ends && E - 3 >= desc.router.top_k && is_empty_end(e, E)) {
     return -kDecisive;
   }
   if (kind == RoutingKind::one_expert && e == E - 1) return kDecisive / 4;
@@ -55,9 +55,9 @@ double preference(RoutingKind kind, std::int64_t e, const LayerDesc& desc) {
 
 Tensor router_weights(const Case& c) {
   const LayerDesc& desc = c.desc;
-  const std::int64_t E = desc.experts, d = desc.hidden;
+  const std::int64_t E = desc.router.experts, d = desc.experts.hidden;
   const double scale = c.scale == Scale::benchmark ? 0.02 : 1 / std::sqrt(d);
-  Tensor w = normal_tensor(c.seed, kRouter, E * d, scale, desc.dtype);
+  Tensor w = normal_tensor(c.seed, kRouter, E * d, scale, desc.experts.dtype);
   for (std::int64_t e = 0; e < E; ++e) {
     double* row = &w[e * d];
     if (c.routing == RoutingKind::all_equal) std::fill(row, row + d, 0.0);
@@ -94,9 +94,9 @@ Routing make_lists(const Case& c) {
   constexpr std::array kCounts = {127, 128, 129, 0, 1, 255, 256, 257};
   Routing lists;
   std::int64_t tile_expert = 0, left = kCounts[0];
-  for (std::int64_t i = 0; i < desc.list_length; ++i) {
+  for (std::int64_t i = 0; i < desc.router.list_length; ++i) {
     auto token = tokens.below(i, desc.tokens);
-    std::int32_t expert = list_expert(c.routing, experts, i, desc.experts);
+    std::int32_t expert = list_expert(c.routing, experts, i, desc.router.experts);
     if (c.routing == RoutingKind::tile_counts) {
       while (left == 0) left = kCounts[++tile_expert % kCounts.size()];
       --left;
@@ -112,7 +112,7 @@ Routing make_lists(const Case& c) {
     lists.tokens.push_back(static_cast<std::int32_t>(token));
     lists.experts.push_back(expert);
   }
-  if (desc.assume_sorted) std::sort(lists.tokens.begin(), lists.tokens.end());
+  if (desc.router.assume_sorted) std::sort(lists.tokens.begin(), lists.tokens.end());
   return lists;
 }
 
@@ -149,9 +149,10 @@ double Random::normal(std::uint64_t index) const {
 
 Problem make_problem(const Case& c) {
   const LayerDesc& desc = c.desc;
-  const std::int64_t T = desc.tokens, d = desc.hidden, n = desc.intermediate, E = desc.experts;
-  const std::int64_t W = desc.preact_width();
-  const DType type = desc.dtype;
+  const std::int64_t T = desc.tokens, d = desc.experts.hidden, n = desc.experts.intermediate,
+                     E = desc.router.experts;
+  const std::int64_t W = desc.experts.preact_width();
+  const DType type = desc.experts.dtype;
   const bool bench = c.scale == Scale::benchmark;
   Problem p;
   p.desc = desc;
@@ -159,14 +160,14 @@ Problem make_problem(const Case& c) {
   p.dout = normal_tensor(c.seed, kDout, T * d, bench ? 0.2 : 1, type);
   p.w1 = normal_tensor(c.seed, kW1, E * W * d, bench ? 0.02 : 1 / std::sqrt(d), type);
   p.w2 = normal_tensor(c.seed, kW2, E * d * n, bench ? 0.02 : 1 / std::sqrt(n), type);
-  if (desc.bias) {
+  if (desc.experts.bias) {
     p.b1 = normal_tensor(c.seed, kB1, E * W, bench ? 0.02 : 0.5, type);
     p.b2 = normal_tensor(c.seed, kB2, E * d, bench ? 0.02 : 0.5, type);
   }
-  if (desc.router == RouterMode::given) {
+  if (desc.router.mode == RouterMode::given) {
     p.lists = make_lists(c);
     const Random random(c.seed, kScores);
-    for (std::int64_t i = 0; i < desc.list_length; ++i) {
+    for (std::int64_t i = 0; i < desc.router.list_length; ++i) {
       p.list_scores.push_back(round_to(0.1 + random.uniform(i), DType::f32));
     }
   } else {
@@ -180,8 +181,9 @@ Problem make_problem(const Case& c) {
 }
 
 GemmInputs integer_inputs(const LayerDesc& desc, Routing routing, std::uint64_t seed) {
-  const std::int64_t T = desc.tokens, d = desc.hidden, n = desc.intermediate, E = desc.experts;
-  const std::int64_t W = desc.preact_width();
+  const std::int64_t T = desc.tokens, d = desc.experts.hidden, n = desc.experts.intermediate,
+                     E = desc.router.experts;
+  const std::int64_t W = desc.experts.preact_width();
   const auto R = static_cast<std::int64_t>(group(routing, T, E).rows());
   const auto slots = static_cast<std::int64_t>(routing.slots());
   GemmInputs out;

@@ -97,7 +97,7 @@ std::vector<Real> softmax(const std::vector<Real>& x) {
 }  // namespace
 
 double Oracle::store(double value) const {
-  return precision_ == Precision::exact ? value : round_to(value, desc_.dtype);
+  return precision_ == Precision::exact ? value : round_to(value, desc_.experts.dtype);
 }
 
 double Oracle::single(double value) const {
@@ -105,7 +105,7 @@ double Oracle::single(double value) const {
 }
 
 Tensor Oracle::logits(const Tensor& x, const Tensor& router_w) const {
-  const std::int64_t T = desc_.tokens, d = desc_.hidden, E = desc_.experts;
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
   Tensor out(T * E);
   in_precision(precision_, [&](auto real) {
     multiply<decltype(real)>(
@@ -119,7 +119,7 @@ Tensor Oracle::logits(const Tensor& x, const Tensor& router_w) const {
 }
 
 Tensor Oracle::router_dx(const Tensor& dlogits, const Tensor& router_w) const {
-  const std::int64_t T = desc_.tokens, d = desc_.hidden, E = desc_.experts;
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
   Tensor out(T * d);
   in_precision(precision_, [&](auto real) {
     multiply<decltype(real)>(
@@ -133,7 +133,7 @@ Tensor Oracle::router_dx(const Tensor& dlogits, const Tensor& router_w) const {
 }
 
 Tensor Oracle::router_dw(const Tensor& dlogits, const Tensor& x) const {
-  const std::int64_t T = desc_.tokens, d = desc_.hidden, E = desc_.experts;
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
   Tensor out(E * d);
   in_precision(precision_, [&](auto real) {
     multiply<decltype(real)>(
@@ -147,21 +147,21 @@ Tensor Oracle::router_dw(const Tensor& dlogits, const Tensor& x) const {
 }
 
 Tensor Oracle::scores(const Tensor& logits, const std::vector<std::int32_t>& ids) const {
-  const std::int64_t T = desc_.tokens, E = desc_.experts, K = desc_.top_k;
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
   Tensor out(T * K);
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
     for (std::int64_t t = 0; t < T; ++t) {
       const std::vector<Real> all(&logits[t * E], &logits[t * E] + E);
       std::vector<Real> chosen(K);
-      if (desc_.router == RouterMode::softmax_over_topk) {
+      if (desc_.router.mode == RouterMode::softmax_over_topk) {
         for (std::int64_t k = 0; k < K; ++k) chosen[k] = all[ids[t * K + k]];
         chosen = softmax(chosen);
       } else {
         const std::vector<Real> p = softmax(all);
         Real sum = 0;
         for (std::int64_t k = 0; k < K; ++k) sum += chosen[k] = p[ids[t * K + k]];
-        if (desc_.norm_topk_probs) {
+        if (desc_.router.norm_topk_probs) {
           for (Real& s : chosen) s /= sum;
         }
       }
@@ -173,11 +173,12 @@ Tensor Oracle::scores(const Tensor& logits, const std::vector<std::int32_t>& ids
 
 Oracle::UpProj Oracle::up_proj(const Grouping& g, const Tensor& x, const Tensor& w1,
                                const Tensor& b1) const {
-  const std::int64_t d = desc_.hidden, n = desc_.intermediate, W = desc_.preact_width();
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate,
+                     W = desc_.experts.preact_width();
   UpProj out{Tensor(g.rows() * W), Tensor(g.rows() * n)};
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
-    for (std::int64_t e = 0; e < desc_.experts; ++e) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
       const std::int64_t first = g.offsets[e];
       multiply<Real>(
           g.counts[e], W, d, [&](auto r, auto i) { return x[g.row_tokens[first + r] * d + i]; },
@@ -189,7 +190,8 @@ Oracle::UpProj Oracle::up_proj(const Grouping& g, const Tensor& x, const Tensor&
             for (std::int64_t w = 0; w < W; ++w) out.preact[(first + r) * W + w] = store(h[w]);
             // From h before it is rounded.
             for (std::int64_t j = 0; j < n; ++j) {
-              out.act[(first + r) * n + j] = store(act<Real>(desc_.activation, h[j], h[W - n + j]));
+              out.act[(first + r) * n + j] =
+                  store(act<Real>(desc_.experts.activation, h[j], h[W - n + j]));
             }
           });
     }
@@ -199,11 +201,11 @@ Oracle::UpProj Oracle::up_proj(const Grouping& g, const Tensor& x, const Tensor&
 
 Tensor Oracle::down_proj(const Grouping& g, const Tensor& act, const Tensor& w2,
                          const Tensor& b2) const {
-  const std::int64_t d = desc_.hidden, n = desc_.intermediate;
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate;
   Tensor out(g.rows() * d);
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
-    for (std::int64_t e = 0; e < desc_.experts; ++e) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
       const std::int64_t first = g.offsets[e];
       multiply<Real>(
           g.counts[e], d, n, [&](auto r, auto j) { return act[(first + r) * n + j]; },
@@ -222,11 +224,12 @@ Tensor Oracle::down_proj(const Grouping& g, const Tensor& act, const Tensor& w2,
 Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& row_scores,
                                               const Tensor& dout, const Tensor& w2,
                                               const Tensor& preact) const {
-  const std::int64_t d = desc_.hidden, n = desc_.intermediate, W = desc_.preact_width();
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate,
+                     W = desc_.experts.preact_width();
   DownProjDgrad out{Tensor(g.rows() * W), Tensor(g.rows() * n), Tensor(g.rows())};
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
-    for (std::int64_t e = 0; e < desc_.experts; ++e) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
       const std::int64_t first = g.offsets[e];
       multiply<Real>(
           g.counts[e], n, d, [&](auto r, auto i) { return dout[g.row_tokens[first + r] * d + i]; },
@@ -238,10 +241,10 @@ Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& r
             for (std::int64_t j = 0; j < n; ++j) {
               const Real gate = static_cast<Real>(preact[row * W + j]);
               const Real up = static_cast<Real>(preact[row * W + W - n + j]);
-              const Curve<Real> f = curve(desc_.activation, gate);
-              const Real a = act(desc_.activation, gate, up);
+              const Curve<Real> f = curve(desc_.experts.activation, gate);
+              const Real a = act(desc_.experts.activation, gate, up);
               const Real da = score * unscaled[j];
-              if (is_glu(desc_.activation)) {
+              if (is_glu(desc_.experts.activation)) {
                 out.dpreact[row * W + j] = store(da * up * f.slope);
                 out.dpreact[row * W + n + j] = store(da * f.value);
               } else {
@@ -258,10 +261,10 @@ Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& r
 }
 
 Tensor Oracle::up_proj_dgrad(const Grouping& g, const Tensor& dpreact, const Tensor& w1) const {
-  const std::int64_t d = desc_.hidden, W = desc_.preact_width();
+  const std::int64_t d = desc_.experts.hidden, W = desc_.experts.preact_width();
   Tensor out(g.rows() * d);
   in_precision(precision_, [&](auto real) {
-    for (std::int64_t e = 0; e < desc_.experts; ++e) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
       const std::int64_t first = g.offsets[e];
       multiply<decltype(real)>(
           g.counts[e], d, W, [&](auto r, auto w) { return dpreact[(first + r) * W + w]; },
@@ -276,10 +279,10 @@ Tensor Oracle::up_proj_dgrad(const Grouping& g, const Tensor& dpreact, const Ten
 
 Tensor Oracle::down_proj_wgrad(const Grouping& g, const Tensor& dout,
                                const Tensor& scaled_act) const {
-  const std::int64_t d = desc_.hidden, n = desc_.intermediate;
-  Tensor out(desc_.experts * d * n);
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate;
+  Tensor out(desc_.router.experts * d * n);
   in_precision(precision_, [&](auto real) {
-    for (std::int64_t e = 0; e < desc_.experts; ++e) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
       const std::int64_t first = g.offsets[e];
       multiply<decltype(real)>(
           d, n, g.counts[e], [&](auto i, auto r) { return dout[g.row_tokens[first + r] * d + i]; },
@@ -293,10 +296,10 @@ Tensor Oracle::down_proj_wgrad(const Grouping& g, const Tensor& dout,
 }
 
 Tensor Oracle::up_proj_wgrad(const Grouping& g, const Tensor& x, const Tensor& dpreact) const {
-  const std::int64_t d = desc_.hidden, W = desc_.preact_width();
-  Tensor out(desc_.experts * W * d);
+  const std::int64_t d = desc_.experts.hidden, W = desc_.experts.preact_width();
+  Tensor out(desc_.router.experts * W * d);
   in_precision(precision_, [&](auto real) {
-    for (std::int64_t e = 0; e < desc_.experts; ++e) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
       const std::int64_t first = g.offsets[e];
       multiply<decltype(real)>(
           W, d, g.counts[e], [&](auto w, auto r) { return dpreact[(first + r) * W + w]; },
@@ -312,7 +315,8 @@ Tensor Oracle::up_proj_wgrad(const Grouping& g, const Tensor& x, const Tensor& d
 Oracle::BiasGrad Oracle::bias_grad(const Grouping& g, const Tensor& row_scores,
                                    const Tensor& dpreact, const Tensor& dout, const Tensor& b2,
                                    const Tensor& row_dscores) const {
-  const std::int64_t d = desc_.hidden, W = desc_.preact_width(), E = desc_.experts;
+  const std::int64_t d = desc_.experts.hidden, W = desc_.experts.preact_width(),
+                     E = desc_.router.experts;
   BiasGrad out{Tensor(E * W), Tensor(E * d), row_dscores};
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
@@ -338,7 +342,7 @@ Oracle::BiasGrad Oracle::bias_grad(const Grouping& g, const Tensor& row_scores,
 
 Tensor Oracle::aggregate(const Grouping& g, const Tensor& rows, const Tensor& slot_scores,
                          const Tensor& addend) const {
-  const std::int64_t T = desc_.tokens, d = desc_.hidden;
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden;
   Tensor out(T * d);
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
@@ -362,7 +366,8 @@ Tensor Oracle::aggregate(const Grouping& g, const Tensor& rows, const Tensor& sl
 
 Tensor Oracle::routed_dx(const std::vector<std::int32_t>& slot_experts, const Tensor& dlogits,
                          const Tensor& router_w) const {
-  const std::int64_t T = desc_.tokens, d = desc_.hidden, E = desc_.experts, K = desc_.top_k;
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts,
+                     K = desc_.router.top_k;
   Tensor out(T * d);
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
@@ -392,9 +397,9 @@ Tensor Oracle::slot_dscores(const Grouping& g, const Tensor& row_dscores) const 
 Tensor Oracle::score_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
                           const Tensor& scores, const Tensor& slot_dscores,
                           const Tensor& dlogits_in) const {
-  const std::int64_t T = desc_.tokens, E = desc_.experts, K = desc_.top_k;
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
   const bool all_probabilities =
-      desc_.router == RouterMode::topk_over_softmax && !desc_.norm_topk_probs;
+      desc_.router.mode == RouterMode::topk_over_softmax && !desc_.router.norm_topk_probs;
   Tensor out(T * E);
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
@@ -420,7 +425,7 @@ Tensor Oracle::score_grad(const Tensor& logits, const std::vector<std::int32_t>&
 }
 
 double Oracle::aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const {
-  const std::int64_t T = desc_.tokens, E = desc_.experts;
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts;
   const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
   if (T == 0 || total == 0) return 0;
   return in_precision(precision_, [&](auto real) {
@@ -438,7 +443,7 @@ double Oracle::aux_loss(const Tensor& logits, const std::vector<std::int32_t>& c
 
 Tensor Oracle::aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts,
                              double dloss, bool magnitudes) const {
-  const std::int64_t T = desc_.tokens, E = desc_.experts;
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts;
   const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
   Tensor out(T * E);
   if (T == 0 || total == 0) return out;

@@ -10,18 +10,19 @@ Tensor row_scores(const Grouping& g, const Tensor& slot_scores) {
 
 Routing own_routing(const Problem& problem, Precision precision) {
   const LayerDesc& desc = problem.desc;
-  if (desc.router == RouterMode::given) return problem.lists;
+  if (desc.router.mode == RouterMode::given) return problem.lists;
   const Tensor logits = Oracle(desc, precision).logits(problem.x, problem.router_w);
-  return routing_of_ids(top_k(logits, desc.tokens, desc.experts, desc.top_k, desc.router),
-                        desc.top_k);
+  return routing_of_ids(
+      top_k(logits, desc.tokens, desc.router.experts, desc.router.top_k, desc.router.mode),
+      desc.router.top_k);
 }
 
 LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Precision precision) {
   const LayerDesc& desc = problem.desc;
   const Oracle op(desc, precision);
-  const Grouping g = group(routing, desc.tokens, desc.experts);
+  const Grouping g = group(routing, desc.tokens, desc.router.experts);
   LayerTensors out;
-  if (desc.router == RouterMode::given) {
+  if (desc.router.mode == RouterMode::given) {
     out.scores = problem.list_scores;
   } else {
     out.logits = op.logits(problem.x, problem.router_w);
@@ -39,7 +40,7 @@ void oracle_backward(const Problem& problem, const Routing& routing, Precision p
                      LayerTensors* tensors) {
   const LayerDesc& desc = problem.desc;
   const Oracle op(desc, precision);
-  const Grouping g = group(routing, desc.tokens, desc.experts);
+  const Grouping g = group(routing, desc.tokens, desc.router.experts);
   LayerTensors& out = *tensors;
   const Tensor scores = row_scores(g, out.scores);
 
@@ -47,7 +48,7 @@ void oracle_backward(const Problem& problem, const Routing& routing, Precision p
   out.dpreact = std::move(dgrad.dpreact);
   out.scaled_act = std::move(dgrad.scaled_act);
   out.row_dscores = std::move(dgrad.row_dscores);
-  if (desc.bias) {
+  if (desc.experts.bias) {
     auto bias = op.bias_grad(g, scores, out.dpreact, problem.dout, problem.b2, out.row_dscores);
     out.db1 = std::move(bias.db1);
     out.db2 = std::move(bias.db2);
@@ -59,7 +60,7 @@ void oracle_backward(const Problem& problem, const Routing& routing, Precision p
   out.dscores = op.slot_dscores(g, out.row_dscores);
 
   Tensor router_dx;
-  if (desc.router != RouterMode::given) {
+  if (desc.router.mode != RouterMode::given) {
     out.dlogits =
         op.score_grad(out.logits, routing.experts, out.scores, out.dscores, problem.dlogits);
     out.drouter_w = op.router_dw(out.dlogits, problem.x);

@@ -9,19 +9,18 @@ namespace sonicmoe::verify {
 namespace {
 
 TokenRoundingDesc rounding_of(const LayerDesc& d) {
-  return {d.tokens, d.experts,         d.top_k,         d.dtype,
-          d.router, d.norm_topk_probs, d.rounding_rule, d.rounding_tile};
+  return {{d.router}, d.tokens, d.experts.dtype, d.rounding.rule, d.rounding.tile};
 }
 
 /// The same layer with its entries given.
 Problem with_lists(const Problem& problem, const RoundedLists& lists, Tensor scores) {
   Problem out = problem;
-  out.desc.router = RouterMode::given;
-  out.desc.top_k = 0;
-  out.desc.norm_topk_probs = false;
-  out.desc.rounding_tile = 0;
-  out.desc.list_length = static_cast<std::int64_t>(lists.token_ids.size());
-  out.desc.assume_sorted = true;
+  out.desc.router.mode = RouterMode::given;
+  out.desc.router.top_k = 0;
+  out.desc.router.norm_topk_probs = false;
+  out.desc.rounding.tile = 0;
+  out.desc.router.list_length = static_cast<std::int64_t>(lists.token_ids.size());
+  out.desc.router.assume_sorted = true;
   out.router_w.clear();
   out.dlogits.clear();
   out.lists = {lists.token_ids, lists.expert_ids};
@@ -46,7 +45,7 @@ Rounded run_rounded(const Problem& problem, Device device, const Options& option
   out.run = run_layer(problem, device, options);
   out.failure = out.run.status.ok() ? out.run.damage : out.run.status.message();
   if (!out.failure.empty()) return out;
-  const DType type = problem.desc.dtype;
+  const DType type = problem.desc.experts.dtype;
   const RoundingRunner runner(rounding_of(problem.desc), encode(out.run.tensors.logits, type),
                               device);
   auto choice = runner.choose();
@@ -74,14 +73,14 @@ LayerTensors oracle_rounded(const Problem& p, const Rounded& rounded, Precision 
       stored(rounded_scores(rounding, logits, rounded.choice.ids, rounded.lists), DType::f32));
   LayerTensors out = oracle_forward(given, given.lists, precision);
   out.logits = logits;
-  if (p.desc.inference) return out;
+  if (p.desc.experts.inference) return out;
   oracle_backward(given, given.lists, precision, &out);
   Tensor dlogits =
       rounded_scores_grad(rounding, logits, rounded.choice.ids, rounded.lists, out.dscores).value;
   for (std::size_t i = 0; i < p.dlogits.size(); ++i) dlogits[i] += p.dlogits[i];
-  out.dlogits = stored(std::move(dlogits), p.desc.dtype);
+  out.dlogits = stored(std::move(dlogits), p.desc.experts.dtype);
   out.drouter_w = op.router_dw(out.dlogits, p.x);
-  const Grouping g = group(given.lists, p.desc.tokens, p.desc.experts);
+  const Grouping g = group(given.lists, p.desc.tokens, p.desc.router.experts);
   out.dx = op.aggregate(g, out.dx_rows, {}, op.router_dx(out.dlogits, p.router_w));
   return out;
 }
@@ -110,33 +109,33 @@ RouterGrads router_grads(const Problem& p, const LayerRun& run, const LayerRun& 
   RouterGrads out;
   const auto fail = [&out](std::string failure) { return !(out.failure = failure).empty(); };
 
-  const RoundingRunner runner(rounding_of(d), encode(run.tensors.logits, d.dtype), device);
+  const RoundingRunner runner(rounding_of(d), encode(run.tensors.logits, d.experts.dtype), device);
   const auto dlogits = runner.gradient(lists, as_given.tensors.dscores, p.dlogits, options);
   if (!dlogits.ok() && fail(dlogits.status().message())) return out;
   Tensor router_dx;
   for (const GemmPass pass : {GemmPass::dgrad, GemmPass::wgrad}) {
     Arena arena(device);
     RouterGemmArgs args;
-    args.dlogits = arena.input("dlogits", dlogits.value(), d.dtype);
-    args.x = arena.input("x", p.x, d.dtype);
-    args.w = arena.input("w", p.router_w, d.dtype);
-    args.dx = arena.output("dx", pass == GemmPass::dgrad ? p.x.size() : 0, d.dtype);
-    args.dw = arena.output("dw", pass == GemmPass::wgrad ? p.router_w.size() : 0, d.dtype);
-    const RouterGemmDesc op{pass, d.tokens, d.hidden, d.experts, d.dtype};
+    args.dlogits = arena.input("dlogits", dlogits.value(), d.experts.dtype);
+    args.x = arena.input("x", p.x, d.experts.dtype);
+    args.w = arena.input("w", p.router_w, d.experts.dtype);
+    args.dx = arena.output("dx", pass == GemmPass::dgrad ? p.x.size() : 0, d.experts.dtype);
+    args.dw = arena.output("dw", pass == GemmPass::wgrad ? p.router_w.size() : 0, d.experts.dtype);
+    const RouterGemmDesc op{pass, d.tokens, d.experts.hidden, d.router.experts, d.experts.dtype};
     if (fail(run_step(op, args, &arena, device, options))) return out;
-    if (pass == GemmPass::dgrad) router_dx = arena.tensor("dx", d.dtype);
-    if (pass == GemmPass::wgrad) out.drouter_w = arena.tensor("dw", d.dtype);
+    if (pass == GemmPass::dgrad) router_dx = arena.tensor("dx", d.experts.dtype);
+    if (pass == GemmPass::wgrad) out.drouter_w = arena.tensor("dw", d.experts.dtype);
   }
 
   const Problem given = with_lists(p, lists);
-  const Grouping g = group(given.lists, d.tokens, d.experts);
+  const Grouping g = group(given.lists, d.tokens, d.router.experts);
   GemmInputs inputs;
   inputs.routing = given.lists;
   inputs.slot_scores = given.list_scores;
   inputs.x = p.x, inputs.dout = p.dout;
   inputs.w1 = p.w1, inputs.b1 = p.b1, inputs.w2 = p.w2, inputs.b2 = p.b2;
   inputs.preact = run.tensors.preact;
-  inputs.preact.resize(g.rows() * static_cast<std::size_t>(d.preact_width()));
+  inputs.preact.resize(g.rows() * static_cast<std::size_t>(d.experts.preact_width()));
   GemmRun gemm = run_gemm(GemmOp::down_proj_dgrad, given.desc, inputs, device, options);
   if (fail(gemm.failure)) return out;
   inputs.dpreact = std::move(gemm.tensors.dpreact);
@@ -146,18 +145,18 @@ RouterGrads router_grads(const Problem& p, const LayerRun& run, const LayerRun& 
   const auto rows = static_cast<std::size_t>(d.rows());
   std::vector<std::int32_t> token_slots = g.token_slots;
   token_slots.resize(rows);
-  gemm.tensors.dx_rows.resize(rows * static_cast<std::size_t>(d.hidden));
+  gemm.tensors.dx_rows.resize(rows * static_cast<std::size_t>(d.experts.hidden));
   Arena arena(device);
   AggregateArgs args;
-  args.rows = arena.input("rows", gemm.tensors.dx_rows, d.dtype);
+  args.rows = arena.input("rows", gemm.tensors.dx_rows, d.experts.dtype);
   args.slot_rows = arena.input("slot_rows", g.slot_rows);
   args.token_offsets = arena.input("token_offsets", g.token_offsets);
   args.token_slots = arena.input("token_slots", token_slots);
-  args.addend = arena.input("addend", router_dx, d.dtype);
-  args.out = arena.output("out", p.x.size(), d.dtype);
-  const AggregateDesc op{d.tokens, d.rows(), d.hidden, 0, d.dtype};
+  args.addend = arena.input("addend", router_dx, d.experts.dtype);
+  args.out = arena.output("out", p.x.size(), d.experts.dtype);
+  const AggregateDesc op{d.tokens, d.rows(), d.experts.hidden, 0, d.experts.dtype};
   if (fail(run_step(op, args, &arena, device, options))) return out;
-  out.dx = arena.tensor("out", d.dtype);
+  out.dx = arena.tensor("out", d.experts.dtype);
   return out;
 }
 
@@ -175,8 +174,9 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
   };
 
   const auto& [failure, run, choice, lists] = rounded;
-  if (!verdict("expert_ids", explain_top_k(choice.ids, run.tensors.logits, desc.tokens,
-                                           desc.experts, desc.top_k, desc.router))) {
+  if (!verdict("expert_ids",
+               explain_top_k(choice.ids, run.tensors.logits, desc.tokens, desc.router.experts,
+                             desc.router.top_k, desc.router.mode))) {
     return report;
   }
   const TokenRoundingDesc rounding = rounding_of(desc);
@@ -189,7 +189,8 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
 
   const LayerTensors exact = oracle_rounded(problem, rounded, Precision::exact);
   const LayerTensors plain = oracle_rounded(problem, rounded, Precision::plain);
-  const Grouping g = group(Routing{lists.token_ids, lists.expert_ids}, desc.tokens, desc.experts);
+  const Grouping g =
+      group(Routing{lists.token_ids, lists.expert_ids}, desc.tokens, desc.router.experts);
   LayerTensors ours = run.tensors;
   ours.scores.assign(lists.scores.begin(), lists.scores.end());
   ours.preact.resize(exact.preact.size());  // rows in use
@@ -202,13 +203,13 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
   std::vector<Output> outputs = {{"logits", &LayerTensors::logits, false},
                                  {"scores", &LayerTensors::scores, false},
                                  {"o", &LayerTensors::o, false}};
-  if (!desc.inference) {
+  if (!desc.experts.inference) {
     outputs.insert(outputs.end(), {{"preact", &LayerTensors::preact, false},
                                    {"dx", &LayerTensors::dx, false},
                                    {"drouter_w", &LayerTensors::drouter_w, true, kRouterRows},
                                    {"dw1", &LayerTensors::dw1, true},
                                    {"dw2", &LayerTensors::dw2, true}});
-    if (desc.bias) {
+    if (desc.experts.bias) {
       outputs.push_back({"db1", &LayerTensors::db1, true});
       outputs.push_back({"db2", &LayerTensors::db2, true});
     }
@@ -242,15 +243,15 @@ Report check_rounding_as_given(const Problem& problem, const LayerRun& run,
   const LayerTensors &a = run.tensors, &b = as_given.tensors;
   compare("counts", as_tensor(run.counts), as_tensor(as_given.counts));
   compare("o", a.o, b.o);
-  if (problem.desc.inference) return report;
+  if (problem.desc.experts.inference) return report;
   Tensor ours = a.preact, theirs = b.preact;
-  const Grouping g = group(given.lists, given.desc.tokens, given.desc.experts);
-  ours.resize(g.rows() * static_cast<std::size_t>(given.desc.preact_width()));
+  const Grouping g = group(given.lists, given.desc.tokens, given.desc.router.experts);
+  ours.resize(g.rows() * static_cast<std::size_t>(given.desc.experts.preact_width()));
   theirs.resize(ours.size());
   compare("preact", ours, theirs);
   compare("dw1", a.dw1, b.dw1);
   compare("dw2", a.dw2, b.dw2);
-  if (problem.desc.bias) {
+  if (problem.desc.experts.bias) {
     compare("db1", a.db1, b.db1);
     compare("db2", a.db2, b.db2);
   }

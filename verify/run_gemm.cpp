@@ -57,12 +57,13 @@ const char* name(GemmOp op) {
 
 GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device device,
                  const Options& options) {
-  const std::int64_t T = desc.tokens, d = desc.hidden, n = desc.intermediate, E = desc.experts;
-  const std::int64_t W = desc.preact_width();
+  const std::int64_t T = desc.tokens, d = desc.experts.hidden, n = desc.experts.intermediate,
+                     E = desc.router.experts;
+  const std::int64_t W = desc.experts.preact_width();
   const auto R = static_cast<std::int64_t>(in.routing.slots());
-  const DType type = desc.dtype;
+  const DType type = desc.experts.dtype;
   const Grouping g = group(in.routing, T, E);
-  const bool separate = desc.w1_layout == W1Layout::separate;
+  const bool separate = desc.experts.w1_layout == W1Layout::separate;
 
   GroupedGemmDesc gemm;
   gemm.op = op;
@@ -72,13 +73,13 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   gemm.intermediate = n;
   gemm.experts = E;
   gemm.dtype = type;
-  gemm.activation = desc.activation;
-  gemm.w1_layout = desc.w1_layout;
-  gemm.bias = desc.bias && (op == GemmOp::up_proj || op == GemmOp::down_proj);
-  gemm.inference = desc.inference && op == GemmOp::up_proj;
-  gemm.f32_weight_grads = desc.f32_weight_grads;
-  gemm.accumulate_weight_grads = desc.accumulate_weight_grads;
-  const DType grad_type = desc.f32_weight_grads ? DType::f32 : type;
+  gemm.activation = desc.experts.activation;
+  gemm.w1_layout = desc.experts.w1_layout;
+  gemm.bias = desc.experts.bias && (op == GemmOp::up_proj || op == GemmOp::down_proj);
+  gemm.inference = desc.experts.inference && op == GemmOp::up_proj;
+  gemm.f32_weight_grads = desc.experts.f32_weight_grads;
+  gemm.accumulate_weight_grads = desc.experts.accumulate_weight_grads;
+  const DType grad_type = desc.experts.f32_weight_grads ? DType::f32 : type;
   GemmRun run;
   const auto plan = make_plan(gemm, device, options);
   if (!plan.ok()) {
@@ -129,7 +130,7 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       args.dout = arena.input("dout", in.dout, type);
       args.w2 = arena.input("w2", in.w2, type);
       args.dpreact = arena.output("dpreact", R * W, type);
-      if (desc.dpreact_in_workspace) {
+      if (desc.experts.dpreact_in_workspace) {
         args.preact = rows("preact", in.preact, W);
       } else {  // over H, whose other rows are poison then
         arena["dpreact"].put(encode(in.preact, type));
@@ -216,17 +217,17 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
 LayerTensors oracle_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in,
                          Precision precision) {
   const Oracle oracle(desc, precision);
-  const Grouping g = group(in.routing, desc.tokens, desc.experts);
+  const Grouping g = group(in.routing, desc.tokens, desc.router.experts);
   LayerTensors out;
   switch (op) {
     case GemmOp::up_proj: {
-      auto result = oracle.up_proj(g, in.x, in.w1, desc.bias ? in.b1 : Tensor{});
-      if (!desc.inference) out.preact = std::move(result.preact);
+      auto result = oracle.up_proj(g, in.x, in.w1, desc.experts.bias ? in.b1 : Tensor{});
+      if (!desc.experts.inference) out.preact = std::move(result.preact);
       out.act = std::move(result.act);
       break;
     }
     case GemmOp::down_proj:
-      out.expert_out = oracle.down_proj(g, in.act, in.w2, desc.bias ? in.b2 : Tensor{});
+      out.expert_out = oracle.down_proj(g, in.act, in.w2, desc.experts.bias ? in.b2 : Tensor{});
       break;
     case GemmOp::down_proj_dgrad: {
       auto result =

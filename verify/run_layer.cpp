@@ -21,12 +21,12 @@ bool proceed(const char* step, Status status, const Arena& arena, Device device,
 void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
                  LayerRun* run) {
   const LayerDesc& desc = p.desc;
-  const DType type = desc.dtype;
+  const DType type = desc.experts.dtype;
   const SavedBytes saved = plan.saved_bytes();
-  const bool router = desc.router != RouterMode::given;
+  const bool router = desc.router.mode != RouterMode::given;
   ForwardArgs args;
   args.x = arena->input("x", p.x, type);
-  auto [w1, w1_up] = pack_w1(p.w1, desc, desc.hidden);
+  auto [w1, w1_up] = pack_w1(p.w1, desc, desc.experts.hidden);
   args.w1 = arena->input("w1", w1, type);
   args.w1_up = arena->input("w1_up", w1_up, type);
   auto [b1, b1_up] = pack_w1(p.b1, desc, 1);
@@ -36,11 +36,11 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   args.b2 = arena->input("b2", p.b2, type);
   if (router) {
     args.router_w = arena->input("router_w", p.router_w, type);
-    args.logits = arena->output("logits", desc.tokens * desc.experts, type);
-    if (desc.rounding_tile > 0) {
+    args.logits = arena->output("logits", desc.tokens * desc.router.experts, type);
+    if (desc.rounding.tile > 0) {
       args.seed = kRoundingSeed;
       args.offset = kRoundingOffset;
-      args.frequency = arena->output_int32("frequency", desc.experts);
+      args.frequency = arena->output_int32("frequency", desc.router.experts);
     } else {
       args.scores = arena->output_float("scores", desc.rows());
       args.expert_ids = arena->output_int32("expert_ids", desc.rows());
@@ -51,8 +51,8 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
     args.list_scores =
         static_cast<const float*>(arena->input("list_scores", p.list_scores, DType::f32));
   }
-  args.o = arena->output("o", desc.tokens * desc.hidden, type);
-  args.counts = arena->output_int32("counts", desc.experts);
+  args.o = arena->output("o", desc.tokens * desc.experts.hidden, type);
+  args.counts = arena->output_int32("counts", desc.router.experts);
   args.preact = arena->output("preact", saved.preact);
   args.routing = arena->output("routing", saved.routing);
   const std::size_t bytes = plan.forward_workspace_bytes();
@@ -63,25 +63,26 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   run->routing = p.lists;
   out.scores = p.list_scores;
   if (router) out.logits = arena->tensor("logits", type);
-  if (router && desc.rounding_tile == 0) {
-    run->routing = routing_of_ids(arena->int32("expert_ids"), desc.top_k);
+  if (router && desc.rounding.tile == 0) {
+    run->routing = routing_of_ids(arena->int32("expert_ids"), desc.router.top_k);
     out.scores = arena->tensor("scores", DType::f32);
   }
-  if (desc.rounding_tile > 0) run->frequency = arena->int32("frequency");
+  if (desc.rounding.tile > 0) run->frequency = arena->int32("frequency");
   run->counts = arena->int32("counts");
   out.o = arena->tensor("o", type);
-  if (!desc.inference) out.preact = arena->tensor("preact", type);
+  if (!desc.experts.inference) out.preact = arena->tensor("preact", type);
 }
 
 void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
                   LayerRun* run) {
   const LayerDesc& desc = p.desc;
-  const DType type = desc.dtype;
-  const DType grad_type = desc.f32_weight_grads ? DType::f32 : type;
-  const bool router = desc.router != RouterMode::given;
-  const bool separate = desc.w1_layout == W1Layout::separate;
-  const std::int64_t E = desc.experts, d = desc.hidden, n = desc.intermediate;
-  const std::int64_t first = separate ? n : desc.preact_width(), second = separate ? n : 0;
+  const DType type = desc.experts.dtype;
+  const DType grad_type = desc.experts.f32_weight_grads ? DType::f32 : type;
+  const bool router = desc.router.mode != RouterMode::given;
+  const bool separate = desc.experts.w1_layout == W1Layout::separate;
+  const std::int64_t E = desc.router.experts, d = desc.experts.hidden,
+                     n = desc.experts.intermediate;
+  const std::int64_t first = separate ? n : desc.experts.preact_width(), second = separate ? n : 0;
   const auto data = [&](const char* name) { return (*arena)[name].data(); };
   BackwardArgs args;
   args.x = data("x");
@@ -90,7 +91,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   args.w2 = data("w2");
   args.b2 = data("b2");
   args.preact = data("preact");
-  if (!desc.dpreact_in_workspace) args.dpreact = data("preact");
+  if (!desc.experts.dpreact_in_workspace) args.dpreact = data("preact");
   args.routing = data("routing");
   args.dout = arena->input("dout", p.dout, type);
   const WantedGradients& wanted = p.wanted;
@@ -100,13 +101,13 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
     args.dw1_up = arena->output("dw1_up", E * second * d, grad_type);
   }
   if (wanted.dw2) args.dw2 = arena->output("dw2", E * d * n, grad_type);
-  if (desc.accumulate_weight_grads) {
+  if (desc.experts.accumulate_weight_grads) {
     const auto [dw1, dw1_up] = pack_w1(p.dw1, desc, d);
     if (wanted.dw1) (*arena)["dw1"].put(encode(dw1, grad_type));
     if (wanted.dw1) (*arena)["dw1_up"].put(encode(dw1_up, grad_type));
     if (wanted.dw2) (*arena)["dw2"].put(encode(p.dw2, grad_type));
   }
-  if (desc.bias) {
+  if (desc.experts.bias) {
     args.db1 = arena->output("db1", E * first, type);
     args.db1_up = arena->output("db1_up", E * second, type);
     args.db2 = arena->output("db2", E * d, type);
@@ -131,7 +132,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
         unpack_w1(arena->tensor("dw1", grad_type), arena->tensor("dw1_up", grad_type), desc, d);
   }
   if (wanted.dw2) out.dw2 = arena->tensor("dw2", grad_type);
-  if (desc.bias) {
+  if (desc.experts.bias) {
     out.db1 = unpack_w1(arena->tensor("db1", type), arena->tensor("db1_up", type), desc, 1);
     out.db2 = arena->tensor("db2", type);
   }
@@ -161,13 +162,14 @@ std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool w
 
 std::pair<Tensor, Tensor> pack_w1(const Tensor& canonical, const LayerDesc& desc,
                                   std::int64_t row_length) {
-  const std::int64_t n = desc.intermediate, W = desc.preact_width();
-  if (!is_glu(desc.activation) || desc.w1_layout == W1Layout::concatenated || canonical.empty()) {
+  const std::int64_t n = desc.experts.intermediate, W = desc.experts.preact_width();
+  if (!is_glu(desc.experts.activation) || desc.experts.w1_layout == W1Layout::concatenated ||
+      canonical.empty()) {
     return {canonical, {}};
   }
-  const bool separate = desc.w1_layout == W1Layout::separate;
+  const bool separate = desc.experts.w1_layout == W1Layout::separate;
   Tensor first, second;
-  for (std::int64_t e = 0; e < desc.experts; ++e) {
+  for (std::int64_t e = 0; e < desc.router.experts; ++e) {
     for (std::int64_t j = 0; j < n; ++j) {
       const auto gate = canonical.begin() + (e * W + j) * row_length;
       const auto up = gate + n * row_length;
@@ -181,13 +183,14 @@ std::pair<Tensor, Tensor> pack_w1(const Tensor& canonical, const LayerDesc& desc
 
 Tensor unpack_w1(const Tensor& first, const Tensor& second, const LayerDesc& desc,
                  std::int64_t row_length) {
-  const std::int64_t n = desc.intermediate, W = desc.preact_width();
-  if (!is_glu(desc.activation) || desc.w1_layout == W1Layout::concatenated) return first;
+  const std::int64_t n = desc.experts.intermediate, W = desc.experts.preact_width();
+  if (!is_glu(desc.experts.activation) || desc.experts.w1_layout == W1Layout::concatenated)
+    return first;
   Tensor out(first.size() + second.size());
-  for (std::int64_t row = 0; row < desc.experts * n; ++row) {
+  for (std::int64_t row = 0; row < desc.router.experts * n; ++row) {
     const std::int64_t e = row / n, j = row % n;
     for (std::int64_t i = 0; i < row_length; ++i) {
-      const bool separate = desc.w1_layout == W1Layout::separate;
+      const bool separate = desc.experts.w1_layout == W1Layout::separate;
       const double gate = first[(separate ? row : 2 * row) * row_length + i];
       const double up =
           separate ? second[row * row_length + i] : first[(2 * row + 1) * row_length + i];
@@ -205,7 +208,7 @@ LayerRun run_layer(const Problem& problem, Device device, const Options& options
   if (!plan.ok()) return run;
   Arena arena(device);
   run_forward(problem, plan.value(), device, &arena, &run);
-  if (!run.status.ok() || !run.damage.empty() || problem.desc.inference) return run;
+  if (!run.status.ok() || !run.damage.empty() || problem.desc.experts.inference) return run;
   run_backward(problem, plan.value(), device, &arena, &run);
   return run;
 }
@@ -254,7 +257,7 @@ std::string Report::text() const {
 
 Report check_layer(const Case& test_case, Device device, const Options& options) {
   const LayerDesc& desc = test_case.desc;
-  if (desc.rounding_tile > 0) return check_rounded_layer(test_case, device, options);
+  if (desc.rounding.tile > 0) return check_rounded_layer(test_case, device, options);
   const Problem problem = make_problem(test_case);
   const LayerRun run = run_layer(problem, device, options);
   Report report{"layer", run.damage, {}};
@@ -262,13 +265,14 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   if (!report.failure.empty()) return report;
 
   // The library's choice of experts is right for its own logits, and then held fixed.
-  if (desc.router != RouterMode::given) {
-    const std::string wrong = explain_top_k(run.routing.experts, run.tensors.logits, desc.tokens,
-                                            desc.experts, desc.top_k, desc.router);
+  if (desc.router.mode != RouterMode::given) {
+    const std::string wrong =
+        explain_top_k(run.routing.experts, run.tensors.logits, desc.tokens, desc.router.experts,
+                      desc.router.top_k, desc.router.mode);
     report.checks.push_back({"expert_ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return report;
   }
-  const Grouping g = group(run.routing, desc.tokens, desc.experts);
+  const Grouping g = group(run.routing, desc.tokens, desc.router.experts);
   report.checks.push_back({"counts", 0, 0, run.counts == g.counts, ""});
 
   LayerTensors exact = oracle_forward(problem, run.routing, Precision::exact);
@@ -281,12 +285,12 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   const auto by_expert = [&](Tensor LayerTensors::*member) {
     return expert_ends(g, (exact.*member).size(), true);
   };
-  if (desc.router != RouterMode::given) {
+  if (desc.router.mode != RouterMode::given) {
     compare("logits", &LayerTensors::logits);
     compare("scores", &LayerTensors::scores);
   }
   compare("o", &LayerTensors::o);
-  if (desc.inference) return report;
+  if (desc.experts.inference) return report;
 
   Tensor rows_in_use = run.tensors.preact;
   rows_in_use.resize(exact.preact.size());
@@ -297,14 +301,15 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   compare("dx", &LayerTensors::dx);
   compare("dw1", &LayerTensors::dw1, by_expert(&LayerTensors::dw1));
   compare("dw2", &LayerTensors::dw2, by_expert(&LayerTensors::dw2));
-  if (desc.bias) {
+  if (desc.experts.bias) {
     compare("db1", &LayerTensors::db1, by_expert(&LayerTensors::db1));
     compare("db2", &LayerTensors::db2, by_expert(&LayerTensors::db2));
   }
-  if (desc.router == RouterMode::given) {
+  if (desc.router.mode == RouterMode::given) {
     report.checks.push_back(two_times_rule(
         "dscores", run.tensors.dscores, exact.dscores, plain.dscores, {},
-        {.relative = device.type == DeviceType::cuda ? tensor_core_allowance(desc.hidden) : 0}));
+        {.relative =
+             device.type == DeviceType::cuda ? tensor_core_allowance(desc.experts.hidden) : 0}));
   } else {
     compare("drouter_w", &LayerTensors::drouter_w,
             expert_ends(g, exact.drouter_w.size(), true, kRouterRows),

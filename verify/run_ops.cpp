@@ -15,7 +15,7 @@ class OpChecker {
       : problem_(problem),
         desc_(problem_.desc),
         routing_(own_routing(problem_, Precision::rounded)),
-        g_(group(routing_, desc_.tokens, desc_.experts)),
+        g_(group(routing_, desc_.tokens, desc_.router.experts)),
         layer_(oracle_forward(problem_, routing_, Precision::rounded)),
         device_(device),
         options_(options) {
@@ -29,10 +29,10 @@ class OpChecker {
     }
     check_metadata();
     check_gemms();
-    if (desc_.bias) check_bias_grad();
+    if (desc_.experts.bias) check_bias_grad();
     check_aggregate("aggregate_o", layer_.expert_out, layer_.scores, {}, false);
     check_aggregate("aggregate_dx", layer_.dx_rows, {}, router() ? problem_.x : Tensor{}, false);
-    if (router() && desc_.top_k <= kMaxRoutedTopK) {
+    if (router() && desc_.router.top_k <= kMaxRoutedTopK) {
       check_aggregate("aggregate_routed", layer_.dx_rows, {}, {}, true);
     }
     check_score_grad();
@@ -41,8 +41,8 @@ class OpChecker {
   }
 
  private:
-  bool router() const { return desc_.router != RouterMode::given; }
-  DType type() const { return desc_.dtype; }
+  bool router() const { return desc_.router.mode != RouterMode::given; }
+  DType type() const { return desc_.experts.dtype; }
 
   /// Runs one operation; false if it went wrong.
   template <class Desc>
@@ -81,8 +81,8 @@ class OpChecker {
   void check_router_gemm() {
     RouterGemmDesc op;
     op.tokens = desc_.tokens;
-    op.hidden = desc_.hidden;
-    op.experts = desc_.experts;
+    op.hidden = desc_.experts.hidden;
+    op.experts = desc_.router.experts;
     op.dtype = type();
     for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad, GemmPass::wgrad}) {
       Arena arena(device_);
@@ -115,11 +115,11 @@ class OpChecker {
   void check_top_k() {
     TopKDesc op;
     op.tokens = desc_.tokens;
-    op.experts = desc_.experts;
-    op.top_k = desc_.top_k;
+    op.experts = desc_.router.experts;
+    op.top_k = desc_.router.top_k;
     op.dtype = type();
-    op.mode = desc_.router;
-    op.norm_topk_probs = desc_.norm_topk_probs;
+    op.mode = desc_.router.mode;
+    op.norm_topk_probs = desc_.router.norm_topk_probs;
     Arena arena(device_);
     TopKArgs args;
     args.logits = arena.input("logits", layer_.logits, type());
@@ -127,8 +127,8 @@ class OpChecker {
     args.ids = arena.output_int32("ids", desc_.rows());
     if (!run("top_k", op, args, &arena)) return;
     const std::vector<std::int32_t> ids = arena.int32("ids");
-    const std::string wrong =
-        explain_top_k(ids, layer_.logits, desc_.tokens, desc_.experts, desc_.top_k, desc_.router);
+    const std::string wrong = explain_top_k(ids, layer_.logits, desc_.tokens, desc_.router.experts,
+                                            desc_.router.top_k, desc_.router.mode);
     reports_.back().checks.push_back({"ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return;
     judge("scores", arena.tensor("scores", DType::f32),
@@ -138,18 +138,18 @@ class OpChecker {
   void check_metadata() {
     MetadataDesc op;
     op.tokens = desc_.tokens;
-    op.experts = desc_.experts;
-    op.top_k = desc_.top_k;
-    op.list_length = desc_.list_length;
-    op.assume_sorted = desc_.assume_sorted;
+    op.experts = desc_.router.experts;
+    op.top_k = desc_.router.top_k;
+    op.list_length = desc_.router.list_length;
+    op.assume_sorted = desc_.router.assume_sorted;
     const auto slots = static_cast<std::size_t>(op.slots());
     Arena arena(device_);
     MetadataArgs args;
     args.slot_experts = arena.input("slot_experts", routing_.experts);
     args.slot_scores =
         static_cast<const float*>(arena.input("slot_scores", layer_.scores, DType::f32));
-    args.counts = arena.output_int32("counts", desc_.experts);
-    args.offsets = arena.output_int32("offsets", desc_.experts + 1);
+    args.counts = arena.output_int32("counts", desc_.router.experts);
+    args.offsets = arena.output_int32("offsets", desc_.router.experts + 1);
     args.row_tokens = arena.output_int32("row_tokens", slots);
     args.row_slots = arena.output_int32("row_slots", slots);
     args.slot_rows = arena.output_int32("slot_rows", slots);
@@ -211,7 +211,7 @@ class OpChecker {
         report.checks.push_back(two_times_rule(
             output.name, ours, expected, plain.*output.member,
             expert_ends(g_, expected.size(), output.weights),
-            {.relative = fp32_by_tensor_cores ? tensor_core_allowance(desc_.hidden) : 0}));
+            {.relative = fp32_by_tensor_cores ? tensor_core_allowance(desc_.experts.hidden) : 0}));
       }
     }
   }
@@ -220,14 +220,15 @@ class OpChecker {
     BiasGradDesc op;
     op.tokens = desc_.tokens;
     op.rows = desc_.rows();
-    op.hidden = desc_.hidden;
-    op.intermediate = desc_.intermediate;
-    op.experts = desc_.experts;
+    op.hidden = desc_.experts.hidden;
+    op.intermediate = desc_.experts.intermediate;
+    op.experts = desc_.router.experts;
     op.dtype = type();
-    op.activation = desc_.activation;
-    op.w1_layout = desc_.w1_layout;
-    const bool separate = desc_.w1_layout == W1Layout::separate;
-    const std::int64_t n = desc_.intermediate, W = desc_.preact_width(), R = op.rows;
+    op.activation = desc_.experts.activation;
+    op.w1_layout = desc_.experts.w1_layout;
+    const bool separate = desc_.experts.w1_layout == W1Layout::separate;
+    const std::int64_t n = desc_.experts.intermediate, W = desc_.experts.preact_width(),
+                       R = op.rows;
     const Tensor scores = row_scores(g_, layer_.scores);
     // The sums over dA' alone, so without the term that this operation adds.
     const Tensor before =
@@ -250,9 +251,9 @@ class OpChecker {
     args.row_dscores = arena.output_float("row_dscores", R);
     const std::vector<std::byte> start = encode(before, DType::f32);
     arena["row_dscores"].put(start);
-    args.db1 = arena.output("db1", desc_.experts * (separate ? n : W), type());
-    args.db1_up = arena.output("db1_up", separate ? desc_.experts * n : 0, type());
-    args.db2 = arena.output("db2", desc_.experts * desc_.hidden, type());
+    args.db1 = arena.output("db1", desc_.router.experts * (separate ? n : W), type());
+    args.db1_up = arena.output("db1_up", separate ? desc_.router.experts * n : 0, type());
+    args.db2 = arena.output("db2", desc_.router.experts * desc_.experts.hidden, type());
     if (!run("bias_grad", op, args, &arena)) return;
     const auto expected = [&](const Oracle& o) {
       return o.bias_grad(g_, scores, layer_.dpreact, problem_.dout, problem_.b2, before);
@@ -277,14 +278,14 @@ class OpChecker {
     AggregateDesc op;
     op.tokens = desc_.tokens;
     op.rows = desc_.rows();
-    op.hidden = desc_.hidden;
-    op.top_k = desc_.top_k;
+    op.hidden = desc_.experts.hidden;
+    op.top_k = desc_.router.top_k;
     op.dtype = type();
-    if (routed) op.experts = desc_.experts;
+    if (routed) op.experts = desc_.router.experts;
     Arena arena(device_);
     AggregateArgs args;
     Tensor all_rows = rows;
-    all_rows.resize(op.rows * desc_.hidden, std::numeric_limits<double>::quiet_NaN());
+    all_rows.resize(op.rows * desc_.experts.hidden, std::numeric_limits<double>::quiet_NaN());
     args.rows = arena.input("rows", all_rows, type());
     args.slot_rows = arena.input("slot_rows", g_.slot_rows);
     if (!router()) {
@@ -299,18 +300,18 @@ class OpChecker {
     // What the token's other experts have must not be read.
     const Tensor& dlogits = layer_.dlogits;
     if (routed) {
-      const std::int64_t E = desc_.experts;
+      const std::int64_t E = desc_.router.experts;
       Tensor own(dlogits.size(), std::numeric_limits<double>::quiet_NaN());
       for (std::size_t slot = 0; slot < routing_.experts.size(); ++slot) {
         const std::int64_t at =
-            static_cast<std::int64_t>(slot) / desc_.top_k * E + routing_.experts[slot];
+            static_cast<std::int64_t>(slot) / desc_.router.top_k * E + routing_.experts[slot];
         own[at] = dlogits[at];
       }
       args.slot_experts = arena.input("slot_experts", routing_.experts);
       args.dlogits = arena.input("dlogits", own, type());
       args.router_w = arena.input("router_w", problem_.router_w, type());
     }
-    args.out = arena.output("out", desc_.tokens * desc_.hidden, type());
+    args.out = arena.output("out", desc_.tokens * desc_.experts.hidden, type());
     if (!run(label, op, args, &arena)) return;
     judge("out", arena.tensor("out", type()), [&](const Oracle& o) {
       const Tensor extra =
@@ -322,12 +323,12 @@ class OpChecker {
   void check_score_grad() {
     ScoreGradDesc op;
     op.tokens = desc_.tokens;
-    op.experts = desc_.experts;
-    op.top_k = desc_.top_k;
+    op.experts = desc_.router.experts;
+    op.top_k = desc_.router.top_k;
     op.rows = desc_.rows();
     op.dtype = type();
-    op.mode = desc_.router;
-    op.norm_topk_probs = desc_.norm_topk_probs;
+    op.mode = desc_.router.mode;
+    op.norm_topk_probs = desc_.router.norm_topk_probs;
     Tensor row_dscores = layer_.row_dscores;
     row_dscores.resize(op.rows, std::numeric_limits<double>::quiet_NaN());
     Arena arena(device_);
@@ -346,7 +347,7 @@ class OpChecker {
     args.slot_scores =
         static_cast<const float*>(arena.input("slot_scores", layer_.scores, DType::f32));
     args.slot_experts = arena.input("slot_experts", routing_.experts);
-    if (desc_.router == RouterMode::topk_over_softmax && !desc_.norm_topk_probs) {
+    if (desc_.router.mode == RouterMode::topk_over_softmax && !desc_.router.norm_topk_probs) {
       args.logits = arena.input("logits", layer_.logits, type());
     }
     args.dlogits_in = arena.input("dlogits_in", problem_.dlogits, type());
@@ -361,7 +362,7 @@ class OpChecker {
   void check_aux_loss() {
     AuxLossDesc op;
     op.tokens = desc_.tokens;
-    op.experts = desc_.experts;
+    op.experts = desc_.router.experts;
     op.dtype = type();
     {
       Arena arena(device_);
@@ -403,7 +404,7 @@ class OpChecker {
 }  // namespace
 
 std::vector<Report> check_ops(const Case& test_case, Device device, const Options& options) {
-  if (test_case.desc.rounding_tile > 0) return check_rounded_ops(test_case, device, options);
+  if (test_case.desc.rounding.tile > 0) return check_rounded_ops(test_case, device, options);
   return check_ops(make_problem(test_case), device, options);
 }
 

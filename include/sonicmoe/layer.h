@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "sonicmoe/experts.h"
+#include "sonicmoe/router.h"
 #include "sonicmoe/status.h"
 #include "sonicmoe/types.h"
 
@@ -16,38 +18,21 @@ namespace sonicmoe {
 ///   logits = x Wr^T;  scores, ids = route(logits);  for each pair (t, e) with score s:
 ///   h = x_t W1[e]^T + b1[e];  a = act(h);  o_t += s (a W2[e]^T + b2[e])
 struct LayerDesc {
-  std::int64_t tokens = 0;        ///< T >= 0
-  std::int64_t hidden = 0;        ///< d, a multiple of 8, at least 8
-  std::int64_t intermediate = 0;  ///< n, a multiple of 8, at least 8
-  std::int64_t experts = 0;       ///< E >= 1
-  std::int64_t top_k = 0;         ///< 1 <= K <= E; 0 when the routing is given
-  DType dtype = DType::bf16;      ///< of every tensor but scores, ids and counts
-  Activation activation = Activation::swiglu;
-  W1Layout w1_layout = W1Layout::interleaved;
-  RouterMode router = RouterMode::softmax_over_topk;
-  bool norm_topk_probs = false;  ///< topk_over_softmax: divide the K scores by their sum
-  bool bias = false;             ///< b1 and b2 exist (both or none)
-  bool inference = false;        ///< keep nothing for backward
-  std::int64_t list_length = 0;  ///< L, routing given only: static length of the lists
-  bool assume_sorted = false;    ///< routing given only: token ids ascend (not verified on CUDA)
-  /// Router modes, training: 0 = plain top-K, 1 to 1024 = token rounding to multiples of this many
-  /// rows an expert (token_rounding.h).
-  std::int64_t rounding_tile = 0;
-  RoundingRule rounding_rule = RoundingRule::nearest;
-  bool f32_weight_grads = false;         ///< dw1, dw1_up and dw2 are fp32, not dtype
-  bool accumulate_weight_grads = false;  ///< backward adds to dw1, dw1_up and dw2
-  /// False: backward's arguments bring the memory for dH, which may be that of H.
-  bool dpreact_in_workspace = true;
+  std::int64_t tokens = 0;  ///< T >= 0
+  RouterDesc router;
+  ExpertsDesc experts;
+  /// Router modes, training only.
+  RoundingDesc rounding;
 
-  /// Row capacity R: T*K, list_length when the routing is given, rounded_capacity when rounded.
+  /// Row capacity R: T*K, the list length when the routing is given, rounded_capacity when rounded.
   std::int64_t rows() const noexcept {
-    if (rounding_tile > 0) return rounded_capacity(tokens, experts, top_k, rounding_tile);
-    return router == RouterMode::given ? list_length : tokens * top_k;
+    if (rounding.tile > 0) {
+      return rounded_capacity(tokens, router.experts, router.top_k, rounding.tile);
+    }
+    return router.rows(tokens);
   }
-  /// Width of H: 2n with a gate, else n.
-  std::int64_t preact_width() const noexcept {
-    return is_glu(activation) ? 2 * intermediate : intermediate;
-  }
+  /// Does backward need the logits of all experts?
+  bool needs_logits() const noexcept { return rounding.tile > 0 || router.reaches_all_experts(); }
   bool operator==(const LayerDesc&) const = default;  ///< for caches of plans
 };
 

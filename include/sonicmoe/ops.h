@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "sonicmoe/experts.h"
+#include "sonicmoe/router.h"
 #include "sonicmoe/status.h"
 #include "sonicmoe/types.h"
 
@@ -56,14 +58,10 @@ struct TopKArgs {
   std::uint8_t* block_counts = nullptr;
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
-struct SONICMOE_API TopKDesc {
+struct SONICMOE_API TopKDesc : RouterDesc {  ///< `mode` is not `given`
   using Args = TopKArgs;
   std::int64_t tokens = 0;
-  std::int64_t experts = 0;
-  std::int64_t top_k = 0;
-  DType dtype = DType::bf16;                        ///< of the logits
-  RouterMode mode = RouterMode::softmax_over_topk;  ///< not `given`
-  bool norm_topk_probs = false;
+  DType dtype = DType::bf16;  ///< of the logits
   bool operator==(const TopKDesc&) const = default;
 };
 
@@ -159,21 +157,16 @@ struct GroupedGemmArgs {
   /// been promised the same. Without effect where tiles are dealt (docs/findings/dealing.md).
   bool beside_previous = false;
 };
-struct SONICMOE_API GroupedGemmDesc {
+/// The experts and the rows that they get.
+struct SONICMOE_API GroupedDesc : ExpertsDesc {
+  std::int64_t tokens = 0;
+  std::int64_t rows = 0;     ///< capacity R
+  std::int64_t experts = 0;  ///< E
+  bool operator==(const GroupedDesc&) const = default;
+};
+struct SONICMOE_API GroupedGemmDesc : GroupedDesc {
   using Args = GroupedGemmArgs;
   GemmOp op = GemmOp::up_proj;
-  std::int64_t tokens = 0;
-  std::int64_t rows = 0;  ///< capacity R
-  std::int64_t hidden = 0;
-  std::int64_t intermediate = 0;
-  std::int64_t experts = 0;
-  DType dtype = DType::bf16;
-  Activation activation = Activation::swiglu;
-  W1Layout w1_layout = W1Layout::interleaved;
-  bool bias = false;                     ///< up_proj, down_proj
-  bool inference = false;                ///< up_proj: do not store preact
-  bool f32_weight_grads = false;         ///< wgrads: dw1, dw1_up and dw2 are fp32, not dtype
-  bool accumulate_weight_grads = false;  ///< wgrads: add to what they hold, before the one rounding
   bool operator==(const GroupedGemmDesc&) const = default;
 };
 
@@ -190,16 +183,8 @@ struct BiasGradArgs {
   void* db1_up = nullptr;                    ///< separate only
   void* db2 = nullptr;                       ///< (E, d)
 };
-struct SONICMOE_API BiasGradDesc {
+struct SONICMOE_API BiasGradDesc : GroupedDesc {
   using Args = BiasGradArgs;
-  std::int64_t tokens = 0;
-  std::int64_t rows = 0;
-  std::int64_t hidden = 0;
-  std::int64_t intermediate = 0;
-  std::int64_t experts = 0;
-  DType dtype = DType::bf16;
-  Activation activation = Activation::swiglu;
-  W1Layout w1_layout = W1Layout::interleaved;
   bool operator==(const BiasGradDesc&) const = default;
 };
 
@@ -248,15 +233,11 @@ struct ScoreGradArgs {
   void* dlogits = nullptr;           ///< (T, E): router modes
   float* dscores = nullptr;          ///< (R): `given`
 };
-struct SONICMOE_API ScoreGradDesc {
+struct SONICMOE_API ScoreGradDesc : RouterDesc {
   using Args = ScoreGradArgs;
   std::int64_t tokens = 0;
-  std::int64_t experts = 0;
-  std::int64_t top_k = 0;  ///< 0 when `given`
-  std::int64_t rows = 0;   ///< R
+  std::int64_t rows = 0;  ///< R
   DType dtype = DType::bf16;
-  RouterMode mode = RouterMode::softmax_over_topk;
-  bool norm_topk_probs = false;
   bool operator==(const ScoreGradDesc&) const = default;
 };
 

@@ -35,14 +35,10 @@ struct TokenRoundingArgs {
   std::int32_t* frequency = nullptr;   ///< (E) before rounding; optional
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
-struct SONICMOE_API TokenRoundingDesc {
+struct SONICMOE_API TokenRoundingDesc : RouterDesc {  ///< `mode` is not `given`
   using Args = TokenRoundingArgs;
   std::int64_t tokens = 0;
-  std::int64_t experts = 0;
-  std::int64_t top_k = 0;
   DType dtype = DType::bf16;  ///< of the logits
-  RouterMode mode = RouterMode::softmax_over_topk;
-  bool norm_topk_probs = false;
   RoundingRule rule = RoundingRule::nearest;
   std::int64_t tile = 128;  ///< 1 to 1024
   /// A static bound on the entries.
@@ -60,15 +56,10 @@ struct TokenRoundingGradArgs {
   const void* dlogits_in = nullptr;          ///< (T, E), optional, added
   void* dlogits = nullptr;                   ///< (T, E)
 };
-struct SONICMOE_API TokenRoundingGradDesc {
+struct SONICMOE_API TokenRoundingGradDesc : RouterDesc {  ///< `list_length`: that of the lists
   using Args = TokenRoundingGradArgs;
   std::int64_t tokens = 0;
-  std::int64_t experts = 0;
-  std::int64_t top_k = 0;
   DType dtype = DType::bf16;
-  RouterMode mode = RouterMode::softmax_over_topk;
-  bool norm_topk_probs = false;
-  std::int64_t list_length = 0;  ///< the forward's capacity()
   bool operator==(const TokenRoundingGradDesc&) const = default;
 };
 

@@ -36,27 +36,28 @@ LayerDesc describe(const Tensor& x, const Tensor& w2, bool bias, const std::stri
   check_dims("w2", w2, 3, "(E, d, n)");
   LayerDesc desc;
   desc.tokens = x.size(0);
-  desc.hidden = w2.size(1);
-  desc.intermediate = w2.size(2);
-  desc.experts = w2.size(0);
-  desc.dtype = dtype_of("x", x);
-  desc.activation = parse_activation(activation);
-  desc.w1_layout = concat_layout ? W1Layout::concatenated : W1Layout::interleaved;
-  desc.bias = bias;
-  desc.f32_weight_grads = desc.accumulate_weight_grads = main_grads.any();
+  desc.experts.hidden = w2.size(1);
+  desc.experts.intermediate = w2.size(2);
+  desc.router.experts = w2.size(0);
+  desc.experts.dtype = dtype_of("x", x);
+  desc.experts.activation = parse_activation(activation);
+  desc.experts.w1_layout = concat_layout ? W1Layout::concatenated : W1Layout::interleaved;
+  desc.experts.bias = bias;
+  desc.experts.f32_weight_grads = desc.experts.accumulate_weight_grads = main_grads.any();
   return desc;
 }
 
 void choose_by_logits(LayerDesc* desc, std::int64_t top_k, bool softmax_over_topk,
                       bool norm_topk_probs) {
-  desc->top_k = top_k;
-  desc->router = softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax;
-  desc->norm_topk_probs = norm_topk_probs;
+  desc->router.top_k = top_k;
+  desc->router.mode =
+      softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax;
+  desc->router.norm_topk_probs = norm_topk_probs;
 }
 
 void choose_by_lists(LayerDesc* desc, std::int64_t length) {
-  desc->router = RouterMode::given;
-  desc->list_length = length;
+  desc->router.mode = RouterMode::given;
+  desc->router.list_length = length;
 }
 
 /// The checks that every layer operator makes on what it reads; the plan has checked the sizes.
@@ -65,14 +66,15 @@ class Inputs {
   Inputs(const LayerDesc& desc, const Tensor& x) : desc_(desc), x_(x), dtype_(x.scalar_type()) {}
 
   void tokens(const char* argument, const Tensor& tensor) const {
-    check_tensor(argument, tensor, x_, dtype_, {desc_.tokens, desc_.hidden}, "(T, d)");
+    check_tensor(argument, tensor, x_, dtype_, {desc_.tokens, desc_.experts.hidden}, "(T, d)");
   }
   void logits(const char* argument, const OptionalTensor& tensor) const {
     if (tensor)
-      check_tensor(argument, *tensor, x_, dtype_, {desc_.tokens, desc_.experts}, "(T, E)");
+      check_tensor(argument, *tensor, x_, dtype_, {desc_.tokens, desc_.router.experts}, "(T, E)");
   }
   void router_w(const Tensor& tensor) const {
-    check_tensor("router_w", tensor, x_, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
+    check_tensor("router_w", tensor, x_, dtype_, {desc_.router.experts, desc_.experts.hidden},
+                 "(E, d)");
   }
   void weights(const Tensor& w1, const Tensor& w2, const MainGrads& main_grads) const {
     like_w1("w1", w1, dtype_);
@@ -87,13 +89,16 @@ class Inputs {
     }
   }
   void b1(const OptionalTensor& tensor) const {
-    const char* const shape = is_glu(desc_.activation) ? "(E, 2n)" : "(E, n)";
+    const char* const shape = is_glu(desc_.experts.activation) ? "(E, 2n)" : "(E, n)";
     if (tensor) {
-      check_tensor("b1", *tensor, x_, dtype_, {desc_.experts, desc_.preact_width()}, shape);
+      check_tensor("b1", *tensor, x_, dtype_, {desc_.router.experts, desc_.experts.preact_width()},
+                   shape);
     }
   }
   void b2(const OptionalTensor& tensor) const {
-    if (tensor) check_tensor("b2", *tensor, x_, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
+    if (tensor)
+      check_tensor("b2", *tensor, x_, dtype_, {desc_.router.experts, desc_.experts.hidden},
+                   "(E, d)");
   }
   void saved(const LayerPlan& plan, const Tensor& preact, const Tensor& routing) const {
     like_preact("preact", preact);
@@ -111,15 +116,17 @@ class Inputs {
 
  private:
   void like_preact(const char* argument, const Tensor& tensor) const {
-    check_tensor(argument, tensor, x_, dtype_, {desc_.rows(), desc_.preact_width()},
+    check_tensor(argument, tensor, x_, dtype_, {desc_.rows(), desc_.experts.preact_width()},
                  "(R, 2n or n)");
   }
   void like_w1(const char* argument, const Tensor& tensor, ScalarType dtype) const {
-    check_tensor(argument, tensor, x_, dtype, {desc_.experts, desc_.preact_width(), desc_.hidden},
-                 is_glu(desc_.activation) ? "(E, 2n, d)" : "(E, n, d)");
+    check_tensor(argument, tensor, x_, dtype,
+                 {desc_.router.experts, desc_.experts.preact_width(), desc_.experts.hidden},
+                 is_glu(desc_.experts.activation) ? "(E, 2n, d)" : "(E, n, d)");
   }
   void like_w2(const char* argument, const Tensor& tensor, ScalarType dtype) const {
-    check_tensor(argument, tensor, x_, dtype, {desc_.experts, desc_.hidden, desc_.intermediate},
+    check_tensor(argument, tensor, x_, dtype,
+                 {desc_.router.experts, desc_.experts.hidden, desc_.experts.intermediate},
                  "(E, d, n)");
   }
 
@@ -136,7 +143,8 @@ void check_biases(const OptionalTensor& b1, const OptionalTensor& b2) {
 }
 
 Tensor empty_preact(const Tensor& x, const LayerDesc& desc) {
-  return empty(x, {desc.inference ? 0 : desc.rows(), desc.preact_width()}, x.scalar_type());
+  return empty(x, {desc.experts.inference ? 0 : desc.rows(), desc.experts.preact_width()},
+               x.scalar_type());
 }
 
 Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
@@ -147,10 +155,13 @@ Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
 /// main_grads, or not wanted.
 struct WeightGradients {
   WeightGradients(const Tensor& x, const LayerDesc& d, bool wants_dw1, bool wants_dw2)
-      : dw1(empty(x, {returned(d, wants_dw1), d.preact_width(), d.hidden}, x.scalar_type())),
-        db1(empty(x, {d.bias ? d.experts : 0, d.preact_width()}, x.scalar_type())),
-        dw2(empty(x, {returned(d, wants_dw2), d.hidden, d.intermediate}, x.scalar_type())),
-        db2(empty(x, {d.bias ? d.experts : 0, d.hidden}, x.scalar_type())),
+      : dw1(empty(x, {returned(d, wants_dw1), d.experts.preact_width(), d.experts.hidden},
+                  x.scalar_type())),
+        db1(empty(x, {d.experts.bias ? d.router.experts : 0, d.experts.preact_width()},
+                  x.scalar_type())),
+        dw2(empty(x, {returned(d, wants_dw2), d.experts.hidden, d.experts.intermediate},
+                  x.scalar_type())),
+        db2(empty(x, {d.experts.bias ? d.router.experts : 0, d.experts.hidden}, x.scalar_type())),
         wants_dw1_(wants_dw1),
         wants_dw2_(wants_dw2) {}
 
@@ -165,7 +176,7 @@ struct WeightGradients {
 
  private:
   static std::int64_t returned(const LayerDesc& d, bool wanted) {
-    return wanted && !d.accumulate_weight_grads ? d.experts : 0;
+    return wanted && !d.experts.accumulate_weight_grads ? d.router.experts : 0;
   }
 
   bool wants_dw1_, wants_dw2_;
@@ -181,8 +192,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
-  desc.inference = inference;
-  desc.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
+  desc.experts.inference = inference;
+  desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("x", x);
@@ -192,9 +203,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   inputs.b2(b2);
   x = aligned(x);
 
-  const Tensor o = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
-  const Tensor logits = empty(x, {desc.tokens, desc.experts}, x.scalar_type());
-  const Tensor counts = empty(x, {desc.experts}, ScalarType::Int);
+  const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
+  const Tensor logits = empty(x, {desc.tokens, desc.router.experts}, x.scalar_type());
+  const Tensor counts = empty(x, {desc.router.experts}, ScalarType::Int);
   const Tensor preact = empty_preact(x, desc);
   const Tensor routing = empty_routing(x, plan);
   check(plan.forward({.x = input<void>(x),
@@ -222,7 +233,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   main_grads.check_wanted(wants_dw1, wants_dw2);
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
-  desc.dpreact_in_workspace = !dpreact.has_value();
+  desc.experts.dpreact_in_workspace = !dpreact.has_value();
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("dout", dout);
@@ -238,9 +249,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   dout = aligned(dout);
   dlogits = aligned(dlogits);
 
-  const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.hidden}, x.scalar_type());
+  const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
   const Tensor drouter_w =
-      empty(x, {wants_drouter_w ? desc.experts : 0, desc.hidden}, x.scalar_type());
+      empty(x, {wants_drouter_w ? desc.router.experts : 0, desc.experts.hidden}, x.scalar_type());
   const WeightGradients gradients(x, desc, wants_dw1, wants_dw2);
   BackwardArgs args{.x = input<void>(x),
                     .router_w = input<void>(router_w),
@@ -269,21 +280,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
   choose_by_lists(&desc, scores.size(0));
-  desc.inference = inference;
-  desc.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
+  desc.experts.inference = inference;
+  desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("x", x);
-  check_tensor("scores", scores, x, ScalarType::Float, {desc.list_length}, "(L)");
-  check_tensor("token_ids", token_ids, x, ScalarType::Int, {desc.list_length}, "(L)");
-  check_tensor("expert_ids", expert_ids, x, ScalarType::Int, {desc.list_length}, "(L)");
+  check_tensor("scores", scores, x, ScalarType::Float, {desc.router.list_length}, "(L)");
+  check_tensor("token_ids", token_ids, x, ScalarType::Int, {desc.router.list_length}, "(L)");
+  check_tensor("expert_ids", expert_ids, x, ScalarType::Int, {desc.router.list_length}, "(L)");
   inputs.weights(w1, w2, main_grads);
   inputs.b1(b1);
   inputs.b2(b2);
   x = aligned(x);
 
-  const Tensor o = empty(x, {desc.tokens, desc.hidden}, x.scalar_type());
-  const Tensor counts = empty(x, {desc.experts}, ScalarType::Int);
+  const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
+  const Tensor counts = empty(x, {desc.router.experts}, ScalarType::Int);
   const Tensor preact = empty_preact(x, desc);
   const Tensor routing = empty_routing(x, plan);
   check(plan.forward({.x = input<void>(x),
@@ -312,7 +323,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
   main_grads.check_wanted(wants_dw1, wants_dw2);
   LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
   choose_by_lists(&desc, preact.size(0));
-  desc.dpreact_in_workspace = !dpreact.has_value();
+  desc.experts.dpreact_in_workspace = !dpreact.has_value();
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.tokens("dout", dout);
@@ -324,8 +335,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
   x = aligned(x);
   dout = aligned(dout);
 
-  const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.hidden}, x.scalar_type());
-  const Tensor dscores = empty(x, {desc.list_length}, ScalarType::Float);
+  const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
+  const Tensor dscores = empty(x, {desc.router.list_length}, ScalarType::Float);
   const WeightGradients gradients(x, desc, wants_dw1, wants_dw2);
   BackwardArgs args{.x = input<void>(x),
                     .w1 = input<void>(w1),

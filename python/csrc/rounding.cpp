@@ -25,14 +25,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
     bool norm_topk_probs, std::string rule, std::int64_t tile) {
   static PlanCache<TokenRoundingDesc> plans;
   check_dims("logits", logits, 2, "(T, E)");
-  const TokenRoundingDesc desc{.tokens = logits.size(0),
-                               .experts = logits.size(1),
-                               .top_k = top_k,
-                               .dtype = dtype_of("logits", logits),
-                               .mode = mode_of(softmax_over_topk),
-                               .norm_topk_probs = norm_topk_probs,
-                               .rule = parse_rule(rule),
-                               .tile = tile};
+  const TokenRoundingDesc desc{{.experts = logits.size(1),
+                                .top_k = top_k,
+                                .mode = mode_of(softmax_over_topk),
+                                .norm_topk_probs = norm_topk_probs},
+                               logits.size(0),
+                               dtype_of("logits", logits),
+                               parse_rule(rule),
+                               tile};
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
@@ -60,13 +60,13 @@ Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, 
   static PlanCache<TokenRoundingGradDesc> plans;
   check_dims("logits", logits, 2, "(T, E)");
   check_dims("token_ids", token_ids, 1, "(capacity)");
-  const TokenRoundingGradDesc desc{.tokens = logits.size(0),
-                                   .experts = logits.size(1),
-                                   .top_k = top_k,
-                                   .dtype = dtype_of("logits", logits),
-                                   .mode = mode_of(softmax_over_topk),
-                                   .norm_topk_probs = norm_topk_probs,
-                                   .list_length = token_ids.size(0)};
+  const TokenRoundingGradDesc desc{{.experts = logits.size(1),
+                                    .top_k = top_k,
+                                    .mode = mode_of(softmax_over_topk),
+                                    .norm_topk_probs = norm_topk_probs,
+                                    .list_length = token_ids.size(0)},
+                                   logits.size(0),
+                                   dtype_of("logits", logits)};
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");

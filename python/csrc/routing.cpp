@@ -51,12 +51,12 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::int64_t k, bool softmax_ove
   static PlanCache<TopKDesc> plans;
   check_dims("logits", logits, 2, "(T, E)");
   const TopKDesc desc{
-      .tokens = logits.size(0),
-      .experts = logits.size(1),
-      .top_k = k,
-      .dtype = dtype_of("logits", logits),
-      .mode = softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax,
-      .norm_topk_probs = norm_topk_probs};
+      {.experts = logits.size(1),
+       .top_k = k,
+       .mode = softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax,
+       .norm_topk_probs = norm_topk_probs},
+      logits.size(0),
+      dtype_of("logits", logits)};
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");

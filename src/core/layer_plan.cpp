@@ -79,7 +79,7 @@ struct LayerPlan::Impl {
   /// Do a token's logits have gradients at its own experts alone, unless the caller adds some?
   /// Then the sum over dX's rows adds the router's part, and no product is needed.
   bool routed() const {
-    return kind() == SlotKind::top_k && !needs_logits(desc) && desc.top_k <= kMaxRoutedTopK;
+    return kind() == SlotKind::top_k && !desc.needs_logits() && desc.router.top_k <= kMaxRoutedTopK;
   }
 };
 
@@ -140,37 +140,27 @@ class Builder {
   bool found_ = false;
 };
 
-GroupedGemmDesc grouped(const LayerDesc& d, GemmOp op) {
-  return {.op = op,
-          .tokens = d.tokens,
-          .rows = d.rows(),
-          .hidden = d.hidden,
-          .intermediate = d.intermediate,
-          .experts = d.experts,
-          .dtype = d.dtype,
-          .activation = d.activation,
-          .w1_layout = d.w1_layout,
-          .bias = d.bias,
-          .inference = d.inference,
-          .f32_weight_grads = d.f32_weight_grads,
-          .accumulate_weight_grads = d.accumulate_weight_grads};
+GroupedDesc grouped(const LayerDesc& d) {
+  return {{d.experts}, d.tokens, d.rows(), d.router.experts};
 }
+GroupedGemmDesc grouped(const LayerDesc& d, GemmOp op) { return {{grouped(d)}, op}; }
 
 AggregateDesc aggregate(const LayerPlan::Impl& impl) {
   const LayerDesc& d = impl.desc;
-  return {d.tokens, d.rows(), d.hidden, impl.lists() ? 0 : d.top_k, d.dtype};
+  return {d.tokens, d.rows(), d.experts.hidden, impl.lists() ? 0 : d.router.top_k, d.experts.dtype};
 }
 
 Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   const LayerDesc& d = impl->desc;
   std::size_t scratch = 0;
-  const RouterGemmDesc router{GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype};
-  const TopKDesc top_k{d.tokens, d.experts, d.top_k, d.dtype, d.router, d.norm_topk_probs};
-  const TokenRoundingDesc rounding{d.tokens, d.experts,         d.top_k,         d.dtype,
-                                   d.router, d.norm_topk_probs, d.rounding_rule, d.rounding_tile};
+  const RouterGemmDesc router{GemmPass::forward, d.tokens, d.experts.hidden, d.router.experts,
+                              d.experts.dtype};
+  const TopKDesc top_k{{d.router}, d.tokens, d.experts.dtype};
+  const TokenRoundingDesc rounding{
+      {d.router}, d.tokens, d.experts.dtype, d.rounding.rule, d.rounding.tile};
   const bool lists = impl->lists();
-  const MetadataDesc metadata{d.tokens, d.experts, lists ? 0 : d.top_k, lists ? d.rows() : 0,
-                              d.assume_sorted || impl->rounded()};
+  const MetadataDesc metadata{d.tokens, d.router.experts, lists ? 0 : d.router.top_k,
+                              lists ? d.rows() : 0, d.router.assume_sorted || impl->rounded()};
   if (!impl->given()) build->add(&impl->router_gemm, router, &scratch);
   if (!lists) build->add(&impl->top_k, top_k, &scratch);
   if (impl->rounded()) build->add(&impl->token_rounding, rounding, &scratch);
@@ -180,17 +170,18 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
   build->add(&impl->aggregate_o, aggregate(*impl), &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
-  const std::size_t size = size_of(d.dtype);
+  const std::size_t size = size_of(d.experts.dtype);
   Ledger& ledger = impl->forward_ledger;
-  impl->fwd.routing = ledger.book("routing", d.inference ? RoutingBlock::bytes(d) : 0);
+  impl->fwd.routing = ledger.book("routing", d.experts.inference ? RoutingBlock::bytes(d) : 0);
   impl->fwd.slot_scores = ledger.book("slot_scores", impl->rounded() ? 4 * rows : 0);
   impl->fwd.row_slots = ledger.book("row_slots", 4 * rows);
   impl->block_counts = lists ? 0 : block_counts_bytes(top_k, impl->exec.device);
   impl->fwd.block_counts = ledger.book("block_counts", impl->block_counts);
   impl->fwd.tile_counters = ledger.book("tile_counters", impl->counts_tiles() ? 8 : 0);
-  impl->fwd.act = ledger.book("act", rows * static_cast<std::size_t>(d.intermediate) * size);
+  impl->fwd.act =
+      ledger.book("act", rows * static_cast<std::size_t>(d.experts.intermediate) * size);
   impl->fwd.expert_out =
-      ledger.book("expert_out", rows * static_cast<std::size_t>(d.hidden) * size);
+      ledger.book("expert_out", rows * static_cast<std::size_t>(d.experts.hidden) * size);
   impl->fwd.scratch = ledger.book("scratch", scratch);
   return build->status();
 }
@@ -198,23 +189,21 @@ Status plan_forward(LayerPlan::Impl* impl, Builder* build) {
 Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
   const LayerDesc& d = impl->desc;
   std::size_t scratch = 0;
-  const RouterGemmDesc dgrad{GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype};
-  const RouterGemmDesc wgrad{GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype};
-  const BiasGradDesc bias{d.tokens,  d.rows(), d.hidden,     d.intermediate,
-                          d.experts, d.dtype,  d.activation, d.w1_layout};
+  const RouterGemmDesc dgrad{GemmPass::dgrad, d.tokens, d.experts.hidden, d.router.experts,
+                             d.experts.dtype};
+  const RouterGemmDesc wgrad{GemmPass::wgrad, d.tokens, d.experts.hidden, d.router.experts,
+                             d.experts.dtype};
+  const BiasGradDesc bias{grouped(d)};
   // Lists, given or made, take their gradients in slot order.
-  const bool lists = impl->lists();
-  const ScoreGradDesc score{d.tokens,
-                            d.experts,
-                            lists ? 0 : d.top_k,
-                            d.rows(),
-                            d.dtype,
-                            lists ? RouterMode::given : d.router,
-                            !lists && d.norm_topk_probs};
-  const TokenRoundingGradDesc rounding{d.tokens, d.experts,         d.top_k, d.dtype,
-                                       d.router, d.norm_topk_probs, d.rows()};
+  ScoreGradDesc score{{d.router}, d.tokens, d.rows(), d.experts.dtype};
+  if (impl->lists()) {
+    static_cast<RouterDesc&>(score) = {
+        .experts = d.router.experts, .mode = RouterMode::given, .list_length = d.rows()};
+  }
+  TokenRoundingGradDesc rounding{{d.router}, d.tokens, d.experts.dtype};
+  rounding.list_length = d.rows();
   build->add(&impl->down_proj_dgrad, grouped(d, GemmOp::down_proj_dgrad), &scratch);
-  if (d.bias) build->add(&impl->bias_grad, bias, &scratch);
+  if (d.experts.bias) build->add(&impl->bias_grad, bias, &scratch);
   build->add(&impl->score_grad, score, &scratch);
   if (impl->rounded()) build->add(&impl->token_rounding_grad, rounding, &scratch);
   build->add(&impl->down_proj_wgrad, grouped(d, GemmOp::down_proj_wgrad), &scratch);
@@ -224,24 +213,26 @@ Status plan_backward(LayerPlan::Impl* impl, Builder* build) {
     build->add(&impl->router_dgrad, dgrad, &scratch).add(&impl->router_wgrad, wgrad, &scratch);
   }
   AggregateDesc sum = aggregate(*impl);
-  if (impl->routed()) sum.experts = d.experts;
+  if (impl->routed()) sum.experts = d.router.experts;
   build->add(&impl->aggregate_dx, sum, &scratch);
 
   const std::size_t rows = static_cast<std::size_t>(d.rows());
   const std::size_t tokens = impl->given() ? 0 : static_cast<std::size_t>(d.tokens);
-  const std::size_t hidden = static_cast<std::size_t>(d.hidden);
-  const std::size_t size = size_of(d.dtype);
-  const std::size_t width = static_cast<std::size_t>(d.preact_width());
+  const std::size_t hidden = static_cast<std::size_t>(d.experts.hidden);
+  const std::size_t size = size_of(d.experts.dtype);
+  const std::size_t width = static_cast<std::size_t>(d.experts.preact_width());
   Ledger& ledger = impl->backward_ledger;
-  impl->bwd.dpreact = ledger.book("dpreact", d.dpreact_in_workspace ? rows * width * size : 0);
+  impl->bwd.dpreact =
+      ledger.book("dpreact", d.experts.dpreact_in_workspace ? rows * width * size : 0);
   impl->bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
   impl->bwd.tile_counter = ledger.book("tile_counter", impl->counts_tiles() ? 4 : 0);
   impl->bwd.dscores = ledger.book("dscores", impl->rounded() ? 4 * rows : 0);
-  impl->bwd.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(d.experts) * size);
+  impl->bwd.dlogits =
+      ledger.book("dlogits", tokens * static_cast<std::size_t>(d.router.experts) * size);
   impl->bwd.scratch = ledger.book("scratch", scratch);
   const std::size_t shared = ledger.end();
   impl->bwd.scaled_act =
-      ledger.book("scaled_act", rows * static_cast<std::size_t>(d.intermediate) * size);
+      ledger.book("scaled_act", rows * static_cast<std::size_t>(d.experts.intermediate) * size);
   ledger.restart_at(shared);
   impl->bwd.dx_rows = ledger.book("dx_rows", rows * hidden * size);
   return build->status();
@@ -302,15 +293,15 @@ Result<LayerPlan> make_plan(const LayerDesc& desc, Device device, const Options&
   impl->exec = exec.value();
   Builder build(impl.get(), device, options);
   if (Status status = plan_forward(impl.get(), &build); !status.ok()) return status;
-  if (!desc.inference) {
+  if (!desc.experts.inference) {
     if (Status status = plan_backward(impl.get(), &build); !status.ok()) return status;
-    const std::size_t size = size_of(desc.dtype);
+    const std::size_t size = size_of(desc.experts.dtype);
     const std::size_t tokens = static_cast<std::size_t>(desc.tokens);
-    impl->saved.x = tokens * static_cast<std::size_t>(desc.hidden) * size;
-    impl->saved.preact = static_cast<std::size_t>(desc.rows() * desc.preact_width()) * size;
+    impl->saved.x = tokens * static_cast<std::size_t>(desc.experts.hidden) * size;
+    impl->saved.preact = static_cast<std::size_t>(desc.rows() * desc.experts.preact_width()) * size;
     impl->saved.routing = RoutingBlock::bytes(desc);
-    if (needs_logits(desc)) {
-      impl->saved.logits = tokens * static_cast<std::size_t>(desc.experts) * size;
+    if (desc.needs_logits()) {
+      impl->saved.logits = tokens * static_cast<std::size_t>(desc.router.experts) * size;
     }
   }
   if (Status status = build.finish(); !status.ok()) return status;
@@ -359,7 +350,7 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace,
   const DeviceGuard guard(p.exec.device);
   Sequence seq(workspace, p.fwd.scratch, stream);
   const RoutingBlock routing =
-      RoutingBlock::at(d, d.inference ? seq.region(p.fwd.routing) : args.routing);
+      RoutingBlock::at(d, d.experts.inference ? seq.region(p.fwd.routing) : args.routing);
   float* const made_scores = p.rounded() ? seq.region(p.fwd.slot_scores) : routing.slot_scores;
   const float* slot_scores = p.given() ? args.list_scores : made_scores;
   std::uint8_t* block_counts = nullptr;
@@ -452,7 +443,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
   // Backward only reads the block; the operations' arguments are the same as forward's.
   const RoutingBlock routing = RoutingBlock::at(d, const_cast<void*>(args.routing));
   void* const preact = const_cast<void*>(args.preact);
-  void* const dpreact = d.dpreact_in_workspace ? seq.region(p.bwd.dpreact) : args.dpreact;
+  void* const dpreact = d.experts.dpreact_in_workspace ? seq.region(p.bwd.dpreact) : args.dpreact;
   void* const dlogits = seq.region(p.bwd.dlogits);
   std::int32_t* dx_tiles = nullptr;  // cleared by down_proj_dgrad
   if (p.counts_tiles()) dx_tiles = seq.region(p.bwd.tile_counter);
@@ -467,7 +458,7 @@ Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace,
                               .scaled_act = seq.region(p.bwd.scaled_act),
                               .row_dscores = seq.region(p.bwd.row_dscores),
                               .next_tile_counter = dx_tiles});
-  if (d.bias) {
+  if (d.experts.bias) {
     seq.run(p.bias_grad, {.offsets = routing.offsets,
                           .row_tokens = routing.row_tokens,
                           .row_scores = routing.row_scores,

@@ -16,8 +16,8 @@ enum class SlotKind {
 };
 
 inline SlotKind slot_kind(const LayerDesc& desc) {
-  if (desc.router == RouterMode::given) return SlotKind::given;
-  return desc.rounding_tile > 0 ? SlotKind::rounded : SlotKind::top_k;
+  if (desc.router.given()) return SlotKind::given;
+  return desc.rounding.tile > 0 ? SlotKind::rounded : SlotKind::top_k;
 }
 
 /// The opaque block that carries a layer's routing from forward to backward: 20 bytes a row and
@@ -63,8 +63,8 @@ struct RoutingBlock {
       take(&RoutingBlock::token_slots, rows);
       take(&RoutingBlock::token_offsets, desc.tokens + 1);
     }
-    take(&RoutingBlock::offsets, desc.experts + 1);
-    take(&RoutingBlock::expert_order, desc.experts);
+    take(&RoutingBlock::offsets, desc.router.experts + 1);
+    take(&RoutingBlock::expert_order, desc.router.experts);
     return end;
   }
 };

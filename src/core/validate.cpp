@@ -166,14 +166,6 @@ Checker routed(const Desc& d) {
 
 }  // namespace
 
-bool needs_logits(RouterMode mode, bool norm_topk_probs) {
-  return mode == RouterMode::topk_over_softmax && !norm_topk_probs;
-}
-
-bool needs_logits(const LayerDesc& desc) {
-  return desc.rounding_tile > 0 || needs_logits(desc.router, desc.norm_topk_probs);
-}
-
 Status validate(Device device) {
   Checker check;
   check.known("device.type", device.type, "cpu, cuda");
@@ -204,22 +196,26 @@ Status validate(Workspace workspace, std::size_t needed) {
 
 Status validate(const LayerDesc& d) {
   Checker check;
-  check.router(d.router).tokens(d.tokens).width("hidden", d.hidden);
-  check.width("intermediate", d.intermediate).experts(d.experts);
-  const bool given = d.router == RouterMode::given;
+  check.router(d.router.mode).tokens(d.tokens).width("hidden", d.experts.hidden);
+  check.width("intermediate", d.experts.intermediate).experts(d.router.experts);
+  const bool given = d.router.mode == RouterMode::given;
   if (given) {
-    check.range("top_k", d.top_k, 0, 0).range("list_length", d.list_length, 0, kMaxIndex);
+    check.range("top_k", d.router.top_k, 0, 0)
+        .range("list_length", d.router.list_length, 0, kMaxIndex);
   } else {
-    check.top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
-    check.range("list_length", d.list_length, 0, 0);
-    check.require(!d.assume_sorted, "assume_sorted", "true", "false unless the routing is given");
+    check.top_k(d.router.top_k, d.router.experts).rows(d.tokens, d.router.top_k);
+    check.range("list_length", d.router.list_length, 0, 0);
+    check.require(!d.router.assume_sorted, "assume_sorted", "true",
+                  "false unless the routing is given");
   }
-  check.require(!d.norm_topk_probs || d.router != RouterMode::given, "norm_topk_probs", "true",
-                "false when the routing is given");
-  check.range("rounding_tile", d.rounding_tile, 0, given ? 0 : 1024);
-  check.known("rounding_rule", d.rounding_rule, kRules);
+  check.require(!d.router.norm_topk_probs || d.router.mode != RouterMode::given, "norm_topk_probs",
+                "true", "false when the routing is given");
+  check.range("rounding_tile", d.rounding.tile, 0, given ? 0 : 1024);
+  check.known("rounding_rule", d.rounding.rule, kRules);
   if (check.status().ok()) check.range("rows", d.rows(), 0, kMaxIndex);
-  check.dtype(d.dtype).activation(d.activation).layout(d.w1_layout, d.activation);
+  check.dtype(d.experts.dtype)
+      .activation(d.experts.activation)
+      .layout(d.experts.w1_layout, d.experts.activation);
   return check.status();
 }
 
@@ -285,24 +281,26 @@ Status validate(const TokenRoundingGradDesc& d) {
 }
 
 Status validate(const LayerDesc& d, const ForwardArgs& a) {
-  const bool given = d.router == RouterMode::given;
+  const bool given = d.router.mode == RouterMode::given;
   Checker check;
   check.tensor("x", a.x, d.tokens, "(T, d)");
   if (given) {
-    check.ints("list_tokens", a.list_tokens, d.list_length, "(L) int32");
-    check.ints("list_experts", a.list_experts, d.list_length, "(L) int32");
-    check.ints("list_scores", a.list_scores, d.list_length, "(L) float");
+    check.ints("list_tokens", a.list_tokens, d.router.list_length, "(L) int32");
+    check.ints("list_experts", a.list_experts, d.router.list_length, "(L) int32");
+    check.ints("list_scores", a.list_scores, d.router.list_length, "(L) float");
   } else {
     check.tensor("router_w", a.router_w, 1, "(E, d)");
   }
-  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
-  if (d.bias) {
-    check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.w1_layout).tensor("b2", a.b2, 1, "(E, d)");
+  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.experts.w1_layout)
+      .tensor("w2", a.w2, 1, "(E, d, n)");
+  if (d.experts.bias) {
+    check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.experts.w1_layout)
+        .tensor("b2", a.b2, 1, "(E, d)");
   }
   check.tensor("o", a.o, d.tokens, "(T, d)");
   if (!given) {
     check.tensor("logits", a.logits, d.tokens, "(T, E)");
-    if (d.rounding_tile > 0) {
+    if (d.rounding.tile > 0) {
       check.optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
     } else {
       check.optional("scores", a.scores, d.tokens, 4);
@@ -311,7 +309,7 @@ Status validate(const LayerDesc& d, const ForwardArgs& a) {
   }
   check.optional("error_word", a.error_word, 1, 4);
   check.ints("counts", a.counts, 1, "(E) int32");
-  if (!d.inference) {
+  if (!d.experts.inference) {
     check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
     check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
   }
@@ -319,14 +317,16 @@ Status validate(const LayerDesc& d, const ForwardArgs& a) {
 }
 
 Status validate(const LayerDesc& d, const BackwardArgs& a) {
-  const bool given = d.router == RouterMode::given;
+  const bool given = d.router.mode == RouterMode::given;
   Checker check;
-  check.require(!d.inference, "inference", "true", "false: an inference plan keeps nothing");
+  check.require(!d.experts.inference, "inference", "true",
+                "false: an inference plan keeps nothing");
   check.tensor("x", a.x, d.tokens, "(T, d)");
   if (!given) check.tensor("router_w", a.router_w, 1, "(E, d)");
-  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
-  if (d.bias) check.tensor("b2", a.b2, 1, "(E, d)");
-  if (needs_logits(d)) {
+  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.experts.w1_layout)
+      .tensor("w2", a.w2, 1, "(E, d, n)");
+  if (d.experts.bias) check.tensor("b2", a.b2, 1, "(E, d)");
+  if (d.needs_logits()) {
     check.tensor("logits", a.logits, d.tokens, "(T, E)");
   }
   check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
@@ -335,19 +335,20 @@ Status validate(const LayerDesc& d, const BackwardArgs& a) {
   if (!given) check.optional("dlogits", a.dlogits, d.tokens);
   check.optional("dx", a.dx, d.tokens);
   if (given) {
-    check.ints("dscores", a.dscores, d.list_length, "(L) float");
+    check.ints("dscores", a.dscores, d.router.list_length, "(L) float");
   } else {
     check.optional("drouter_w", a.drouter_w, 1);
   }
-  const bool separate = d.w1_layout == W1Layout::separate;
+  const bool separate = d.experts.w1_layout == W1Layout::separate;
   if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
-    check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
+    check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.experts.w1_layout);
   }
   check.optional("dw2", a.dw2, 1);
-  if (d.bias) {
-    check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout).tensor("db2", a.db2, 1, "(E, d)");
+  if (d.experts.bias) {
+    check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.experts.w1_layout)
+        .tensor("db2", a.db2, 1, "(E, d)");
   }
-  if (!d.dpreact_in_workspace) check.tensor("dpreact", a.dpreact, d.rows(), "(R, 2n or n)");
+  if (!d.experts.dpreact_in_workspace) check.tensor("dpreact", a.dpreact, d.rows(), "(R, 2n or n)");
   return check.status();
 }
 
@@ -484,7 +485,7 @@ Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
   }
   check.ints("slot_scores", a.slot_scores, d.rows, "(R) float");
   check.ints("slot_experts", a.slot_experts, d.rows, "(R) int32");
-  if (needs_logits(d.mode, d.norm_topk_probs)) {
+  if (d.reaches_all_experts()) {
     check.tensor("logits", a.logits, d.tokens, "(T, E)");
   }
   check.optional("dlogits_in", a.dlogits_in, d.tokens);

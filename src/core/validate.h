@@ -41,8 +41,4 @@ Status validate(Device device);
 Status validate(const Options& options);
 Status validate(Workspace workspace, std::size_t needed);
 
-/// Whether backward needs the logits: the gradient reaches experts that were not chosen.
-bool needs_logits(RouterMode mode, bool norm_topk_probs);
-bool needs_logits(const LayerDesc& desc);
-
 }  // namespace sonicmoe

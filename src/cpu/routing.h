@@ -50,16 +50,14 @@ inline void select_top_k(const float* values, std::int64_t experts, std::int64_t
   }
 }
 
-/// Scores and ids of a token's K experts; Desc has experts, top_k, mode and norm_topk_probs. `row`
-/// holds logits and afterwards, if `probabilities` or if the mode needs them, their softmax. Sums
-/// over K run in stored order.
-template <class Desc>
-void route_token(const Desc& d, float max, bool probabilities, float* row, float* scores,
-                 std::int32_t* ids) {
-  const bool over_topk = d.mode == RouterMode::softmax_over_topk;
+/// Scores and ids of a token's K experts. `row` holds logits and afterwards, if `probabilities` or
+/// if the mode needs them, their softmax. Sums over K run in stored order.
+inline void route_token(const RouterDesc& d, float max, bool probabilities, float* row,
+                        float* scores, std::int32_t* ids) {
+  const bool over_topk = d.over_top_k();
   if (!over_topk) softmax_row(max, d.experts, row);
   select_top_k(row, d.experts, d.top_k, scores, ids);
-  if (over_topk || d.norm_topk_probs) {
+  if (d.normalised()) {
     float sum = 0.0f;
     for (std::int64_t k = 0; k < d.top_k; ++k) {
       if (over_topk) scores[k] = math::softmax_term(scores[k], max);

@@ -1,6 +1,5 @@
 // From the scores' gradients, row by row, to slot order (lists) or through the router to dlogits.
 #include "core/backends.h"
-#include "core/validate.h"
 #include "cpu/routing.h"
 
 namespace sonicmoe::cpu {
@@ -20,7 +19,7 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
     inner = math::fma(slot_gradient(a, s), a.slot_scores[s], inner);
   }
   const int experts = static_cast<int>(d.experts);
-  if (needs_logits(d.mode, d.norm_topk_probs)) {
+  if (d.reaches_all_experts()) {
     // All experts share the softmax: p_e (g_e - inner), with p recomputed from the logits.
     const T* logits = static_cast<const T*>(a.logits) + t * d.experts;
     softmax_row(load_row(logits, d.experts, grad), d.experts, grad);
@@ -43,13 +42,13 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
 }
 
 std::size_t workspace(const ScoreGradDesc& desc, const Exec& exec) {
-  if (desc.mode == RouterMode::given) return 0;
+  if (desc.given()) return 0;
   return static_cast<std::size_t>(desc.experts) * 4 * static_cast<std::size_t>(exec.threads);
 }
 
 Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
            const Exec& exec) noexcept {
-  if (d.mode == RouterMode::given) {
+  if (d.given()) {
     for (std::int64_t s = 0; s < d.rows; ++s) a.dscores[s] = slot_gradient(a, s);
     return {};
   }

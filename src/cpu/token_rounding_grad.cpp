@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/backends.h"
-#include "core/validate.h"
 #include "cpu/routing.h"
 
 namespace sonicmoe::cpu {
@@ -55,7 +54,7 @@ void token(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, std::
     if (a.expert_ids[at] < d.experts) gradient[a.expert_ids[at]] = a.dscores[at];
   }
   // A TC score that is not the probability itself has a softmax of its own, over the K.
-  const bool own_softmax = !needs_logits(d.mode, d.norm_topk_probs);
+  const bool own_softmax = d.normalised();
   float inner_top_k = 0.0f;
   for (std::int64_t k = 0; own_softmax && k < d.top_k; ++k) {
     float& g = gradient[row.ids[k]];

@@ -18,19 +18,19 @@ constexpr StatusCode kData = StatusCode::invalid_data;
 LayerDesc router_desc() {
   LayerDesc d;
   d.tokens = 5;
-  d.hidden = 16;
-  d.intermediate = 8;
-  d.experts = 4;
-  d.top_k = 2;
-  d.dtype = DType::f32;
+  d.experts.hidden = 16;
+  d.experts.intermediate = 8;
+  d.router.experts = 4;
+  d.router.top_k = 2;
+  d.experts.dtype = DType::f32;
   return d;
 }
 
 LayerDesc given_desc() {
   LayerDesc d = router_desc();
-  d.router = RouterMode::given;
-  d.top_k = 0;
-  d.list_length = 7;
+  d.router.mode = RouterMode::given;
+  d.router.top_k = 0;
+  d.router.list_length = 7;
   return d;
 }
 
@@ -60,77 +60,78 @@ void expect_refused(const LayerDesc& good, const std::vector<BadPlan>& table) {
 }
 
 TEST(BadLayer, Sizes) {
-  expect_refused(
-      router_desc(),
-      {{kArgument, "tokens: got -1, allowed: 0 to 2147483647",
-        [](Request* r) { r->desc.tokens = -1; }},
-       {kArgument, "tokens: got 2147483648, allowed: 0 to 2147483647",
-        [](Request* r) { r->desc.tokens = 1L << 31; }},
-       {kArgument, "hidden: got 0, allowed: multiples of 8 from 8 to 1048576",
-        [](Request* r) { r->desc.hidden = 0; }},
-       {kArgument, "hidden: got -8, allowed: multiples of 8 from 8 to 1048576",
-        [](Request* r) { r->desc.hidden = -8; }},
-       {kArgument, "hidden: got 12, allowed: multiples of 8 from 8 to 1048576",
-        [](Request* r) { r->desc.hidden = 12; }},
-       {kArgument, "hidden: got 1048584, allowed: multiples of 8 from 8 to 1048576",
-        [](Request* r) { r->desc.hidden = (1 << 20) + 8; }},
-       {kArgument, "intermediate: got 7, allowed: multiples of 8 from 8 to 1048576",
-        [](Request* r) { r->desc.intermediate = 7; }},
-       {kArgument, "experts: got 0, allowed: 1 to 65536", [](Request* r) { r->desc.experts = 0; }},
-       {kArgument, "experts: got 65537, allowed: 1 to 65536",
-        [](Request* r) { r->desc.experts = 65537; }},
-       {kArgument, "top_k: got 0, allowed: 1 to experts (4)",
-        [](Request* r) { r->desc.top_k = 0; }},
-       {kArgument, "top_k: got 5, allowed: 1 to experts (4)",
-        [](Request* r) { r->desc.top_k = 5; }},
-       {kArgument, "top_k: got -2, allowed: 1 to experts (4)",
-        [](Request* r) { r->desc.top_k = -2; }},
-       {kArgument, "tokens * top_k: got 2147483648, allowed: at most 2147483647",
-        [](Request* r) { r->desc.tokens = 1 << 30; }},
-       {kArgument, "tokens: got 9223372036854775807, allowed: 0 to 2147483647",
-        [](Request* r) { r->desc.tokens = INT64_MAX; }},
-       {kArgument, "list_length: got 3, allowed: 0", [](Request* r) { r->desc.list_length = 3; }}});
-  expect_refused(given_desc(),
-                 {{kArgument, "list_length: got -1, allowed: 0 to 2147483647",
-                   [](Request* r) { r->desc.list_length = -1; }},
-                  {kArgument, "list_length: got 2147483648, allowed: 0 to 2147483647",
-                   [](Request* r) { r->desc.list_length = 1L << 31; }},
-                  {kArgument, "top_k: got 2, allowed: 0", [](Request* r) { r->desc.top_k = 2; }}});
+  expect_refused(router_desc(),
+                 {{kArgument, "tokens: got -1, allowed: 0 to 2147483647",
+                   [](Request* r) { r->desc.tokens = -1; }},
+                  {kArgument, "tokens: got 2147483648, allowed: 0 to 2147483647",
+                   [](Request* r) { r->desc.tokens = 1L << 31; }},
+                  {kArgument, "hidden: got 0, allowed: multiples of 8 from 8 to 1048576",
+                   [](Request* r) { r->desc.experts.hidden = 0; }},
+                  {kArgument, "hidden: got -8, allowed: multiples of 8 from 8 to 1048576",
+                   [](Request* r) { r->desc.experts.hidden = -8; }},
+                  {kArgument, "hidden: got 12, allowed: multiples of 8 from 8 to 1048576",
+                   [](Request* r) { r->desc.experts.hidden = 12; }},
+                  {kArgument, "hidden: got 1048584, allowed: multiples of 8 from 8 to 1048576",
+                   [](Request* r) { r->desc.experts.hidden = (1 << 20) + 8; }},
+                  {kArgument, "intermediate: got 7, allowed: multiples of 8 from 8 to 1048576",
+                   [](Request* r) { r->desc.experts.intermediate = 7; }},
+                  {kArgument, "experts: got 0, allowed: 1 to 65536",
+                   [](Request* r) { r->desc.router.experts = 0; }},
+                  {kArgument, "experts: got 65537, allowed: 1 to 65536",
+                   [](Request* r) { r->desc.router.experts = 65537; }},
+                  {kArgument, "top_k: got 0, allowed: 1 to experts (4)",
+                   [](Request* r) { r->desc.router.top_k = 0; }},
+                  {kArgument, "top_k: got 5, allowed: 1 to experts (4)",
+                   [](Request* r) { r->desc.router.top_k = 5; }},
+                  {kArgument, "top_k: got -2, allowed: 1 to experts (4)",
+                   [](Request* r) { r->desc.router.top_k = -2; }},
+                  {kArgument, "tokens * top_k: got 2147483648, allowed: at most 2147483647",
+                   [](Request* r) { r->desc.tokens = 1 << 30; }},
+                  {kArgument, "tokens: got 9223372036854775807, allowed: 0 to 2147483647",
+                   [](Request* r) { r->desc.tokens = INT64_MAX; }},
+                  {kArgument, "list_length: got 3, allowed: 0",
+                   [](Request* r) { r->desc.router.list_length = 3; }}});
+  expect_refused(given_desc(), {{kArgument, "list_length: got -1, allowed: 0 to 2147483647",
+                                 [](Request* r) { r->desc.router.list_length = -1; }},
+                                {kArgument, "list_length: got 2147483648, allowed: 0 to 2147483647",
+                                 [](Request* r) { r->desc.router.list_length = 1L << 31; }},
+                                {kArgument, "top_k: got 2, allowed: 0",
+                                 [](Request* r) { r->desc.router.top_k = 2; }}});
 }
 
 TEST(BadLayer, EnumsAndCombinations) {
   expect_refused(
       router_desc(),
       {{kArgument, "dtype: got 3, allowed: f32, bf16, f16",
-        [](Request* r) { r->desc.dtype = static_cast<DType>(3); }},
+        [](Request* r) { r->desc.experts.dtype = static_cast<DType>(3); }},
        {kUnsupported, "dtype: got f16, allowed: f32, bf16 (on the CPU)",
-        [](Request* r) { r->desc.dtype = DType::f16; }},
+        [](Request* r) { r->desc.experts.dtype = DType::f16; }},
        {kArgument,
         "activation: got 9, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
         "gelu_tanh, silu",
-        [](Request* r) { r->desc.activation = static_cast<Activation>(9); }},
+        [](Request* r) { r->desc.experts.activation = static_cast<Activation>(9); }},
        {kArgument,
         "activation: got -1, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
         "gelu_tanh, silu",
-        [](Request* r) { r->desc.activation = static_cast<Activation>(-1); }},
+        [](Request* r) { r->desc.experts.activation = static_cast<Activation>(-1); }},
        {kArgument, "w1_layout: got 3, allowed: interleaved, concatenated, separate",
-        [](Request* r) { r->desc.w1_layout = static_cast<W1Layout>(3); }},
+        [](Request* r) { r->desc.experts.w1_layout = static_cast<W1Layout>(3); }},
        {kArgument,
         "w1_layout: got separate, allowed: interleaved or concatenated for an activation without "
         "a gate",
         [](Request* r) {
-          r->desc.activation = Activation::relu;
-          r->desc.w1_layout = W1Layout::separate;
+          r->desc.experts.activation = Activation::relu;
+          r->desc.experts.w1_layout = W1Layout::separate;
         }},
        {kArgument, "router: got 3, allowed: softmax_over_topk, topk_over_softmax, given",
-        [](Request* r) { r->desc.router = static_cast<RouterMode>(3); }},
+        [](Request* r) { r->desc.router.mode = static_cast<RouterMode>(3); }},
        {kArgument, "assume_sorted: got true, allowed: false unless the routing is given",
-        [](Request* r) { r->desc.assume_sorted = true; }}});
+        [](Request* r) { r->desc.router.assume_sorted = true; }}});
   expect_refused(given_desc(),
                  {{kArgument, "norm_topk_probs: got true, allowed: false when the routing is given",
-                   [](Request* r) { r->desc.norm_topk_probs = true; }},
+                   [](Request* r) { r->desc.router.norm_topk_probs = true; }},
                   {kArgument, "rounding_tile: got 128, allowed: 0",
-                   [](Request* r) { r->desc.rounding_tile = 128; }}});
+                   [](Request* r) { r->desc.rounding.tile = 128; }}});
 }
 
 TEST(BadLayer, DevicesAndOptions) {
@@ -154,13 +155,13 @@ TEST(BadLayer, DevicesAndOptions) {
         [](Request* r) { r->options.kernel = "cpu-avx512bf16.up_proj"; }},
        {kUnsupported, "dtype: got bf16, allowed: f32", [](Request* r) {
           r->options.kernel = "cpu-avx512.up_proj";
-          r->desc.dtype = DType::bf16;
+          r->desc.experts.dtype = DType::bf16;
         }}});
 }
 
 Case make_case(const LayerDesc& desc) {
   Case c = custom_case(desc, 1);
-  c.outside_dlogits = desc.router != RouterMode::given;
+  c.outside_dlogits = desc.router.mode != RouterMode::given;
   return c;
 }
 
@@ -184,9 +185,9 @@ void expect_backward(PlainLayer* layer, const BackwardArgs& args, Workspace work
 /// A layer that needs every pointer there is, but for the lists.
 LayerDesc demanding_desc() {
   LayerDesc d = router_desc();
-  d.router = RouterMode::topk_over_softmax;
-  d.w1_layout = W1Layout::separate;
-  d.bias = true;
+  d.router.mode = RouterMode::topk_over_softmax;
+  d.experts.w1_layout = W1Layout::separate;
+  d.experts.bias = true;
   return d;
 }
 
@@ -213,7 +214,7 @@ TEST(BadLayer, ForwardPointers) {
          pointer_row("preact", &A::preact, "(R, 2n or n)"),
          pointer_row("routing", &A::routing, "saved_bytes().routing bytes")});
   LayerDesc given = given_desc();
-  given.bias = true;
+  given.experts.bias = true;
   check(given,
         {pointer_row("w1", &A::w1, "(E, 2n or n, d)"), pointer_row("b1", &A::b1, "(E, 2n or n)"),
          pointer_row("list_tokens", &A::list_tokens, "(L) int32", 4),
@@ -250,7 +251,7 @@ TEST(BadLayer, BackwardPointers) {
   check(given_desc(), {pointer_row("dw1", &A::dw1, "", 16, true),
                        pointer_row("dscores", &A::dscores, "(L) float", 4)});
   LayerDesc brought = router_desc();
-  brought.dpreact_in_workspace = false;
+  brought.experts.dpreact_in_workspace = false;
   check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
 }
 
@@ -258,9 +259,9 @@ TEST(BadLayer, BackwardPointers) {
 TEST(BadLayer, PointersThatAPlanIgnores) {
   const auto nowhere = []<class T>(T** pointer) { *pointer = reinterpret_cast<T*>(1); };
   LayerDesc rounded = router_desc();
-  rounded.rounding_tile = 2;
+  rounded.rounding.tile = 2;
   for (const LayerDesc& desc : {router_desc(), rounded, given_desc()}) {
-    const bool given = desc.router == RouterMode::given, rounds = desc.rounding_tile > 0;
+    const bool given = desc.router.mode == RouterMode::given, rounds = desc.rounding.tile > 0;
     PlainLayer layer(make_case(desc), 2);
     nowhere(&layer.forward.b1_up);
     nowhere(&layer.forward.w1_up);
@@ -311,7 +312,7 @@ TEST(BadLayer, Workspaces) {
 
 TEST(BadLayer, BackwardOfAnInferencePlan) {
   LayerDesc desc = router_desc();
-  desc.inference = true;
+  desc.experts.inference = true;
   PlainLayer layer(make_case(desc), 2);
   expect_backward(&layer, layer.backward, layer.workspace, kArgument,
                   "inference: got true, allowed: false: an inference plan keeps nothing");
@@ -338,7 +339,7 @@ TEST(BadLayer, Lists) {
        true}};
   for (const Row& row : rows) {
     LayerDesc desc = given_desc();
-    desc.assume_sorted = row.sorted;
+    desc.router.assume_sorted = row.sorted;
     PlainLayer layer(make_case(desc), 2);
     std::vector<std::int32_t> tokens = {0, 1, 1, 2, 3, 4, 4}, experts = {0, 1, 2, 3, 0, 1, 2};
     tokens[row.position] = row.token;
@@ -355,7 +356,7 @@ TEST(BadLayer, Logits) {
   const auto nan = std::numeric_limits<float>::quiet_NaN();
   for (const DType dtype : {DType::f32, DType::bf16}) {
     LayerDesc desc = router_desc();
-    desc.dtype = dtype;
+    desc.experts.dtype = dtype;
     PlainLayer layer(make_case(desc), 2);
     layer.problem.x[3 * 16 + 5] = nan;
     layer.forward.x = layer.arena.input("x with a NaN", layer.problem.x, dtype);

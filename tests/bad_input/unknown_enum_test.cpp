@@ -24,6 +24,12 @@ Desc sized() {
   if constexpr (requires { d.dtype; }) d.dtype = DType::f32;
   return d;
 }
+template <>
+LayerDesc sized() {
+  return {.tokens = 5,
+          .router = {.experts = 4, .top_k = 2},
+          .experts = {.hidden = 16, .intermediate = 8, .dtype = DType::f32}};
+}
 
 template <class Desc>
 void expect_refused(Desc desc, const char* field, int value, Device device = {}) {
@@ -55,11 +61,11 @@ void expect_known(const char* field, int count, Select select) {
       message, count, [](Desc & d) -> auto& { return d.path; })
 
 TEST(UnknownEnum, Layer) {
-  EXPECT_KNOWN(LayerDesc, "dtype", 3, dtype);
-  EXPECT_KNOWN(LayerDesc, "activation", 9, activation);
-  EXPECT_KNOWN(LayerDesc, "w1_layout", 3, w1_layout);
-  EXPECT_KNOWN(LayerDesc, "router", 3, router);
-  EXPECT_KNOWN(LayerDesc, "rounding_rule", 6, rounding_rule);
+  EXPECT_KNOWN(LayerDesc, "dtype", 3, experts.dtype);
+  EXPECT_KNOWN(LayerDesc, "activation", 9, experts.activation);
+  EXPECT_KNOWN(LayerDesc, "w1_layout", 3, experts.w1_layout);
+  EXPECT_KNOWN(LayerDesc, "router", 3, router.mode);
+  EXPECT_KNOWN(LayerDesc, "rounding_rule", 6, rounding.rule);
 }
 
 TEST(UnknownEnum, RouterGemm) {

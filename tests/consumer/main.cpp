@@ -17,12 +17,11 @@ struct alignas(256) Page {
 int main() {
   constexpr std::int64_t T = 4, d = 8, n = 8, E = 2, K = 2;
   const sonicmoe::LayerDesc desc{.tokens = T,
-                                 .hidden = d,
-                                 .intermediate = n,
-                                 .experts = E,
-                                 .top_k = K,
-                                 .dtype = sonicmoe::DType::f32,
-                                 .activation = sonicmoe::Activation::relu};
+                                 .router = {.experts = E, .top_k = K},
+                                 .experts = {.hidden = d,
+                                             .intermediate = n,
+                                             .dtype = sonicmoe::DType::f32,
+                                             .activation = sonicmoe::Activation::relu}};
   const auto plan = sonicmoe::make_plan(desc);
   if (!plan.ok()) return std::fprintf(stderr, "%s\n", plan.status().message()), 1;
 

@@ -187,7 +187,7 @@ TEST(ErrorWord, TokenRoundingSurvivesBadLogits) {
                      << bad.what << ", E " << E << ", K " << K << ", " << name(mode));
         TokenRoundingDesc d;
         d.tokens = 67, d.experts = E, d.top_k = K, d.mode = mode, d.tile = 16;
-        Tensor logits = good_logits({.tokens = d.tokens, .experts = E});
+        Tensor logits = good_logits({{.experts = E}, d.tokens});
         for (const std::int64_t token : {0, 5}) {
           bad.spoil(std::span(logits).subspan(token * E, E));
         }
@@ -231,8 +231,9 @@ std::int32_t forward_says(PlainLayer* layer) {
 
 LayerDesc small_layer() {
   LayerDesc d;
-  d.tokens = 67, d.hidden = 64, d.intermediate = 32, d.experts = 8, d.top_k = 2;
-  d.dtype = DType::bf16;
+  d.tokens = 67, d.experts.hidden = 64, d.experts.intermediate = 32, d.router.experts = 8,
+  d.router.top_k = 2;
+  d.experts.dtype = DType::bf16;
   return d;
 }
 
@@ -242,14 +243,14 @@ TEST(ErrorWord, LayersReportBadLogits) {
       for (const bool all : {false, true}) {  // of 72: a token per thread block
         SCOPED_TRACE(testing::Message() << "tile " << tile << ", " << name(mode) << ", " << all);
         LayerDesc d = small_layer();
-        if (all) d.experts = d.top_k = 72;
-        d.router = mode;
-        d.rounding_tile = tile;
+        if (all) d.router.experts = d.router.top_k = 72;
+        d.router.mode = mode;
+        d.rounding.tile = tile;
         PlainLayer layer(custom_case(d, 3), 1, false);
         EXPECT_EQ(forward_says(&layer), 0);
         Tensor x = layer.problem.x;
-        x[5 * d.hidden] = kNan;
-        layer.arena.replace("x", encode(x, d.dtype));
+        x[5 * d.experts.hidden] = kNan;
+        layer.arena.replace("x", encode(x, d.experts.dtype));
         EXPECT_EQ(forward_says(&layer), kBadLogits);
       }
     }
@@ -258,9 +259,9 @@ TEST(ErrorWord, LayersReportBadLogits) {
 
 TEST(ErrorWord, LayersReportBadLists) {
   LayerDesc d = small_layer();
-  d.router = RouterMode::given;
-  d.top_k = 0;
-  d.list_length = 134;
+  d.router.mode = RouterMode::given;
+  d.router.top_k = 0;
+  d.router.list_length = 134;
   for (const auto& [list, bit] :
        {std::pair("list_tokens", kBadTokenId), {"list_experts", kBadExpertId}}) {
     PlainLayer layer(custom_case(d, 3), 1, false);

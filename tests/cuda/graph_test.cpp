@@ -21,14 +21,14 @@ TEST(Graph, ReplaysWithOtherRouting) {
 TEST(Graph, DealsAgain) {
   Case c = case_named("given/hostile", DType::bf16);
   c.desc.tokens = 300;
-  c.desc.experts = 600;
-  c.desc.list_length = 1000;
-  ASSERT_TRUE(cuda::deals(cuda::rounds(c.desc.rows(), c.desc.experts, 1), 32, true, false));
+  c.desc.router.experts = 600;
+  c.desc.router.list_length = 1000;
+  ASSERT_TRUE(cuda::deals(cuda::rounds(c.desc.rows(), c.desc.router.experts, 1), 32, true, false));
   for (const std::string kernel : {"up_proj.192x256", "up_proj.128x256", "down_proj.128x256",
                                    "down_proj_dgrad.128x256", "up_proj_dgrad.128x256"}) {
     const bool gathers = kernel.starts_with("up_proj.") || kernel.starts_with("down_proj_dgrad");
-    c.desc.hidden = gathers ? 2048 : 8;
-    c.desc.intermediate = gathers ? 8 : 1024;
+    c.desc.experts.hidden = gathers ? 2048 : 8;
+    c.desc.experts.intermediate = gathers ? 8 : 1024;
     Options options;
     options.kernel = "cuda." + kernel;
     const Report report = check_layer(c, kDevice, options);

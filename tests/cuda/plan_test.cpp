@@ -15,10 +15,10 @@ namespace {
 LayerDesc some_layer() {
   LayerDesc d;
   d.tokens = 64;
-  d.hidden = 64;
-  d.intermediate = 64;
-  d.experts = 4;
-  d.top_k = 2;
+  d.experts.hidden = 64;
+  d.experts.intermediate = 64;
+  d.router.experts = 4;
+  d.router.top_k = 2;
   return d;
 }
 
@@ -32,7 +32,7 @@ void expect_refused(const LayerDesc& desc, Device device, const std::string& par
 
 TEST(CudaPlan, NamesTheCureForFp32) {
   LayerDesc d = some_layer();
-  d.dtype = DType::f32;
+  d.experts.dtype = DType::f32;
   expect_refused(d, kDevice, "dtype: got f32, allowed: bf16, f16");
 }
 

@@ -36,7 +36,7 @@ inline void expect_replays(const Case& c, const std::string& kernel = "") {
   start(layer, stream);
   const Graph graph(kDevice, stream);
 
-  const bool lists = c.desc.router == RouterMode::given;
+  const bool lists = c.desc.router.mode == RouterMode::given;
   const RoutingKind kinds[] = {RoutingKind::one_expert,
                                lists ? RoutingKind::sentinels_only : RoutingKind::all_equal,
                                lists ? RoutingKind::hostile : RoutingKind::empty_ends};

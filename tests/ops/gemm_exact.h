@@ -87,12 +87,12 @@ inline GemmOp op_of(const KernelInfo& kernel) {
 inline LayerDesc layer_of(const Shape& shape, DType dtype) {
   LayerDesc desc;
   desc.tokens = shape.tokens;
-  desc.hidden = shape.hidden;
-  desc.intermediate = shape.intermediate;
-  desc.experts = shape.experts;
-  desc.dtype = dtype;
-  desc.router = RouterMode::given;
-  desc.list_length = shape.list_length;
+  desc.experts.hidden = shape.hidden;
+  desc.experts.intermediate = shape.intermediate;
+  desc.router.experts = shape.experts;
+  desc.experts.dtype = dtype;
+  desc.router.mode = RouterMode::given;
+  desc.router.list_length = shape.list_length;
   return desc;
 }
 

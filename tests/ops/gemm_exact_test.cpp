@@ -72,26 +72,26 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
     for (const Shape& shape : shapes()) {
       LayerDesc desc = layer_of(shape, dtype);
       for (int a = 0; a < 9; ++a) {
-        desc.activation = static_cast<Activation>(a);
+        desc.experts.activation = static_cast<Activation>(a);
         for (const W1Layout layout :
              {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
-          if (layout == W1Layout::separate && !is_glu(desc.activation)) continue;
-          desc.w1_layout = layout;
-          desc.bias = (a + static_cast<int>(layout)) % 2 == 0;
+          if (layout == W1Layout::separate && !is_glu(desc.experts.activation)) continue;
+          desc.experts.w1_layout = layout;
+          desc.experts.bias = (a + static_cast<int>(layout)) % 2 == 0;
           // Tiles of 192 rows have none, and no other activation to try all layouts with.
-          if (desc.activation == Activation::swiglu &&
-              !runs_as(kernel, op, dtype, desc.activation, true)) {
-            desc.bias = false;
+          if (desc.experts.activation == Activation::swiglu &&
+              !runs_as(kernel, op, dtype, desc.experts.activation, true)) {
+            desc.experts.bias = false;
           }
-          if (!runs_as(kernel, op, dtype, desc.activation, desc.bias)) continue;
-          desc.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
-          SCOPED_TRACE(std::string(name(desc.activation)) + " " + name(layout) + " " + name(dtype) +
-                       " n=" + std::to_string(shape.intermediate));
+          if (!runs_as(kernel, op, dtype, desc.experts.activation, desc.experts.bias)) continue;
+          desc.experts.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
+          SCOPED_TRACE(std::string(name(desc.experts.activation)) + " " + name(layout) + " " +
+                       name(dtype) + " n=" + std::to_string(shape.intermediate));
           const GemmInputs inputs = integer_inputs(desc, routing(shape), a);
           expect_exact(op, desc, inputs, kernel.name);
           if (op == GemmOp::up_proj) {
             LayerDesc inference = desc;
-            inference.inference = true;
+            inference.experts.inference = true;
             expect_exact(op, inference, inputs, kernel.name);
           }
           ++runs;
@@ -117,10 +117,11 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
     for (int a = 0; a < (activates ? 9 : 1); ++a) {
       for (const bool bias : {false, true}) {
         LayerDesc desc = layer_of(shape, DType::bf16);
-        desc.activation = static_cast<Activation>(a);
-        desc.bias = bias;
-        if (!runs_as(kernel, op, desc.dtype, desc.activation, bias)) continue;
-        SCOPED_TRACE(std::string(name(desc.activation)) + " d=" + std::to_string(shape.hidden));
+        desc.experts.activation = static_cast<Activation>(a);
+        desc.experts.bias = bias;
+        if (!runs_as(kernel, op, desc.experts.dtype, desc.experts.activation, bias)) continue;
+        SCOPED_TRACE(std::string(name(desc.experts.activation)) +
+                     " d=" + std::to_string(shape.hidden));
         expect_exact(op, desc, integer_inputs(desc, routing(shape), a), kernel.name);
         if (HasFatalFailure()) return;
         ++runs;
@@ -139,7 +140,7 @@ class ExactActivation : public ExactGemm {
     for (const DType dtype : kTypes) {
       for (const Activation activation : activations) {
         LayerDesc desc = layer_of(shape, dtype);
-        desc.activation = activation;
+        desc.experts.activation = activation;
         if (!runs_as(GetParam(), op_of(GetParam()), dtype, activation)) continue;
         SCOPED_TRACE(std::string(name(activation)) + " " + name(dtype));
         f(desc);
@@ -164,24 +165,24 @@ TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
   const auto is_bad = [](auto expert) { return expert % 5 < 2; };
   LayerDesc desc;
   desc.tokens = 64;
-  desc.hidden = 136;
-  desc.intermediate = 72;
-  desc.experts = kOnCpu ? 20 : 300;
-  desc.dtype = DType::bf16;
-  desc.router = RouterMode::given;
+  desc.experts.hidden = 136;
+  desc.experts.intermediate = 72;
+  desc.router.experts = kOnCpu ? 20 : 300;
+  desc.experts.dtype = DType::bf16;
+  desc.router.mode = RouterMode::given;
   const Random random(1, 2);
   const auto [lists, first] = counted(
-      desc.experts,
+      desc.router.experts,
       [&](auto e) {
         return is_bad(e) ? 256 : kCounts[static_cast<std::size_t>(e) % std::size(kCounts)];
       },
       // The last 32 tokens are the bad ones.
       [&](auto i, auto e) { return random.below(i, 32) + (is_bad(e) ? 32 : 0); });
-  desc.list_length = first.back();
+  desc.router.list_length = first.back();
   GemmInputs inputs = integer_inputs(desc, lists, 5);
   const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
   for (Tensor* gathered : {&inputs.x, &inputs.dout}) {
-    std::fill(gathered->begin() + 32 * desc.hidden, gathered->end(),
+    std::fill(gathered->begin() + 32 * desc.experts.hidden, gathered->end(),
               std::numeric_limits<double>::quiet_NaN());
   }
   const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
@@ -191,7 +192,7 @@ TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
     const Tensor ours = without_traces(run.tensors.*output.member);
     const Tensor right = without_traces(expected.*output.member);
     ASSERT_EQ(ours.size(), right.size()) << output.name;
-    const std::size_t width = right.size() / static_cast<std::size_t>(desc.list_length);
+    const std::size_t width = right.size() / static_cast<std::size_t>(desc.router.list_length);
     for (std::size_t e = 0; width > 0 && e + 1 < first.size(); ++e) {
       if (is_bad(e)) continue;
       const std::size_t at = static_cast<std::size_t>(first[e]) * width;
@@ -218,26 +219,27 @@ Tensor uneven(std::size_t size, DType type, std::uint64_t seed) {
 /// of the middle between two numbers of 16 bits, so that it shows by which of two ways of the same
 /// accuracy it was computed.
 void put_on_midpoints(const LayerDesc& desc, GemmInputs* inputs) {
-  const bool gated = is_glu(desc.activation);
+  const bool gated = is_glu(desc.experts.activation);
   const Random random(7, 6);
-  const double step = desc.dtype == DType::bf16 ? 0x1p-7 : 0x1p-10;  // of numbers from 1 to 2
+  const double step =
+      desc.experts.dtype == DType::bf16 ? 0x1p-7 : 0x1p-10;  // of numbers from 1 to 2
   const auto silu = [](double h) { return h / (1 + std::exp(-h)); };
   std::fill(inputs->x.begin(), inputs->x.end(), 1);
   std::fill(inputs->w1.begin(), inputs->w1.end(), 0);
   // Three numbers of 16 bits add up to one of fp32.
   const auto put = [&](std::int64_t row, double value) {
     for (int i = 1; i <= 3; ++i) {
-      const double part = round_to(value, desc.dtype);
-      inputs->w1[row * desc.hidden + i] = part;
+      const double part = round_to(value, desc.experts.dtype);
+      inputs->w1[row * desc.experts.hidden + i] = part;
       value -= part;
     }
   };
-  for (std::int64_t j = 0; j < desc.intermediate; ++j) {
-    const double middle = round_to(1 + random.uniform(2 * j) * 0.9, desc.dtype) + step / 2;
+  for (std::int64_t j = 0; j < desc.experts.intermediate; ++j) {
+    const double middle = round_to(1 + random.uniform(2 * j) * 0.9, desc.experts.dtype) + step / 2;
     if (gated) {
-      const double gate = round_to(0.5 + random.uniform(2 * j + 1), desc.dtype);
-      inputs->w1[j * desc.hidden] = gate;
-      put(desc.intermediate + j, middle / silu(gate));
+      const double gate = round_to(0.5 + random.uniform(2 * j + 1), desc.experts.dtype);
+      inputs->w1[j * desc.experts.hidden] = gate;
+      put(desc.experts.intermediate + j, middle / silu(gate));
     } else {
       double h = middle;  // Newton's method; silu rises there
       for (int i = 0; i < 50; ++i) {
@@ -266,11 +268,13 @@ TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
     GemmInputs inputs = integer_inputs(desc, lists, 3);
     std::uint64_t seed = 0;
     for (Tensor* values : {&inputs.x, &inputs.dout, &inputs.w1, &inputs.w2, &inputs.preact}) {
-      *values = uneven(values->size(), desc.dtype, ++seed);
+      *values = uneven(values->size(), desc.experts.dtype, ++seed);
     }
-    const bool silu = desc.activation == Activation::swiglu || desc.activation == Activation::silu;
-    if (op == GemmOp::up_proj && silu && desc.dtype != DType::f32) put_on_midpoints(desc, &inputs);
-    const std::int64_t width = desc.preact_width();
+    const bool silu = desc.experts.activation == Activation::swiglu ||
+                      desc.experts.activation == Activation::silu;
+    if (op == GemmOp::up_proj && silu && desc.experts.dtype != DType::f32)
+      put_on_midpoints(desc, &inputs);
+    const std::int64_t width = desc.experts.preact_width();
     for (std::int64_t i = width; i < kRows * width; ++i) {
       inputs.preact[i] = inputs.preact[i - width];
     }
@@ -299,15 +303,15 @@ TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
     // All gates of token t are one number from -80 to -63000, its up parts are t.
     std::fill(inputs.x.begin(), inputs.x.end(), 0);
     std::fill(inputs.w1.begin(), inputs.w1.end(), 0);
-    const std::int64_t width = desc.preact_width();
+    const std::int64_t width = desc.experts.preact_width();
     for (std::int64_t j = 0; j < width; ++j) {
-      const bool gate = j < desc.intermediate;
-      inputs.w1[j * desc.hidden + (gate ? 0 : 1)] = 1;
+      const bool gate = j < desc.experts.intermediate;
+      inputs.w1[j * desc.experts.hidden + (gate ? 0 : 1)] = 1;
       for (std::int64_t t = 0; t < kTokens; ++t) {
         const double number = -80 * std::pow(1.42, static_cast<double>(t));
-        inputs.x[t * desc.hidden] = round_to(number, desc.dtype);
-        inputs.x[t * desc.hidden + 1] = static_cast<double>(t);
-        inputs.preact[t * width + j] = inputs.x[t * desc.hidden + (gate ? 0 : 1)];
+        inputs.x[t * desc.experts.hidden] = round_to(number, desc.experts.dtype);
+        inputs.x[t * desc.experts.hidden + 1] = static_cast<double>(t);
+        inputs.preact[t * width + j] = inputs.x[t * desc.experts.hidden + (gate ? 0 : 1)];
       }
     }
     const GemmRun run = run_kernel(op_of(GetParam()), desc, inputs, GetParam().name);
@@ -318,7 +322,7 @@ TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
       for (const double value : *ours) ASSERT_LT(std::fabs(value), kTrace);
       small += ours->size();
     }
-    EXPECT_GE(small, static_cast<std::size_t>(kTokens * desc.intermediate));
+    EXPECT_GE(small, static_cast<std::size_t>(kTokens * desc.experts.intermediate));
   });
 }
 
@@ -369,22 +373,22 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
       for (int mode = 0; mode < 8; ++mode) {
         const Shape shape = mode < 4 ? shapes().front() : shapes().back();
         LayerDesc desc = layer_of(shape, dtype);
-        desc.w1_layout = layout;
-        desc.f32_weight_grads = mode % 2 == 1;
-        desc.accumulate_weight_grads = mode / 2 % 2 == 1;
+        desc.experts.w1_layout = layout;
+        desc.experts.f32_weight_grads = mode % 2 == 1;
+        desc.experts.accumulate_weight_grads = mode / 2 % 2 == 1;
         SCOPED_TRACE(std::string(name(dtype)) + " " + name(layout) +
-                     (desc.f32_weight_grads ? " f32" : "") +
-                     (desc.accumulate_weight_grads ? " accumulate" : ""));
+                     (desc.experts.f32_weight_grads ? " f32" : "") +
+                     (desc.experts.accumulate_weight_grads ? " accumulate" : ""));
         GemmInputs inputs = integer_inputs(desc, routing(shape), 5);
         // Sums of integers are exact; they are rounded once, after what was there is added.
         const LayerTensors exact = oracle_gemm(op, desc, inputs, Precision::exact);
         Tensor expected = gradient(exact);
         const Tensor old = before(expected.size());
         (op == GemmOp::up_proj_wgrad ? inputs.dw1 : inputs.dw2) = old;
-        if (desc.accumulate_weight_grads) {
+        if (desc.experts.accumulate_weight_grads) {
           for (std::size_t i = 0; i < old.size(); ++i) expected[i] += old[i];
         }
-        const DType stored = desc.f32_weight_grads ? DType::f32 : dtype;
+        const DType stored = desc.experts.f32_weight_grads ? DType::f32 : dtype;
         expected = decode(encode(expected, stored), stored);
         const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
         ASSERT_EQ(run.failure, "");
@@ -406,28 +410,28 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
   const GemmOp op = op_of(kernel);
   LayerDesc desc;
   desc.tokens = 50;
-  desc.hidden = 72;
-  desc.intermediate = 136;
-  desc.experts = static_cast<std::int64_t>(std::size(kCounts));
-  desc.router = RouterMode::given;
+  desc.experts.hidden = 72;
+  desc.experts.intermediate = 136;
+  desc.router.experts = static_cast<std::int64_t>(std::size(kCounts));
+  desc.router.mode = RouterMode::given;
   const Random random(1, 2);
   const auto [lists, first] = counted(
-      desc.experts, [&](auto e) { return kCounts[static_cast<std::size_t>(e)]; },
+      desc.router.experts, [&](auto e) { return kCounts[static_cast<std::size_t>(e)]; },
       [&](auto i, auto) { return random.below(i, desc.tokens); });
-  desc.list_length = first.back();
+  desc.router.list_length = first.back();
   int runs = 0;
   for (const DType dtype : kTypes) {
     if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
-    desc.dtype = dtype;
+    desc.experts.dtype = dtype;
     for (const bool f32 : {false, true}) {  // on CUDA a kernel of its own
-      desc.f32_weight_grads = f32;
+      desc.experts.f32_weight_grads = f32;
       const GemmInputs clean = integer_inputs(desc, lists, 3);
       const LayerTensors expected = oracle_gemm(op, desc, clean, Precision::rounded);
       for (std::size_t bad = 0; bad < 2; ++bad) {  // every other expert has nothing but NaN
         GemmInputs inputs = clean;
         for (std::size_t e = bad; e + 1 < first.size(); e += 2) {
           for (Tensor* rows : {&inputs.dpreact, &inputs.scaled_act}) {
-            const auto width = static_cast<std::int64_t>(rows->size()) / desc.list_length;
+            const auto width = static_cast<std::int64_t>(rows->size()) / desc.router.list_length;
             std::fill(rows->begin() + first[e] * width, rows->begin() + first[e + 1] * width,
                       std::numeric_limits<double>::quiet_NaN());
           }
@@ -452,7 +456,7 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
   const GemmOp op = op_of(kernel);
   const Shape shape = {40, 264, 136, 70, 1500};  // three windows of the walk
   const LayerDesc desc = layer_of(shape, kTypes[0]);
-  if (!runs_as(kernel, op, desc.dtype, Activation::swiglu)) {
+  if (!runs_as(kernel, op, desc.experts.dtype, Activation::swiglu)) {
     GTEST_SKIP() << "nothing that this kernel runs on this processor";
   }
   GemmInputs inputs = integer_inputs(desc, routing(shape), 4);
@@ -496,9 +500,10 @@ TEST_P(ExactGemm, Quick) {
   for (const bool gated : {true, false}) {
     const Shape shape = gated ? shapes().front() : Shape{140, 16, 264, 1, 300};
     LayerDesc desc = layer_of(shape, kTypes[0]);
-    desc.bias = gated && runs_as(GetParam(), op, desc.dtype, desc.activation, true);
-    if (!gated && runs_as(GetParam(), op, desc.dtype, Activation::relu_sq)) {
-      desc.activation = Activation::relu_sq;
+    desc.experts.bias =
+        gated && runs_as(GetParam(), op, desc.experts.dtype, desc.experts.activation, true);
+    if (!gated && runs_as(GetParam(), op, desc.experts.dtype, Activation::relu_sq)) {
+      desc.experts.activation = Activation::relu_sq;
     }
     expect_exact(op, desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
   }

@@ -83,7 +83,8 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
     };
     // In fp32, too, sums of integers are exact, in any order; what is stored is rounded once.
     LayerDesc layer;
-    layer.tokens = t, layer.hidden = d, layer.experts = e, layer.dtype = dtype;
+    layer.tokens = t, layer.experts.hidden = d, layer.router.experts = e,
+    layer.experts.dtype = dtype;
     const Oracle oracle(layer, Precision::rounded);
     expect(GemmPass::forward, oracle.logits(x, w));
     expect(GemmPass::dgrad, oracle.router_dx(g, w));

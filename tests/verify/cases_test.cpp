@@ -29,21 +29,21 @@ TEST(Cases, ReproCommands) {
             "sonicmoe check --case shape/t127-one_expert/bf16 --threads 3");
   LayerDesc desc;
   desc.tokens = 10;
-  desc.hidden = 16;
-  desc.intermediate = 24;
-  desc.experts = 4;
-  desc.top_k = 2;
-  desc.dtype = DType::f32;
-  desc.activation = Activation::geglu;
-  desc.router = RouterMode::topk_over_softmax;
-  desc.norm_topk_probs = true;
-  desc.w1_layout = W1Layout::concatenated;
-  desc.bias = true;
+  desc.experts.hidden = 16;
+  desc.experts.intermediate = 24;
+  desc.router.experts = 4;
+  desc.router.top_k = 2;
+  desc.experts.dtype = DType::f32;
+  desc.experts.activation = Activation::geglu;
+  desc.router.mode = RouterMode::topk_over_softmax;
+  desc.router.norm_topk_probs = true;
+  desc.experts.w1_layout = W1Layout::concatenated;
+  desc.experts.bias = true;
   EXPECT_EQ(repro_command(custom_case(desc, 7)),
             "sonicmoe check --thiek 10,16,24,4,2 --dtype f32 --activation geglu "
             "--topk_over_softmax --norm_topk_probs --concat_layout --add_bias --seed 7");
-  desc.rounding_tile = 16;
-  desc.rounding_rule = RoundingRule::balance;
+  desc.rounding.tile = 16;
+  desc.rounding.rule = RoundingRule::balance;
   EXPECT_EQ(repro_command(custom_case(desc, 7)),
             "sonicmoe check --thiek 10,16,24,4,2 --dtype f32 --activation geglu "
             "--topk_over_softmax --norm_topk_probs --concat_layout --add_bias "
@@ -54,7 +54,7 @@ TEST(Cases, ReproCommands) {
 std::vector<std::int32_t> counts(const char* name) {
   const Problem problem = make_problem(*find_case(name));
   const LayerDesc& desc = problem.desc;
-  return group(own_routing(problem, Precision::rounded), desc.tokens, desc.experts).counts;
+  return group(own_routing(problem, Precision::rounded), desc.tokens, desc.router.experts).counts;
 }
 
 // The hostile routings are what their names say.
@@ -81,7 +81,7 @@ TEST(Cases, Routings) {
 TEST(Cases, HostileListsHaveEverything) {
   const Problem p = make_problem(*find_case("given/hostile/f32"));
   const Routing& lists = p.lists;
-  const Grouping g = group(lists, p.desc.tokens, p.desc.experts);
+  const Grouping g = group(lists, p.desc.tokens, p.desc.router.experts);
   EXPECT_LT(g.rows(), lists.slots());
   EXPECT_FALSE(std::is_sorted(lists.tokens.begin(), lists.tokens.end()));
   bool lonely = false;  // a token without expert
@@ -118,13 +118,13 @@ TEST(Inputs, IntegerGatesAreZeroOrSaturated) {
   const Routing all = own_routing(make_problem(*find_case("activation/swiglu-interleaved/f32")),
                                   Precision::rounded);
   const GemmInputs in = integer_inputs(desc, all, 1);
-  const Grouping g = group(all, desc.tokens, desc.experts);
+  const Grouping g = group(all, desc.tokens, desc.router.experts);
   const auto up = Oracle(desc, Precision::exact).up_proj(g, in.x, in.w1, in.b1);
   std::set<double> gates, ups;
   for (std::size_t row = 0; row < g.rows(); ++row) {
-    for (std::int64_t j = 0; j < desc.intermediate; ++j) {
-      gates.insert(up.preact[row * 2 * desc.intermediate + j]);
-      ups.insert(up.preact[row * 2 * desc.intermediate + desc.intermediate + j]);
+    for (std::int64_t j = 0; j < desc.experts.intermediate; ++j) {
+      gates.insert(up.preact[row * 2 * desc.experts.intermediate + j]);
+      ups.insert(up.preact[row * 2 * desc.experts.intermediate + desc.experts.intermediate + j]);
     }
   }
   EXPECT_EQ(gates, (std::set<double>{-64, 0, 64}));

@@ -25,7 +25,7 @@ struct Fixture {
 
   explicit Fixture(const Case& c) : problem(make_problem(c)), q(problem.dlogits) {
     routing = own_routing(problem, Precision::exact);
-    counts = group(routing, c.desc.tokens, c.desc.experts).counts;
+    counts = group(routing, c.desc.tokens, c.desc.router.experts).counts;
   }
 
   Oracle oracle() const { return Oracle(problem.desc, Precision::exact); }
@@ -71,16 +71,16 @@ struct Fixture {
 LayerDesc tiny(Activation activation, RouterMode router, bool norm) {
   LayerDesc desc;
   desc.tokens = 5;
-  desc.hidden = 8;
-  desc.intermediate = 8;
-  desc.experts = 3;
-  desc.top_k = router == RouterMode::given ? 0 : 2;
-  desc.list_length = router == RouterMode::given ? 14 : 0;
-  desc.dtype = DType::f32;
-  desc.activation = activation;
-  desc.router = router;
-  desc.norm_topk_probs = norm;
-  desc.bias = true;
+  desc.experts.hidden = 8;
+  desc.experts.intermediate = 8;
+  desc.router.experts = 3;
+  desc.router.top_k = router == RouterMode::given ? 0 : 2;
+  desc.router.list_length = router == RouterMode::given ? 14 : 0;
+  desc.experts.dtype = DType::f32;
+  desc.experts.activation = activation;
+  desc.router.mode = router;
+  desc.router.norm_topk_probs = norm;
+  desc.experts.bias = true;
   return desc;
 }
 
@@ -94,16 +94,16 @@ std::vector<Case> cases() {
   descs.push_back(tiny(Activation::swiglu, RouterMode::given, false));
   descs.push_back(tiny(Activation::gelu, RouterMode::given, false));
   descs.push_back(descs[0]);
-  descs.back().bias = false;
+  descs.back().experts.bias = false;
   std::vector<Case> out;
   for (const LayerDesc& desc : descs) {
     Case c;
-    c.name = std::string(name(desc.activation)) + "_" + name(desc.router) +
-             (desc.norm_topk_probs ? "_norm" : "") + (desc.bias ? "_bias" : "");
+    c.name = std::string(name(desc.experts.activation)) + "_" + name(desc.router.mode) +
+             (desc.router.norm_topk_probs ? "_norm" : "") + (desc.experts.bias ? "_bias" : "");
     c.desc = desc;
     c.outside_dlogits = true;
     c.seed = out.size() + 1;
-    if (desc.router == RouterMode::given) c.routing = RoutingKind::hostile;
+    if (desc.router.mode == RouterMode::given) c.routing = RoutingKind::hostile;
     out.push_back(std::move(c));
   }
   return out;
@@ -118,11 +118,11 @@ TEST_P(OracleGradient, AgreesWithFiniteDifferences) {
   fixture.expect_gradient("x", &p.x, g.dx);
   fixture.expect_gradient("w1", &p.w1, g.dw1);
   fixture.expect_gradient("w2", &p.w2, g.dw2);
-  if (p.desc.bias) {
+  if (p.desc.experts.bias) {
     fixture.expect_gradient("b1", &p.b1, g.db1);
     fixture.expect_gradient("b2", &p.b2, g.db2);
   }
-  if (p.desc.router == RouterMode::given) {
+  if (p.desc.router.mode == RouterMode::given) {
     fixture.expect_gradient("scores", &p.list_scores, g.dscores);
   } else {
     fixture.expect_gradient("router_w", &p.router_w, g.drouter_w);
@@ -149,8 +149,8 @@ TEST(AuxLoss, KnownValues) {
 TEST(Oracle, OneRowByHand) {
   LayerDesc desc = tiny(Activation::relu, RouterMode::given, false);
   desc.tokens = 1;
-  desc.experts = 1;
-  desc.list_length = 1;
+  desc.router.experts = 1;
+  desc.router.list_length = 1;
   Problem p;
   p.desc = desc;
   p.x.assign(8, 0);
@@ -204,7 +204,7 @@ TEST(Oracle, RoundedModeRoundsWhatIsStored) {
   EXPECT_NE(round_to(t.row_dscores[0], DType::bf16), t.row_dscores[0]);
 
   // A comes from H before it is rounded, A' and dS from H after.
-  const Grouping g = group(routing, p.desc.tokens, p.desc.experts);
+  const Grouping g = group(routing, p.desc.tokens, p.desc.router.experts);
   const LayerTensors exact = [&] {
     LayerTensors out;
     auto up = Oracle(p.desc, Precision::exact).up_proj(g, p.x, p.w1, p.b1);

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/backends.h"
-#include "core/validate.h"
 #include "cuda/routing/routing.cuh"
 
 namespace sonicmoe::cuda {
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
 /// Lanes for a token in score_grad_rows; 0: not for that kernel.
 template <class T>
 int lanes_of(const ScoreGradDesc& d) {
-  if (needs_logits(d.mode, d.norm_topk_probs)) return 0;
+  if (d.reaches_all_experts()) return 0;
   for (int lanes = 4; lanes <= 16; lanes *= 2) {
     const std::int64_t of_warp = kWarp / lanes * d.experts * static_cast<std::int64_t>(sizeof(T));
     if (d.top_k <= lanes && of_warp % 16 == 0 && kWarps * of_warp <= kRowsBytes) return lanes;
@@ -191,18 +190,18 @@ Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exe
                             : start_rows<T, true>(d, a, exec, lanes);
   } else {
     const int tile = static_cast<int>(std::min(d.experts, kTile));
-    launch_early(
-        needs_logits(d.mode, d.norm_topk_probs) ? score_grad<T, true> : score_grad<T, false>,
-        blocks_for(d.tokens, kWarps), kWarps * kWarp, 4 * static_cast<std::size_t>(kWarps * tile),
-        stream_of(exec), SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
-        static_cast<const T*>(a.logits), static_cast<const T*>(a.dlogits_in),
-        static_cast<T*>(a.dlogits), d.tokens, d.experts, static_cast<int>(d.top_k), tile);
+    launch_early(d.reaches_all_experts() ? score_grad<T, true> : score_grad<T, false>,
+                 blocks_for(d.tokens, kWarps), kWarps * kWarp,
+                 4 * static_cast<std::size_t>(kWarps * tile), stream_of(exec),
+                 SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
+                 static_cast<const T*>(a.logits), static_cast<const T*>(a.dlogits_in),
+                 static_cast<T*>(a.dlogits), d.tokens, d.experts, static_cast<int>(d.top_k), tile);
   }
   return launched("score_grad: launch");
 }
 
 Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& exec) noexcept {
-  if (d.mode == RouterMode::given) {
+  if (d.given()) {
     if (d.rows == 0) return {};
     launch_early(to_slot_order, blocks_for(d.rows, 256), 256, 0, stream_of(exec),
                  SlotGradients{a.row_dscores, a.slot_rows}, d.rows, a.dscores);

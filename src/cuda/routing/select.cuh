@@ -19,10 +19,8 @@ struct Route {
   bool over_top_k;  ///< softmax over the top-K; else top-K over the softmax
   bool normalised;  ///< the K values are divided by their sum
 
-  template <class Desc>
-  static Route of(const Desc& d) {
-    const bool over_top_k = d.mode == RouterMode::softmax_over_topk;
-    return {d.experts, static_cast<int>(d.top_k), over_top_k, over_top_k || d.norm_topk_probs};
+  static Route of(const RouterDesc& d) {
+    return {d.experts, static_cast<int>(d.top_k), d.over_top_k(), d.normalised()};
   }
 };
 

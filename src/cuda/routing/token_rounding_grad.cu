@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "core/backends.h"
-#include "core/validate.h"
 #include "cuda/routing/select.cuh"
 
 namespace sonicmoe::cuda {
@@ -240,7 +239,7 @@ Status run_typed(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a,
   const T* dlogits_in = static_cast<const T*>(a.dlogits_in);
   T* const dlogits = static_cast<T*>(a.dlogits);
   const Route route = Route::of(d);
-  const bool own_softmax = !needs_logits(d.mode, d.norm_topk_probs);
+  const bool own_softmax = d.normalised();
   if (!fits_warp_row(d.experts, d.top_k)) {
     const unsigned blocks = static_cast<unsigned>(std::min(d.tokens, kSlowBlocks));
     token_rounding_grad_slow<<<blocks, kSlowThreads, 0, stream>>>(
