@@ -19,10 +19,10 @@ namespace sonicmoe {
 ///   h = x_t W1[e]^T + b1[e];  a = act(h);  o_t += s (a W2[e]^T + b2[e])
 struct LayerDesc {
   std::int64_t tokens = 0;  ///< T >= 0
-  RouterDesc router;
-  ExpertsDesc experts;
+  RouterDesc router = {};
+  ExpertsDesc experts = {};
   /// Router modes, training only.
-  RoundingDesc rounding;
+  RoundingDesc rounding = {};
 
   /// Row capacity R: T*K, the list length when the routing is given, rounded_capacity when rounded.
   std::int64_t rows() const noexcept {
