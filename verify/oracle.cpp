@@ -43,44 +43,75 @@ struct Curve {
   Real slope;
 };
 
-/// The function f of an activation a = f(h), or a = f(g) u with a gate.
 template <class Real>
-Curve<Real> curve(Activation activation, Real x) {
-  switch (activation) {
-    case Activation::swiglu:
-    case Activation::silu: {
-      const Real s = 1 / (1 + std::exp(-x));
-      return {x * s, s * (1 + x * (1 - s))};
-    }
-    case Activation::geglu:
-    case Activation::gelu: {
-      const Real cdf = std::erfc(-x * std::numbers::sqrt2_v<Real> / 2) / 2;
-      const Real pdf =
-          std::exp(-x * x / 2) * std::numbers::inv_sqrtpi_v<Real> * std::numbers::sqrt2_v<Real> / 2;
-      return {x * cdf, cdf + x * pdf};
-    }
-    case Activation::geglu_tanh:
-    case Activation::gelu_tanh: {
-      const Real c = std::numbers::sqrt2_v<Real> * std::numbers::inv_sqrtpi_v<Real>;
-      const Real cubic = static_cast<Real>(0.044715);
-      const Real t = std::tanh(c * (x + cubic * x * x * x));
-      return {x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t * t) * c * (1 + 3 * cubic * x * x) / 2};
-    }
-    case Activation::reglu:
-    case Activation::relu:
-      return {std::max(x, Real{0}), Real(x > 0)};
-    case Activation::relu_sq: {
-      const Real r = std::max(x, Real{0});
-      return {r * r, 2 * r};
-    }
-  }
-  return {};
+Curve<Real> silu(Real x) {
+  const Real s = 1 / (1 + std::exp(-x));
+  return {x * s, s * (1 + x * (1 - s))};
 }
 
 template <class Real>
-Real act(Activation activation, Real gate, Real up) {
-  const Real f = curve(activation, gate).value;
-  return is_glu(activation) ? f * up : f;
+Curve<Real> gelu(Real x) {
+  const Real cdf = std::erfc(-x * std::numbers::sqrt2_v<Real> / 2) / 2;
+  const Real pdf =
+      std::exp(-x * x / 2) * std::numbers::inv_sqrtpi_v<Real> * std::numbers::sqrt2_v<Real> / 2;
+  return {x * cdf, cdf + x * pdf};
+}
+
+template <class Real>
+Curve<Real> gelu_tanh(Real x) {
+  const Real c = std::numbers::sqrt2_v<Real> * std::numbers::inv_sqrtpi_v<Real>;
+  const Real cubic = static_cast<Real>(0.044715);
+  const Real t = std::tanh(c * (x + cubic * x * x * x));
+  return {x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t * t) * c * (1 + 3 * cubic * x * x) / 2};
+}
+
+template <class Real>
+Curve<Real> relu(Real x) {
+  return {std::max(x, Real{0}), Real(x > 0)};
+}
+
+template <class Real>
+Curve<Real> relu_sq(Real x) {
+  const Real r = std::max(x, Real{0});
+  return {r * r, 2 * r};
+}
+
+/// An activation's value a, and what the gradient `da` of a becomes for gate and up.
+template <class Real>
+struct Activated {
+  Real value;
+  Real dgate;
+  Real dup;
+};
+
+/// Without a gate, `gate` is h, and `up` is not looked at.
+template <class Real>
+Activated<Real> activate(Activation activation, Real gate, Real up, Real da) {
+  const auto gated = [&](Curve<Real> f) -> Activated<Real> {
+    return {f.value * up, da * up * f.slope, da * f.value};
+  };
+  const auto plain = [&](Curve<Real> f) -> Activated<Real> { return {f.value, da * f.slope, 0}; };
+  switch (activation) {
+    case Activation::swiglu:
+      return gated(silu(gate));
+    case Activation::geglu:
+      return gated(gelu(gate));
+    case Activation::geglu_tanh:
+      return gated(gelu_tanh(gate));
+    case Activation::reglu:
+      return gated(relu(gate));
+    case Activation::relu:
+      return plain(relu(gate));
+    case Activation::relu_sq:
+      return plain(relu_sq(gate));
+    case Activation::gelu:
+      return plain(gelu(gate));
+    case Activation::gelu_tanh:
+      return plain(gelu_tanh(gate));
+    case Activation::silu:
+      return plain(silu(gate));
+  }
+  return {};
 }
 
 template <class Real>
@@ -191,7 +222,7 @@ Oracle::UpProj Oracle::up_proj(const Grouping& g, const Tensor& x, const Tensor&
             // From h before it is rounded.
             for (std::int64_t j = 0; j < n; ++j) {
               out.act[(first + r) * n + j] =
-                  store(act<Real>(desc_.experts.activation, h[j], h[W - n + j]));
+                  store(activate<Real>(desc_.experts.activation, h[j], h[W - n + j], 0).value);
             }
           });
     }
@@ -241,17 +272,12 @@ Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& r
             for (std::int64_t j = 0; j < n; ++j) {
               const Real gate = static_cast<Real>(preact[row * W + j]);
               const Real up = static_cast<Real>(preact[row * W + W - n + j]);
-              const Curve<Real> f = curve(desc_.experts.activation, gate);
-              const Real a = act(desc_.experts.activation, gate, up);
-              const Real da = score * unscaled[j];
-              if (is_glu(desc_.experts.activation)) {
-                out.dpreact[row * W + j] = store(da * up * f.slope);
-                out.dpreact[row * W + n + j] = store(da * f.value);
-              } else {
-                out.dpreact[row * W + j] = store(da * f.slope);
-              }
-              out.scaled_act[row * n + j] = store(score * a);
-              dscore += unscaled[j] * a;
+              const Activated<Real> a =
+                  activate<Real>(desc_.experts.activation, gate, up, score * unscaled[j]);
+              out.dpreact[row * W + j] = store(a.dgate);
+              if (is_glu(desc_.experts.activation)) out.dpreact[row * W + n + j] = store(a.dup);
+              out.scaled_act[row * n + j] = store(score * a.value);
+              dscore += unscaled[j] * a.value;
             }
             out.row_dscores[row] = single(dscore);
           });
