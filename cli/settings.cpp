@@ -11,6 +11,8 @@
 #include <fstream>
 #include <thread>
 
+#include "verify/cases.h"
+
 namespace sonicmoe::cli {
 namespace {
 
@@ -27,6 +29,11 @@ template <class Enum>
 Enum from_name(const std::string& text) {
   const auto all = names<Enum>();
   return static_cast<Enum>(std::find(all.begin(), all.end(), text) - all.begin());
+}
+
+std::string check_activation(std::string& text) {
+  ActivationSpec ignored;
+  return parse(text, &ignored) ? "" : "got '" + text + "', allowed: " + join(names<Activation>());
 }
 
 std::string check_thiek(std::string& text) {
@@ -191,11 +198,11 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
   auto* thiek = add_thiek(app, default_thiek);
   std::vector<CLI::Option*> of_layer = {add_dtype(app)};
   const auto set_activation = [this](const std::string& text) {
-    desc.experts.activation = from_name<Activation>(text);
+    parse(text, &desc.experts.activation);
   };
   of_layer.push_back(
       app.add_option_function<std::string>("--activation", set_activation, "Default: swiglu")
-          ->check(one_of(names<Activation>()))
+          ->check(CLI::Validator(check_activation, ""))
           ->type_name(join(names<Activation>())));
   for (auto* option : add_router(app)) of_layer.push_back(option);
   const auto set_rounding = [this](const std::string& text) {
@@ -254,7 +261,7 @@ std::string Settings::router_line() const {
 std::string Settings::layer_line() const {
   std::string line = thiek_line() + " --dtype " + name(desc.experts.dtype);
   if (desc.experts.activation != Activation::swiglu)
-    line += std::string(" --activation ") + name(desc.experts.activation);
+    line += verify::activation_option(desc.experts.activation);
   line += router_line();
   if (desc.experts.w1_layout == W1Layout::concatenated) line += " --concat_layout";
   if (desc.experts.bias) line += " --add_bias";
@@ -279,7 +286,7 @@ Json Settings::layer_json() const {
            {desc.tokens, desc.experts.hidden, desc.experts.intermediate, desc.router.experts,
             desc.router.top_k}},
           {"dtype", name(desc.experts.dtype)},
-          {"activation", name(desc.experts.activation)},
+          {"activation", to_string(desc.experts.activation)},
           {"w1_layout", name(desc.experts.w1_layout)},
           {"router", name(desc.router.mode)},
           {"norm_topk_probs", desc.router.norm_topk_probs},

@@ -9,10 +9,6 @@ namespace sonicmoe::verify {
 namespace {
 
 constexpr std::array kTileCounts = {127, 128, 129, 0, 1, 255, 256, 257};
-constexpr std::array kActivations = {
-    Activation::swiglu, Activation::geglu,     Activation::geglu_tanh,
-    Activation::reglu,  Activation::relu,      Activation::relu_sq,
-    Activation::gelu,   Activation::gelu_tanh, Activation::silu};
 
 LayerDesc shape(std::int64_t T, std::int64_t d, std::int64_t n, std::int64_t E, std::int64_t K) {
   LayerDesc desc;
@@ -60,7 +56,7 @@ class CaseList {
 };
 
 void add_activations(CaseList* list) {
-  for (const Activation activation : kActivations) {
+  for (const Activation activation : activations()) {
     for (const W1Layout layout :
          {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
       // Without a gate there is nothing to lay out.
@@ -353,6 +349,13 @@ Case custom_case(const LayerDesc& desc, std::uint64_t seed) {
   return c;
 }
 
+std::string activation_option(const ActivationSpec& activation) {
+  const std::string text = to_string(activation);
+  // A shell reads parentheses as its own.
+  const bool quoted = text.ends_with(')');
+  return " --activation " + (quoted ? "'" + text + "'" : text);
+}
+
 std::string repro_command(const Case& c, int threads, Device device) {
   std::string line = "sonicmoe check";
   if (c.name != "custom") {
@@ -362,8 +365,8 @@ std::string repro_command(const Case& c, int threads, Device device) {
     line += " --thiek " + std::to_string(d.tokens) + "," + std::to_string(d.experts.hidden) + "," +
             std::to_string(d.experts.intermediate) + "," + std::to_string(d.router.experts) + "," +
             std::to_string(d.router.top_k);
-    line += std::string(" --dtype ") + name(d.experts.dtype) + " --activation " +
-            name(d.experts.activation);
+    line +=
+        std::string(" --dtype ") + name(d.experts.dtype) + activation_option(d.experts.activation);
     if (d.router.mode == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
     if (d.router.norm_topk_probs) line += " --norm_topk_probs";
     if (d.experts.w1_layout == W1Layout::concatenated) line += " --concat_layout";

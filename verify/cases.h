@@ -59,5 +59,7 @@ Case custom_case(const LayerDesc& desc, std::uint64_t seed);
 /// names. `--case` carries everything but device and threads, and so excludes --thiek and the
 /// options of the layer.
 std::string repro_command(const Case& test_case, int threads = 0, Device device = {});
+/// " --activation swiglu", quoted for a shell where it has parameters.
+std::string activation_option(const ActivationSpec& activation);
 
 }  // namespace sonicmoe::verify

@@ -86,12 +86,12 @@ struct Activated {
 
 /// Without a gate, `gate` is h, and `up` is not looked at.
 template <class Real>
-Activated<Real> activate(Activation activation, Real gate, Real up, Real da) {
+Activated<Real> activate(const ActivationSpec& activation, Real gate, Real up, Real da) {
   const auto gated = [&](Curve<Real> f) -> Activated<Real> {
     return {f.value * up, da * up * f.slope, da * f.value};
   };
   const auto plain = [&](Curve<Real> f) -> Activated<Real> { return {f.value, da * f.slope, 0}; };
-  switch (activation) {
+  switch (activation.kind) {
     case Activation::swiglu:
       return gated(silu(gate));
     case Activation::geglu:

@@ -61,6 +61,7 @@ BAD = [
     ),
     ("bench --dtype f64", "--dtype: got 'f64', allowed: f32, bf16, f16"),
     ("bench --activation tanh", f"--activation: got 'tanh', allowed: {ACTIVATIONS}"),
+    ("bench --activation geglu(l=7)", f"--activation: got 'geglu(l=7)', allowed: {ACTIVATIONS}"),
     ("bench --rounding sr", f"--rounding: got 'sr', allowed: {RULES}"),
     ("check --rounding up", "--rounding: got 'up', allowed: only with --thiek"),
     ("bench --tile 64", "--tile: got '64', allowed: only with --rounding"),
@@ -84,6 +85,11 @@ BAD = [
     (
         "check --thiek 16,8,20,4,2",
         f"{layer('16,8,20,4,2')}: intermediate: got 20, allowed: multiples of 8 from 8 to 1048576",
+    ),
+    (
+        "check --thiek 16,8,8,4,2 --activation geglu(limit=7)",
+        f"{layer('16,8,8,4,2')} --activation 'geglu(limit=7)': "
+        "activation.limit: got 7, allowed: inf (geglu has no limit)",
     ),
     ("info --thiek 16,8,8,4,5", f"{layer('16,8,8,4,5')}: top_k: got 5, allowed: 1 to experts (4)"),
     (

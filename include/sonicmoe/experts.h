@@ -12,7 +12,7 @@ struct ExpertsDesc {
   std::int64_t hidden = 0;        ///< d, a multiple of 8, at least 8
   std::int64_t intermediate = 0;  ///< n, a multiple of 8, at least 8
   DType dtype = DType::bf16;      ///< of every tensor but scores, ids and counts
-  Activation activation = Activation::swiglu;
+  ActivationSpec activation = Activation::swiglu;
   W1Layout w1_layout = W1Layout::interleaved;
   bool bias = false;                     ///< b1 and b2 exist (both or none)
   bool inference = false;                ///< keep nothing for backward

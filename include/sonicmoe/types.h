@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <string>
 
 #include "sonicmoe/export.h"
@@ -24,6 +26,19 @@ enum class Activation : std::int32_t {
   gelu = 6,
   gelu_tanh = 7,
   silu = 8,
+};
+
+/// An activation and its parameters. An Activation converts to one with that kind's defaults. A
+/// parameter that the kind does not have keeps the value below; plans refuse any other.
+struct ActivationSpec {
+  Activation kind = Activation::swiglu;
+  float alpha = 1.0f;
+  float beta = 1.0f;
+  float limit = std::numeric_limits<float>::infinity();
+
+  ActivationSpec() = default;
+  SONICMOE_API ActivationSpec(Activation value) noexcept;  // NOLINT: implicit by design
+  bool operator==(const ActivationSpec&) const = default;
 };
 
 /// How the 2n rows of W1[e] (and b1[e], dW1[e], db1[e]) of a gated activation hold gate and up.
@@ -98,10 +113,17 @@ SONICMOE_API const char* name(RouterMode value) noexcept;    ///< "given"; "?" i
 SONICMOE_API const char* name(RoundingRule value) noexcept;  ///< "nearest"; "?" if unknown
 SONICMOE_API const char* name(DeviceType value) noexcept;    ///< "cpu"; "?" if unknown
 
-SONICMOE_API bool is_glu(Activation value) noexcept;           ///< has a gate: W1 has 2n rows
-SONICMOE_API std::size_t size_of(DType value) noexcept;        ///< bytes; 0 if unknown
-SONICMOE_API bool parse(const std::string& text, DType* out);  ///< false if unknown
+SONICMOE_API bool is_glu(Activation value) noexcept;  ///< has a gate: W1 has 2n rows
+inline bool is_glu(const ActivationSpec& value) noexcept { return is_glu(value.kind); }
+SONICMOE_API std::span<const Activation> activations() noexcept;      ///< every one, in order
+SONICMOE_API std::size_t size_of(DType value) noexcept;               ///< bytes; 0 if unknown
+SONICMOE_API bool parse(const std::string& text, DType* out);         ///< false if unknown
 SONICMOE_API bool parse(const std::string& text, RoundingRule* out);  ///< false if unknown
-SONICMOE_API bool parse(const std::string& text, Activation* out);    ///< false if unknown
+/// The text form of an activation: its name, then the parameters that are not the kind's defaults,
+/// as in "swiglu" or "name(alpha=1.702,limit=7)".
+SONICMOE_API std::string to_string(const ActivationSpec& value);
+/// Reads the text form. False if a name is unknown or a number is none; plans refuse what the kind
+/// does not allow.
+SONICMOE_API bool parse(const std::string& text, ActivationSpec* out);
 
 }  // namespace sonicmoe

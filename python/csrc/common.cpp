@@ -161,12 +161,12 @@ DType dtype_of(const char* argument, const Tensor& tensor) {
   }
 }
 
-Activation parse_activation(const std::string& text) {
-  Activation activation;
+ActivationSpec parse_activation(const std::string& text) {
+  ActivationSpec activation;
   if (parse(text, &activation)) return activation;
   std::string allowed;
-  for (int i = 0; name(static_cast<Activation>(i))[0] != '?'; ++i) {
-    allowed += (i > 0 ? ", " : "") + std::string(name(static_cast<Activation>(i)));
+  for (const Activation known : activations()) {
+    allowed += (allowed.empty() ? "" : ", ") + std::string(name(known));
   }
   refuse("activation", text, allowed);
 }

@@ -48,7 +48,8 @@ void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, c
 /// The library's name of a tensor's dtype; throws ValueError if it has none.
 DType dtype_of(const char* argument, const Tensor& tensor);
 
-Activation parse_activation(const std::string& text);
+/// Throws ValueError unless this is the text form of an activation (see types.h).
+ActivationSpec parse_activation(const std::string& text);
 
 /// Where a tensor is, and the stream that torch is using there.
 Device device_of(const Tensor& tensor);

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, reference
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu, reference
 
 T, D, N, E, L = 6, 16, 8, 4, 5
 ACTIVATIONS = ", ".join(f"ActivationType.{a.name}" for a in ActivationType)
@@ -339,10 +339,26 @@ def test_operators_refuse_in_the_same_words():
     flags = True, False, False, False
     with refused(ValueError, "top_k: got 9, allowed: 1 to experts (4)"):
         forward(x, router_w, w1, None, w2, None, 9, "swiglu", *flags)
+    with refused(ValueError, "activation.limit: got 7, allowed: inf (swiglu has no limit)"):
+        forward(x, router_w, w1, None, w2, None, 2, "swiglu(limit=7)", *flags)
+
+
+def test_activations_are_those_of_the_library():
+    """Names, their order and which have a gate, as the library's own refusals tell them."""
+    forward = torch.ops.sonicmoe.layer_forward
+    x, router_w, w2 = torch.ones(T, D), torch.ones(E, D), torch.ones(E, D, N)
+
+    def refusal(w1, activation):
+        with pytest.raises(ValueError) as error:
+            forward(x, router_w, w1, None, w2, None, 2, activation, True, False, False, False)
+        return str(error.value)
+
+    w1 = torch.ones(E, 3 * N, D)
     names = ", ".join(a.value for a in ActivationType)
-    with pytest.raises(ValueError, match="^activation: got tanh, allowed: ") as refusal:
-        forward(x, router_w, w1, None, w2, None, 2, "tanh", *flags)
-    assert sorted(str(refusal.value).split(": ")[2].split(", ")) == sorted(names.split(", "))
+    assert refusal(w1, "tanh") == f"activation: got tanh, allowed: {names}"
+    for activation in ActivationType:
+        gated = "(E, 2n, d)" in refusal(w1, activation.value)
+        assert gated == is_glu(activation), activation
 
 
 def test_compiled_code_refuses_too():

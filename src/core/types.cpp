@@ -6,11 +6,6 @@ namespace sonicmoe {
 namespace {
 
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
-constexpr Activation kActivations[] = {
-    Activation::swiglu, Activation::geglu,     Activation::geglu_tanh,
-    Activation::reglu,  Activation::relu,      Activation::relu_sq,
-    Activation::gelu,   Activation::gelu_tanh, Activation::silu};
-
 constexpr RoundingRule kRules[] = {
     RoundingRule::nearest, RoundingRule::stochastic, RoundingRule::nearest_scores,
     RoundingRule::balance, RoundingRule::up,         RoundingRule::down};
@@ -36,30 +31,6 @@ const char* name(DType value) noexcept {
       return "bf16";
     case DType::f16:
       return "f16";
-  }
-  return "?";
-}
-
-const char* name(Activation value) noexcept {
-  switch (value) {
-    case Activation::swiglu:
-      return "swiglu";
-    case Activation::geglu:
-      return "geglu";
-    case Activation::geglu_tanh:
-      return "geglu_tanh";
-    case Activation::reglu:
-      return "reglu";
-    case Activation::relu:
-      return "relu";
-    case Activation::relu_sq:
-      return "relu_sq";
-    case Activation::gelu:
-      return "gelu";
-    case Activation::gelu_tanh:
-      return "gelu_tanh";
-    case Activation::silu:
-      return "silu";
   }
   return "?";
 }
@@ -98,11 +69,6 @@ const char* name(DeviceType value) noexcept {
   return "?";
 }
 
-bool is_glu(Activation value) noexcept {
-  return value == Activation::swiglu || value == Activation::geglu ||
-         value == Activation::geglu_tanh || value == Activation::reglu;
-}
-
 std::size_t size_of(DType value) noexcept {
   switch (value) {
     case DType::f32:
@@ -116,8 +82,6 @@ std::size_t size_of(DType value) noexcept {
 }
 
 bool parse(const std::string& text, DType* out) { return parse_any(text, kDTypes, out); }
-
-bool parse(const std::string& text, Activation* out) { return parse_any(text, kActivations, out); }
 
 const char* name(RoundingRule value) noexcept {
   switch (value) {

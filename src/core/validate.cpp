@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdint>
+#include <string>
+
+#include "core/activation_table.h"
 
 namespace sonicmoe {
 namespace {
@@ -77,11 +80,14 @@ class Checker {
   }
 
   Checker& dtype(DType value) { return known("dtype", value, "f32, bf16, f16"); }
-  Checker& activation(Activation value) {
-    return known("activation", value,
-                 "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu");
+  Checker& activation(const ActivationSpec& value) {
+    if (!status_.ok()) return *this;
+    const std::string reason = refusal(value);
+    if (!reason.empty())
+      status_ = Status::error(StatusCode::invalid_argument, "%s", reason.c_str());
+    return *this;
   }
-  Checker& layout(W1Layout value, Activation activation) {
+  Checker& layout(W1Layout value, const ActivationSpec& activation) {
     known("w1_layout", value, "interleaved, concatenated, separate");
     require(value != W1Layout::separate || is_glu(activation), "w1_layout", "separate",
             "interleaved or concatenated for an activation without a gate");

@@ -61,7 +61,7 @@ struct DownProjDgrad {
           scratch.engine.rhs(Form::nn, nj, nk, Rows<T>{w2 + k0 * n + j0, n});
           scratch.engine.multiply(Form::nn, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
         }
-        math::visit_activation(d.activation, [&](auto fn) {
+        math::visit_activation(d.activation.kind, [&](auto fn) {
           for (std::int64_t i = 0; i < rows.rows; ++i) {
             const std::int64_t row = rows.begin + i;
             const T* gate = static_cast<const T*>(a.preact) + row * width + j0;

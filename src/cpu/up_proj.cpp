@@ -55,7 +55,7 @@ struct UpProj {
       const auto b1 = d.bias ? w1_view(d, static_cast<const T*>(a.b1),
                                        static_cast<const T*>(a.b1_up), rows.expert, 1)
                              : W1View<const T>{};
-      math::visit_activation(d.activation, [&](auto fn) {
+      math::visit_activation(d.activation.kind, [&](auto fn) {
         for (std::int64_t i = 0; i < rows.rows; ++i) {
           float* h = scratch.tile + i * ldc;
           if (b1.gate) add_bias(h, b1.gate + j0 * b1.stride, b1.stride, nj);

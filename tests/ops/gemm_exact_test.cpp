@@ -45,7 +45,7 @@ Routing routing(const Shape& shape) {
 class ExactGemm : public testing::TestWithParam<KernelInfo> {};
 
 /// False if this kernel is not for this type, activation or bias, or not for this processor.
-bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, Activation activation,
+bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, const ActivationSpec& activation,
              bool bias = false) {
   GroupedGemmDesc probe;
   probe.op = op;
@@ -85,8 +85,8 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
           }
           if (!runs_as(kernel, op, dtype, desc.experts.activation, desc.experts.bias)) continue;
           desc.experts.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
-          SCOPED_TRACE(std::string(name(desc.experts.activation)) + " " + name(layout) + " " +
-                       name(dtype) + " n=" + std::to_string(shape.intermediate));
+          SCOPED_TRACE(to_string(desc.experts.activation) + " " + name(layout) + " " + name(dtype) +
+                       " n=" + std::to_string(shape.intermediate));
           const GemmInputs inputs = integer_inputs(desc, routing(shape), a);
           expect_exact(op, desc, inputs, kernel.name);
           if (op == GemmOp::up_proj) {
@@ -120,8 +120,7 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
         desc.experts.activation = static_cast<Activation>(a);
         desc.experts.bias = bias;
         if (!runs_as(kernel, op, desc.experts.dtype, desc.experts.activation, bias)) continue;
-        SCOPED_TRACE(std::string(name(desc.experts.activation)) +
-                     " d=" + std::to_string(shape.hidden));
+        SCOPED_TRACE(to_string(desc.experts.activation) + " d=" + std::to_string(shape.hidden));
         expect_exact(op, desc, integer_inputs(desc, routing(shape), a), kernel.name);
         if (HasFatalFailure()) return;
         ++runs;

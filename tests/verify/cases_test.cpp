@@ -48,6 +48,8 @@ TEST(Cases, ReproCommands) {
             "sonicmoe check --thiek 10,16,24,4,2 --dtype f32 --activation geglu "
             "--topk_over_softmax --norm_topk_probs --concat_layout --add_bias "
             "--rounding balance --tile 16 --seed 7");
+  desc.experts.activation.limit = 7;
+  EXPECT_EQ(activation_option(desc.experts.activation), " --activation 'geglu(limit=7)'");
 }
 
 /// Rows of each expert in the case's own routing.

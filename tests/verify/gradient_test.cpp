@@ -98,7 +98,7 @@ std::vector<Case> cases() {
   std::vector<Case> out;
   for (const LayerDesc& desc : descs) {
     Case c;
-    c.name = std::string(name(desc.experts.activation)) + "_" + name(desc.router.mode) +
+    c.name = to_string(desc.experts.activation) + "_" + name(desc.router.mode) +
              (desc.router.norm_topk_probs ? "_norm" : "") + (desc.experts.bias ? "_bias" : "");
     c.desc = desc;
     c.outside_dlogits = true;

@@ -70,7 +70,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.bias_stride = b1.row_stride;
   e.bias_expert_stride = b1.expert_stride;
   e.intermediate = static_cast<int>(d.intermediate);
-  e.activation = d.activation;
+  e.activation = d.activation.kind;
   return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj: launch");
 }
 
@@ -87,7 +87,7 @@ struct Low {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
+      return visit_activations<(kN > 128)>(d.activation.kind, [&](auto activations) {
         using T = decltype(type);
         using Activations = decltype(activations);
         using Plain = UpProj<T, Activations, false, kN, Schedule::cooperative, kStages>;
@@ -122,7 +122,7 @@ Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
 std::string reject_tall(const GroupedGemmDesc& d) {
   if (std::string reason = reject_gemm(d); !reason.empty()) return reason;
   if (d.activation != Activation::swiglu) {
-    return std::string("activation: got ") + name(d.activation) + ", allowed: swiglu";
+    return "activation: got " + to_string(d.activation) + ", allowed: swiglu";
   }
   if (d.bias) return "bias: got true, allowed: false";
   return reject_tokens(d, "up_proj in tiles of 192 rows");

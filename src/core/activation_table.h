@@ -1,0 +1,51 @@
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "sonicmoe/types.h"
+
+/// Every activation, one row each. Names, defaults, the text form and what validation allows come
+/// from here; what an activation computes is in math/activation.h.
+namespace sonicmoe {
+
+enum class Allowed { finite, positive, positive_or_inf };
+
+struct ActivationParameter {
+  float ActivationSpec::*member;
+  float initial;  ///< where the caller says nothing
+  Allowed allowed;
+};
+
+struct ActivationRow {
+  Activation kind;
+  const char* name;
+  bool gated;  ///< has a gate and an up part
+  std::span<const ActivationParameter> parameters{};
+};
+
+using ActivationTable = std::span<const ActivationRow>;
+
+inline constexpr ActivationRow kActivationTable[] = {
+    {Activation::swiglu, "swiglu", true},
+    {Activation::geglu, "geglu", true},
+    {Activation::geglu_tanh, "geglu_tanh", true},
+    {Activation::reglu, "reglu", true},
+    {Activation::relu, "relu", false},
+    {Activation::relu_sq, "relu_sq", false},
+    {Activation::gelu, "gelu", false},
+    {Activation::gelu_tanh, "gelu_tanh", false},
+    {Activation::silu, "silu", false},
+};
+
+// What the public functions do by kActivationTable. Tests give them tables of their own.
+
+const ActivationRow* find_row(Activation kind, ActivationTable table) noexcept;  ///< null if none
+ActivationSpec defaults(const ActivationRow& row) noexcept;
+std::string to_string(const ActivationSpec& spec, ActivationTable table);
+bool parse(const std::string& text, ActivationTable table, ActivationSpec* out);
+
+/// Why validation refuses an activation; empty if it does not.
+std::string refusal(const ActivationSpec& spec, ActivationTable table = kActivationTable);
+
+}  // namespace sonicmoe
