@@ -164,37 +164,37 @@ TEST(Activation, Relu) {
 }
 
 TEST(Activation, GatesMultiplyTheUpPart) {
-  using Swiglu = math::ActivationFn<math::Silu, true>;
-  const float silu = math::Silu::value(1.5f);
-  EXPECT_EQ(Swiglu::forward(1.5f, -2.0f), silu * -2.0f);
-  const math::Gradients g = Swiglu::backward(1.5f, -2.0f, 4.0f);
-  EXPECT_EQ(g.act, silu * -2.0f);
-  EXPECT_EQ(g.dup, 4.0f * silu);
+  constexpr math::Gated<math::Silu> swiglu{};
+  const float value = math::Silu::value(1.5f);
+  EXPECT_EQ(swiglu.forward(1.5f, -2.0f), value * -2.0f);
+  const math::Gradients g = swiglu.backward(1.5f, -2.0f, 4.0f);
+  EXPECT_EQ(g.act, value * -2.0f);
+  EXPECT_EQ(g.dup, 4.0f * value);
   EXPECT_FLOAT_EQ(g.dgate, 4.0f * -2.0f * math::Silu::both(1.5f).slope);
-  using Silu = math::ActivationFn<math::Silu, false>;
-  EXPECT_EQ(Silu::forward(1.5f, kNan), silu);  // there is no up part
-  EXPECT_EQ(Silu::backward(1.5f, kNan, 4.0f).dup, 0.0f);
+  constexpr math::Plain<math::Silu> silu{};
+  EXPECT_EQ(silu.forward(1.5f, kNan), value);  // there is no up part
+  EXPECT_EQ(silu.backward(1.5f, kNan, 4.0f).dup, 0.0f);
 }
 
 TEST(Activation, ByNewtonIsTheSameFunction) {
-  using Swiglu = math::ActivationFn<math::Silu, true>;
-  using Silu = math::ActivationFn<math::Silu, false>;
-  sweep(-86.6f, 86.6f, 100000, [](float x) {
+  constexpr math::Gated<math::Silu> swiglu{};
+  constexpr math::Plain<math::Silu> silu{};
+  sweep(-86.6f, 86.6f, 100000, [&](float x) {
     const double exact = kSilu.value(x);
-    ASSERT_NEAR(Silu::forward_by_newton(x, kNan), exact, 0x1p-21 * std::fabs(exact) + 0x1p-149);
-    ASSERT_EQ(Swiglu::forward_by_newton(x, -2.0f), -2.0f * Silu::forward_by_newton(x, 0.0f));
+    ASSERT_NEAR(silu.forward_by_newton(x, kNan), exact, 0x1p-21 * std::fabs(exact) + 0x1p-149);
+    ASSERT_EQ(swiglu.forward_by_newton(x, -2.0f), -2.0f * silu.forward_by_newton(x, 0.0f));
   });
   for (const float x : {-86.7f, -88.0f, -1000.0f, -1e30f, -3e38f, -kInf}) {
-    EXPECT_LE(Silu::forward_by_newton(x, 0.0f), 0.0f);
-    EXPECT_GT(Silu::forward_by_newton(x, 0.0f), -0x1p-118f);
+    EXPECT_LE(silu.forward_by_newton(x, 0.0f), 0.0f);
+    EXPECT_GT(silu.forward_by_newton(x, 0.0f), -0x1p-118f);
   }
-  EXPECT_TRUE(std::isnan(Swiglu::forward_by_newton(kNan, 1.0f)));
-  EXPECT_EQ(Swiglu::forward_by_newton(kInf, 1.0f), kInf);
+  EXPECT_TRUE(std::isnan(swiglu.forward_by_newton(kNan, 1.0f)));
+  EXPECT_EQ(swiglu.forward_by_newton(kInf, 1.0f), kInf);
   // No reciprocal, or none that has another way.
-  using Reglu = math::ActivationFn<math::Relu, true>;
-  EXPECT_EQ(Reglu::forward_by_newton(3.0f, 2.0f), 6.0f);
-  using Gelu = math::ActivationFn<math::Gelu, false>;
-  EXPECT_EQ(Gelu::forward_by_newton(0.7f, kNan), Gelu::forward(0.7f, kNan));
+  constexpr math::Gated<math::Relu> reglu{};
+  EXPECT_EQ(reglu.forward_by_newton(3.0f, 2.0f), 6.0f);
+  constexpr math::Plain<math::Gelu> gelu{};
+  EXPECT_EQ(gelu.forward_by_newton(0.7f, kNan), gelu.forward(0.7f, kNan));
 }
 
 // The documented order, written out: 32 lanes, then pairs at distance 16, 8, 4, 2, 1.

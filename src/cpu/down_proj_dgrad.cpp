@@ -11,7 +11,7 @@ constexpr int kLanes = 8;  // n is a multiple of 8
 /// One row over a range of n columns. Lane l of `dot` adds columns l, l+8, ... of <dA', A>. dgate
 /// and dup may be gate and up.
 template <class Fn, class T>
-void epilogue_row(const float* __restrict da, float score, std::int64_t n, const T* gate,
+void epilogue_row(Fn fn, const float* __restrict da, float score, std::int64_t n, const T* gate,
                   const T* up, T* dgate, T* dup, T* __restrict scaled_act,
                   float* __restrict product, float* __restrict dot) {
 #if !defined(__clang__)  // which does not know it
@@ -20,7 +20,7 @@ void epilogue_row(const float* __restrict da, float score, std::int64_t n, const
   for (std::int64_t j = 0; j < n; ++j) {
     const float g = to_float(gate[j]);
     const float u = Fn::kIsGlu ? to_float(up[j]) : 0.0f;
-    const math::Gradients r = Fn::backward(g, u, score * da[j]);
+    const math::Gradients r = fn.backward(g, u, score * da[j]);
     dgate[j] = from_float<T>(r.dgate);
     if (Fn::kIsGlu) dup[j] = from_float<T>(r.dup);
     scaled_act[j] = from_float<T>(score * r.act);
@@ -61,14 +61,14 @@ struct DownProjDgrad {
           scratch.engine.rhs(Form::nn, nj, nk, Rows<T>{w2 + k0 * n + j0, n});
           scratch.engine.multiply(Form::nn, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
         }
-        math::visit_activation(d.activation.kind, [&](auto fn) {
+        math::visit_activation(d.activation, [&](auto fn) {
           for (std::int64_t i = 0; i < rows.rows; ++i) {
             const std::int64_t row = rows.begin + i;
             const T* gate = static_cast<const T*>(a.preact) + row * width + j0;
             T* dgate = static_cast<T*>(a.dpreact) + row * width + j0;
-            epilogue_row<decltype(fn)>(
-                scratch.tile + i * nj, a.row_scores[row], nj, gate, gate + n, dgate, dgate + n,
-                static_cast<T*>(a.scaled_act) + row * n + j0, product, dots + i * kLanes);
+            epilogue_row(fn, scratch.tile + i * nj, a.row_scores[row], nj, gate, gate + n, dgate,
+                         dgate + n, static_cast<T*>(a.scaled_act) + row * n + j0, product,
+                         dots + i * kLanes);
           }
         });
       }

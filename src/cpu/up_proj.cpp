@@ -8,14 +8,14 @@ namespace {
 /// h (rows, width) fp32 with the gate in the first `n` columns of a range and up in the next; adds
 /// biases, stores H and A.
 template <class Fn, class T>
-void epilogue_row(const float* __restrict h, std::int64_t n, T* __restrict preact_gate,
+void epilogue_row(Fn fn, const float* __restrict h, std::int64_t n, T* __restrict preact_gate,
                   T* __restrict preact_up, T* __restrict act) {
   if (preact_gate != nullptr) {
     store(h, preact_gate, n);
     if (Fn::kIsGlu) store(h + n, preact_up, n);
   }
   const float* up = Fn::kIsGlu ? h + n : h;
-  for (std::int64_t j = 0; j < n; ++j) act[j] = from_float<T>(Fn::forward(h[j], up[j]));
+  for (std::int64_t j = 0; j < n; ++j) act[j] = from_float<T>(fn.forward(h[j], up[j]));
 }
 
 template <class T>
@@ -55,14 +55,14 @@ struct UpProj {
       const auto b1 = d.bias ? w1_view(d, static_cast<const T*>(a.b1),
                                        static_cast<const T*>(a.b1_up), rows.expert, 1)
                              : W1View<const T>{};
-      math::visit_activation(d.activation.kind, [&](auto fn) {
+      math::visit_activation(d.activation, [&](auto fn) {
         for (std::int64_t i = 0; i < rows.rows; ++i) {
           float* h = scratch.tile + i * ldc;
           if (b1.gate) add_bias(h, b1.gate + j0 * b1.stride, b1.stride, nj);
           if (b1.up) add_bias(h + nj, b1.up + j0 * b1.stride, b1.stride, nj);
           const std::int64_t row = rows.begin + i;
           T* gate = preact ? preact + row * width + j0 : nullptr;
-          epilogue_row<decltype(fn)>(h, nj, gate, gate + (preact ? n : 0), act + row * n + j0);
+          epilogue_row(fn, h, nj, gate, gate + (preact ? n : 0), act + row * n + j0);
         }
       });
     };

@@ -6,10 +6,11 @@
 #include "math/ieee.h"
 #include "sonicmoe/types.h"
 
-/// Activations as scalar functors, usable on host and device.
+/// Activations as scalar function objects, usable on host and device.
 ///
-/// Each functor is a function f of one variable. Without a gate a = f(h). With a gate h = [g, u]
-/// and a = f(g) u, so that da/dg = f'(g) u and da/du = f(g).
+/// An activation is an object: its members are its parameters, and one without is empty, so that
+/// kernels carry nothing for it. Most are made of a function f of one variable. Without a gate
+/// a = f(h). With a gate h = [g, u] and a = f(g) u, so that da/dg = f'(g) u and da/du = f(g).
 namespace sonicmoe::math {
 
 struct ValueSlope {
@@ -97,58 +98,72 @@ struct Gradients {
   float dup;    // dL/du; 0 without a gate
 };
 
-/// A whole activation: the function of the gate, with or without an up factor.
-template <class F, bool kGated>
-struct ActivationFn {
-  static constexpr bool kIsGlu = kGated;
-  /// `up` is ignored without a gate.
-  static SONICMOE_HD float forward(float gate, float up) {
-    if constexpr (kGated) return F::value(gate) * up;
-    return F::value(gate);
-  }
+/// a = f(g) u. The function is a base, so that an empty one leaves the activation empty.
+///
+/// An activation of another shape stands by itself and offers the same members.
+template <class F>
+struct Gated : F {
+  static constexpr bool kIsGlu = true;
+  SONICMOE_HD float forward(float gate, float up) const { return F::value(gate) * up; }
   /// The same, by F::value_by_newton() where F has one.
-  static SONICMOE_HD float forward_by_newton(float gate, float up) {
+  SONICMOE_HD float forward_by_newton(float gate, float up) const {
     if constexpr (requires { F::value_by_newton(gate); }) {
-      const float value = F::value_by_newton(gate);
-      return kGated ? value * up : value;
+      return F::value_by_newton(gate) * up;
     } else {
       return forward(gate, up);
     }
   }
   /// `da` is the gradient of a.
-  static SONICMOE_HD Gradients backward(float gate, float up, float da) {
+  SONICMOE_HD Gradients backward(float gate, float up, float da) const {
     const ValueSlope f = F::both(gate);
-    if constexpr (kGated) return {f.value * up, da * up * f.slope, da * f.value};
+    return {f.value * up, da * up * f.slope, da * f.value};
+  }
+};
+
+/// a = f(h). `gate` is h; there is no `up`, and what stands for it is ignored.
+template <class F>
+struct Plain : F {
+  static constexpr bool kIsGlu = false;
+  SONICMOE_HD float forward(float gate, float /*up*/) const { return F::value(gate); }
+  SONICMOE_HD float forward_by_newton(float gate, float up) const {
+    if constexpr (requires { F::value_by_newton(gate); }) {
+      return F::value_by_newton(gate);
+    } else {
+      return forward(gate, up);
+    }
+  }
+  SONICMOE_HD Gradients backward(float gate, float /*up*/, float da) const {
+    const ValueSlope f = F::both(gate);
     return {f.value, da * f.slope, 0.0f};
   }
 };
 
-/// Calls f(ActivationFn<...>{}) with the one of an activation, and returns what it returns. An
-/// enumerator without a case does not compile; a value without an enumerator was refused when the
-/// plan was made.
+/// Calls f with the object that computes an activation, and returns what it returns. An enumerator
+/// without a case does not compile; validation refuses a value without an enumerator when a plan is
+/// made.
 template <class F>
-SONICMOE_HD auto visit_activation(Activation activation, F&& f) {
-  switch (activation) {
+SONICMOE_HD auto visit_activation(const ActivationSpec& spec, F&& f) {
+  switch (spec.kind) {
     case Activation::swiglu:
-      return f(ActivationFn<Silu, true>{});
+      return f(Gated<Silu>{});
     case Activation::geglu:
-      return f(ActivationFn<Gelu, true>{});
+      return f(Gated<Gelu>{});
     case Activation::geglu_tanh:
-      return f(ActivationFn<GeluTanh, true>{});
+      return f(Gated<GeluTanh>{});
     case Activation::reglu:
-      return f(ActivationFn<Relu, true>{});
+      return f(Gated<Relu>{});
     case Activation::relu:
-      return f(ActivationFn<Relu, false>{});
+      return f(Plain<Relu>{});
     case Activation::relu_sq:
-      return f(ActivationFn<ReluSq, false>{});
+      return f(Plain<ReluSq>{});
     case Activation::gelu:
-      return f(ActivationFn<Gelu, false>{});
+      return f(Plain<Gelu>{});
     case Activation::gelu_tanh:
-      return f(ActivationFn<GeluTanh, false>{});
+      return f(Plain<GeluTanh>{});
     case Activation::silu:
       break;
   }
-  return f(ActivationFn<Silu, false>{});
+  return f(Plain<Silu>{});
 }
 
 }  // namespace sonicmoe::math

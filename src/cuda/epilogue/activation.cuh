@@ -8,6 +8,7 @@
 /// the unrounded H.
 namespace sonicmoe::cuda {
 
+template <class Activations>
 struct ActivationParams {
   CUtensorMap preact_boxes[2];  ///< H: gate and up, or the one there is, (1, R, n) in 64 x 16
   CUtensorMap act_boxes;
@@ -18,7 +19,7 @@ struct ActivationParams {
   std::int64_t bias_stride;         ///< elements from one gate to the next ...
   std::int64_t bias_expert_stride;  ///< ... and from one expert to the next
   int intermediate;
-  Activation activation;
+  Activations activations;
 };
 
 /// Rounded accumulators of a chunk of 64 columns.
@@ -36,8 +37,8 @@ __device__ __forceinline__ void put_rounded(const WarpTile& tile, const float* a
 }
 
 /// A of block `i` of a chunk, whose ups are kUp accumulators further than its gates.
-template <class T, class Fn, int kUp>
-__device__ __forceinline__ Block activate(const float* acc, int i) {
+template <class T, int kUp, class Fn>
+__device__ __forceinline__ Block activate(const Fn& fn, const float* acc, int i) {
   Block block;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -47,8 +48,8 @@ __device__ __forceinline__ Block activate(const float* acc, int i) {
     // and a reciprocal than the rest of the multiprocessor with all else. Which one goes by the
     // column, so that equal rows have equal bits (j % 2 is a half of the rows, j / 2 of the
     // columns).
-    block.w[j] = Pair<T>::pack(Fn::forward_by_newton(g[0], u[0]),
-                               j < 2 ? Fn::forward(g[1], u[1]) : Fn::forward_by_newton(g[1], u[1]));
+    block.w[j] = Pair<T>::pack(fn.forward_by_newton(g[0], u[0]),
+                               j < 2 ? fn.forward(g[1], u[1]) : fn.forward_by_newton(g[1], u[1]));
   }
   return block;
 }
@@ -56,7 +57,7 @@ __device__ __forceinline__ Block activate(const float* acc, int i) {
 /// `kBias`: there may be one.
 template <class Activations, bool kBias>
 struct StoreActivation : HoldsNothing {
-  using Params = ActivationParams;
+  using Params = ActivationParams<Activations>;
   static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr bool kGated = Activations::kGated;
   /// Units (columns of A) of a tile that is kN wide. With a gate the tile's left half holds gate
@@ -120,12 +121,12 @@ struct StoreActivation : HoldsNothing {
 
     __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount], Held<Traits>&,
                                            const EpilogueBlocks<Traits>& stages) {
-      Activations::visit(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
+      e_.activations.visit([&](const auto& fn) { finish_as(fn, acc[0], stages); });
     }
 
    private:
     template <class Fn>
-    __device__ __forceinline__ void finish_as(float (&acc)[kCount],
+    __device__ __forceinline__ void finish_as(const Fn& fn, float (&acc)[kCount],
                                               const EpilogueBlocks<Traits>& stages) {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
@@ -155,7 +156,7 @@ struct StoreActivation : HoldsNothing {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          act.put(i, activate<T, Fn, kUp>(&acc[chunk * 32], i));
+          act.put(i, activate<T, kUp>(fn, &acc[chunk * 32], i));
         }
         if (chunk > 0) {
           // By now the stores of the chunk before have been read.

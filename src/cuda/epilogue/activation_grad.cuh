@@ -8,6 +8,7 @@
 /// computed from it again: dH = dAct(s dA', H), A' = s A, and the tile's part of dS = <dA', A>.
 namespace sonicmoe::cuda {
 
+template <class Activations>
 struct ActivationGradParams {
   CUtensorMap preact_boxes[2];   ///< H: gate and up, or the one there is, (1, R, n) in 64 x 64
   CUtensorMap dpreact_boxes[2];  ///< dH alike, in 64 x 16
@@ -18,7 +19,7 @@ struct ActivationGradParams {
   float* dscores;                ///< (shared tiles, R): one partial sum for each tile along n
   std::int64_t capacity;         ///< R
   int intermediate;
-  Activation activation;
+  Activations activations;
 };
 
 /// The tile is gone through in chunks of 64 columns, each in a stage of the pipeline of its own:
@@ -28,7 +29,7 @@ struct ActivationGradParams {
 /// are computed with, and what comes out is not stored.
 template <class Activations>
 struct StoreActivationGrad : HoldsNothing {
-  using Params = ActivationGradParams;
+  using Params = ActivationGradParams<Activations>;
   static constexpr bool kAdds = false;
   static constexpr int kParts = Activations::kGated ? 2 : 1;
   static constexpr int kScaledTiles = 2;  ///< of A', in turn
@@ -78,7 +79,7 @@ struct StoreActivationGrad : HoldsNothing {
 
     __device__ __forceinline__ void finish(float (&acc)[1][kCount], Held<Traits>&,
                                            const EpilogueBlocks<Traits>& stages) {
-      Activations::visit(e_.activation, [&](auto fn) { finish_as<decltype(fn)>(acc[0], stages); });
+      e_.activations.visit([&](const auto& fn) { finish_as(fn, acc[0], stages); });
     }
 
    private:
@@ -88,7 +89,7 @@ struct StoreActivationGrad : HoldsNothing {
     __device__ __forceinline__ int first_row(int t) const { return m_first_ * 64 + t / 32 * 16; }
 
     template <class Fn>
-    __device__ __forceinline__ void finish_as(float (&acc)[kCount],
+    __device__ __forceinline__ void finish_as(const Fn& fn, float (&acc)[kCount],
                                               const EpilogueBlocks<Traits>& stages) {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
@@ -118,8 +119,8 @@ struct StoreActivationGrad : HoldsNothing {
             const float* da = &acc[(chunk * 4 + i) * 8 + 2 * j];
             const float2 gs = Pair<T>::unpack(g.w[j]);
             const float2 us = Pair<T>::unpack(u.w[j]);
-            const math::Gradients r0 = Fn::backward(gs.x, us.x, score * da[0]);
-            const math::Gradients r1 = Fn::backward(gs.y, us.y, score * da[1]);
+            const math::Gradients r0 = fn.backward(gs.x, us.x, score * da[0]);
+            const math::Gradients r1 = fn.backward(gs.y, us.y, score * da[1]);
             dot[j % 2] = math::fma(da[0], r0.act, dot[j % 2]);
             dot[j % 2] = math::fma(da[1], r1.act, dot[j % 2]);
             dg.w[j] = Pair<T>::pack(r0.dgate, r1.dgate);

@@ -11,7 +11,7 @@ namespace sonicmoe::cuda {
 /// number.
 template <class Fn>
 struct StoreActivationTall : StoreActivation<OneActivation<Fn>, false> {
-  using Params = ActivationParams;
+  using Params = ActivationParams<OneActivation<Fn>>;
   /// Everything leaves from the stages that follow the last k block: A from where the gates were.
   static constexpr int kWarpBytes = 0;
   static_assert(Fn::kIsGlu);
@@ -52,7 +52,7 @@ struct StoreActivationTall : StoreActivation<OneActivation<Fn>, false> {
         Block blocks[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          blocks[i] = activate<T, Fn, kOf64>(now.acc, i);
+          blocks[i] = activate<T, kOf64>(e_.activations.fn, now.acc, i);
         }
         constexpr bool kLast = index + 1 == kPieces;
         if constexpr (!kLast) store_preact(piece(std::integral_constant<int, index + 1>{}), lane);

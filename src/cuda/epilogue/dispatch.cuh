@@ -4,41 +4,63 @@
 
 #include "math/activation.h"
 
-/// What a kernel with an activation is compiled for. visit(activation, f) calls f(ActivationFn{})
-/// in the kernel.
+/// What a kernel with an activation is compiled for: an `Activations` type, whose object travels in
+/// the kernel's arguments. The host makes it with of(spec); in the kernel visit(f) calls f(fn) with
+/// the activation's object.
 namespace sonicmoe::cuda {
 
-using SwigluFn = math::ActivationFn<math::Silu, true>;
+using SwigluFn = math::Gated<math::Silu>;
+
+/// Has a kernel of its own in narrow tiles, too: SwiGLU, and every activation with parameters, for
+/// those that share a kernel carry their kind alone.
+template <class Fn>
+constexpr bool kIsAlone = std::is_same_v<Fn, SwigluFn> || !std::is_empty_v<Fn>;
 
 template <class Fn>
 struct OneActivation {
   static constexpr bool kGated = Fn::kIsGlu;
+  Fn fn;
+
+  static OneActivation of(const ActivationSpec& spec) {
+    OneActivation one{};
+    math::visit_activation(spec, [&](auto fn) {
+      using Given = decltype(fn);
+      if constexpr (std::is_same_v<Given, Fn>) one.fn = fn;
+    });
+    return one;
+  }
   template <class F>
-  static __device__ __forceinline__ void visit(Activation, F&& f) {
-    f(Fn{});
+  __device__ __forceinline__ void visit(F&& f) const {
+    f(fn);
   }
 };
 
-/// All with a gate but SwiGLU, or all without one: chosen at run time, outside the element loops.
+/// All with a gate that are not alone, or all without one: chosen at run time, outside the element
+/// loops.
 template <bool kGated_>
 struct AnyActivation {
   static constexpr bool kGated = kGated_;
+  Activation kind;
+
+  static AnyActivation of(const ActivationSpec& spec) { return {spec.kind}; }
   template <class F>
-  static __device__ __forceinline__ void visit(Activation activation, F&& f) {
-    math::visit_activation(activation, [&](auto fn) {
+  __device__ __forceinline__ void visit(F&& f) const {
+    ActivationSpec spec;
+    spec.kind = kind;
+    math::visit_activation(spec, [&](auto fn) {
       using Fn = decltype(fn);
-      if constexpr (Fn::kIsGlu == kGated && !std::is_same_v<Fn, SwigluFn>) f(fn);
+      if constexpr (Fn::kIsGlu == kGated && !kIsAlone<Fn>) f(fn);
     });
   }
 };
 
 /// Calls f(Activations{}) with what is compiled for an activation. In wide tiles each is by itself:
-/// together they need more registers than those leave. In narrow ones SwiGLU is.
+/// together they need more registers than those leave.
 template <bool kWide, class F>
-auto visit_activations(Activation activation, F&& f) {
-  return math::visit_activation(activation, [&](auto fn) {
+auto visit_activations(const ActivationSpec& spec, F&& f) {
+  return math::visit_activation(spec, [&](auto fn) {
     using Fn = decltype(fn);
-    constexpr bool kAlone = kWide || std::is_same_v<Fn, SwigluFn>;
+    constexpr bool kAlone = kWide || kIsAlone<Fn>;
     return f(std::conditional_t<kAlone, OneActivation<Fn>, AnyActivation<Fn::kIsGlu>>{});
   });
 }

@@ -37,7 +37,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   TensorMaps maps(d.dtype);
   GemmParams p{};
   p.shared[0] = p.shared[1] = maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kK / 2});
-  ActivationGradParams e{};
+  typename Config::Epilogue::Params e{};
   encode_preact(&maps, d, a.preact, 64, e.preact_boxes);
   encode_preact(&maps, d, a.dpreact, WarpTile::kRows, e.dpreact_boxes);
   e.scaled_act_boxes = maps.encode({a.scaled_act, n, d.rows, 1, n, 0, WarpTile::kRows});
@@ -62,7 +62,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.dscores = p.shared_tiles == 1 ? a.row_dscores : static_cast<float*>(workspace);
   e.capacity = d.rows;
   e.intermediate = static_cast<int>(n);
-  e.activation = d.activation.kind;
+  e.activations = e.activations.of(d.activation);
   char* const counter = static_cast<char*>(workspace) + partials_bytes(d, p.shared_tiles);
   Status status =
       launch_dealt<Config>(d, p, e, a.tile_counter, counter, exec, "down_proj_dgrad: launch");
@@ -78,7 +78,7 @@ struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return visit_activations<(kN > 128)>(d.activation.kind, [&](auto activations) {
+      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
         return f(DownProjDgrad<decltype(type), decltype(activations), kN, kSchedule, kStages>{});
       });
     });

@@ -33,7 +33,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.shared[0] = maps.encode(view);
   if (gated) view.base = up_base(d, w1, a.w1, a.w1_up);
   p.shared[1] = maps.encode(view);
-  ActivationParams e{};
+  typename Config::Epilogue::Params e{};
   const std::int64_t n = d.intermediate;
   if (!d.inference) encode_preact(&maps, d, a.preact, WarpTile::kRows, e.preact_boxes);
   e.act_boxes = maps.encode({a.act, n, d.rows, 1, n, 0, WarpTile::kRows});
@@ -70,7 +70,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.bias_stride = b1.row_stride;
   e.bias_expert_stride = b1.expert_stride;
   e.intermediate = static_cast<int>(d.intermediate);
-  e.activation = d.activation.kind;
+  e.activations = e.activations.of(d.activation);
   return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj: launch");
 }
 
@@ -87,7 +87,7 @@ struct Low {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return visit_activations<(kN > 128)>(d.activation.kind, [&](auto activations) {
+      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
         using T = decltype(type);
         using Activations = decltype(activations);
         using Plain = UpProj<T, Activations, false, kN, Schedule::cooperative, kStages>;
