@@ -74,6 +74,12 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj: launch");
 }
 
+/// Whether there is a kernel with a bias. Wide tiles have it for SwiGLU alone, which is what models
+/// with biases have: another kernel for each of the other activations would be compiled for nobody.
+template <int kN, class Activations>
+constexpr bool kCompiledWithBias =
+    kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
+
 /// What is compiled: visit(desc, f) calls f(Config{}).
 struct Tall {
   template <class F>
@@ -96,8 +102,7 @@ struct Low {
           // Looking for a bias costs 6 % of the whole time: worth a kernel without.
           if (!d.bias) return f(Plain{});
         }
-        constexpr bool kHasBias = kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
-        return f(std::conditional_t<kHasBias, Biased, Plain>{});
+        return f(std::conditional_t<kCompiledWithBias<kN, Activations>, Biased, Plain>{});
       });
     });
   }
@@ -128,13 +133,11 @@ std::string reject_tall(const GroupedGemmDesc& d) {
   return reject_tokens(d, "up_proj in tiles of 192 rows");
 }
 
-/// Wide tiles have a bias for SwiGLU alone, which is what models with biases have: another kernel
-/// for each of the other activations would be compiled for nobody.
 std::string reject_wide(const GroupedGemmDesc& d) {
-  if (std::string reason = reject_gemm(d); !reason.empty()) return reason;
-  return d.bias && d.activation != Activation::swiglu
-             ? "bias: got true, allowed: false (but for swiglu)"
-             : "";
+  if (std::string reason = reject_gemm(d); !reason.empty() || !d.bias) return reason;
+  const bool compiled = visit_activations<true>(
+      d.activation, [](auto activations) { return kCompiledWithBias<256, decltype(activations)>; });
+  return compiled ? "" : "bias: got true, allowed: false for " + to_string(d.activation);
 }
 
 std::string yield_tall(const GroupedGemmDesc& d) {
