@@ -43,6 +43,15 @@ Options any_options(FuzzedDataProvider* in) {
   return options;
 }
 
+/// A parameter is the kind's own, mostly.
+ActivationSpec any_activation(FuzzedDataProvider* in) {
+  ActivationSpec spec = pick<Activation>(in, static_cast<int>(activations().size()));
+  for (float* value : {&spec.alpha, &spec.beta, &spec.limit}) {
+    if (in->ConsumeIntegralInRange(0, 31) == 0) *value = in->ConsumeFloatingPoint<float>();
+  }
+  return spec;
+}
+
 /// Any operation's plan. Returns whether there is one.
 template <class Desc>
 void plan_operation(FuzzedDataProvider* in, const Desc& desc) {
@@ -64,7 +73,7 @@ LayerDesc layer_desc(FuzzedDataProvider* in) {
   d.router.experts = number(in, 20);
   d.router.top_k = d.router.mode == RouterMode::given ? number(in, 0) : number(in, 6);
   d.experts.dtype = pick<DType>(in, 2);
-  d.experts.activation = pick<Activation>(in, 9);
+  d.experts.activation = any_activation(in);
   d.experts.w1_layout = pick<W1Layout>(in, 3);
   d.router.norm_topk_probs = d.router.mode != RouterMode::given && in->ConsumeBool();
   d.experts.bias = in->ConsumeBool();
@@ -115,7 +124,7 @@ void operation(FuzzedDataProvider* in) {
   const std::int64_t tokens = number(in, 100), rows = number(in, 1000), hidden = width(in);
   const std::int64_t intermediate = width(in), experts = number(in, 300), top_k = number(in, 300);
   const auto dtype = pick<DType>(in, 3);
-  const auto activation = pick<Activation>(in, 9);
+  const ActivationSpec activation = any_activation(in);
   const auto layout = pick<W1Layout>(in, 3);
   const auto mode = pick<RouterMode>(in, 3);
   const bool flag = in->ConsumeBool(), other = in->ConsumeBool();

@@ -41,8 +41,7 @@ std::vector<Case> cases() {
     c.seed = out.size() + 1;
     out.push_back(c);
   };
-  for (int a = 0; a < 9; ++a) {
-    const auto activation = static_cast<Activation>(a);
+  for (const Activation activation : activations()) {
     add(std::string("given_") + name(activation), RouterMode::given, activation);
   }
   add("softmax_over_topk", RouterMode::softmax_over_topk, Activation::swiglu);

@@ -71,8 +71,9 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
     const int before = runs;
     for (const Shape& shape : shapes()) {
       LayerDesc desc = layer_of(shape, dtype);
-      for (int a = 0; a < 9; ++a) {
-        desc.experts.activation = static_cast<Activation>(a);
+      for (const Activation activation : activations()) {
+        const int a = static_cast<int>(activation);
+        desc.experts.activation = activation;
         for (const W1Layout layout :
              {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
           if (layout == W1Layout::separate && !is_glu(desc.experts.activation)) continue;
@@ -114,10 +115,11 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
   const bool activates = op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad;
   int runs = 0;
   for (const Shape& shape : {Shape{2000, 16, 264, 90, 14850}, Shape{1000, 264, 72, 90, 9000}}) {
-    for (int a = 0; a < (activates ? 9 : 1); ++a) {
+    for (const Activation activation : activations().first(activates ? activations().size() : 1)) {
+      const int a = static_cast<int>(activation);
       for (const bool bias : {false, true}) {
         LayerDesc desc = layer_of(shape, DType::bf16);
-        desc.experts.activation = static_cast<Activation>(a);
+        desc.experts.activation = activation;
         desc.experts.bias = bias;
         if (!runs_as(kernel, op, desc.experts.dtype, desc.experts.activation, bias)) continue;
         SCOPED_TRACE(to_string(desc.experts.activation) + " d=" + std::to_string(shape.hidden));
@@ -258,9 +260,7 @@ TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
   }
   const GemmOp op = op_of(GetParam());
   constexpr std::int64_t kRows = 300;
-  std::vector<Activation> all;
-  for (int a = 0; a < 9; ++a) all.push_back(static_cast<Activation>(a));
-  for_layers({3, 136, 1032, 1, kRows}, all, [&](const LayerDesc& desc) {
+  for_layers({3, 136, 1032, 1, kRows}, activations(), [&](const LayerDesc& desc) {
     Routing lists;
     lists.tokens.assign(kRows, 1);
     lists.experts.assign(kRows, 0);

@@ -86,8 +86,8 @@ LayerDesc tiny(Activation activation, RouterMode router, bool norm) {
 
 std::vector<Case> cases() {
   std::vector<LayerDesc> descs;
-  for (int a = 0; a < 9; ++a) {
-    descs.push_back(tiny(static_cast<Activation>(a), RouterMode::softmax_over_topk, false));
+  for (const Activation activation : activations()) {
+    descs.push_back(tiny(activation, RouterMode::softmax_over_topk, false));
   }
   descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, false));
   descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, true));
