@@ -102,7 +102,7 @@ struct Options {
   /// CUDA only: synchronise and refuse bad device data instead of skipping it. CPU calls always do.
   bool checked = false;
   /// Runs this entry of the kernel list, or one of this backend ("cpu", "cuda"), or refuses. Empty:
-  /// the first that neither rejects nor yields (see explain()).
+  /// the first that neither rejects nor defers (see explain()).
   std::string kernel;
 };
 

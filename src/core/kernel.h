@@ -55,7 +55,7 @@ struct Kernel {
   std::string (*reject)(const Desc& desc) = nullptr;
   /// Optional. Why a later entry is better for `desc`, or empty. Not asked when the options name
   /// this very entry; of no weight when no later entry takes it.
-  std::string (*yield)(const Desc& desc) = nullptr;
+  std::string (*defer)(const Desc& desc) = nullptr;
   /// Optional. Bytes of workspace; none if null.
   std::size_t (*workspace)(const Desc& desc, const Exec& exec) = nullptr;
   /// Optional. Done once, when a plan is made and this kernel was chosen: function attributes.
@@ -111,7 +111,7 @@ struct Choice {
 };
 
 /// Walks the kernel list: the first entry of this op and device that matches, does not reject and
-/// does not yield; if all of them yield, the first.
+/// does not defer; if all of them defer, the first.
 template <class Desc>
 Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted);
 

@@ -1,5 +1,5 @@
 // The one list that decides which kernel runs: best first, the first that neither rejects nor
-// yields wins.
+// defers wins.
 #include "core/backends.h"
 #include "core/kernel.h"
 

@@ -117,11 +117,11 @@ template <class Desc>
 Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted) {
   struct Look {
     const Kernel<Desc>* kernel;
-    std::string reason, yields;
+    std::string reason, defers;
   };
   std::vector<Look> looks;
   Choice<Desc> choice;
-  const Kernel<Desc>* yielding = nullptr;
+  const Kernel<Desc>* deferring = nullptr;
   for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
     if (std::strcmp(kernel->op, op_name(desc)) != 0 || kernel->device != device.type) continue;
     Look& look = looks.emplace_back(Look{kernel, "", ""});
@@ -131,18 +131,18 @@ Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& w
       look.reason = rejection(*kernel, desc);
     }
     if (!look.reason.empty()) continue;
-    if (kernel->yield != nullptr && wanted != kernel->name) look.yields = kernel->yield(desc);
-    const Kernel<Desc>*& taken = look.yields.empty() ? choice.kernel : yielding;
+    if (kernel->defer != nullptr && wanted != kernel->name) look.defers = kernel->defer(desc);
+    const Kernel<Desc>*& taken = look.defers.empty() ? choice.kernel : deferring;
     if (taken == nullptr) taken = kernel;
   }
-  if (choice.kernel == nullptr) choice.kernel = yielding;
+  if (choice.kernel == nullptr) choice.kernel = deferring;
   for (const Look& look : looks) {
     const bool runs = look.kernel == choice.kernel;
     choice.walk += std::string("  ") + look.kernel->name + ": ";
     if (!look.reason.empty()) {
       choice.walk += look.reason;
-    } else if (!look.yields.empty()) {
-      choice.walk += (runs ? "runs, although " : "would run, but ") + look.yields;
+    } else if (!look.defers.empty()) {
+      choice.walk += (runs ? "runs, although " : "would run, but ") + look.defers;
     } else {
       choice.walk += runs ? "runs" : "would run, a better one does";
     }

@@ -60,8 +60,8 @@ struct Entry {
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
-std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_pingpong(d.rows, d.experts, d.hidden, tiles(d.intermediate, kK));
+std::string defer_wide(const GroupedGemmDesc& d) {
+  return defer_to_pingpong(d.rows, d.experts, d.hidden, tiles(d.intermediate, kK));
 }
 
 }  // namespace
@@ -72,7 +72,7 @@ const Kernel<GroupedGemmDesc> kDownProj256 = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
-    .yield = yield_wide,
+    .defer = defer_wide,
     .workspace = dealer_workspace,
     .prepare = Wide::prepare,
     .run = Wide::run,

@@ -101,8 +101,8 @@ using Wide = Entry<kWide, Schedule::cooperative, 4>;
 
 constexpr int kNarrowPercent = 58;  // docs/findings/tile-choice.md
 
-std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
+std::string defer_wide(const GroupedGemmDesc& d) {
+  return defer_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
                          kNarrowPercent);
 }
 
@@ -114,7 +114,7 @@ const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
-    .yield = yield_wide,
+    .defer = defer_wide,
     .workspace = Wide::workspace,
     .prepare = Wide::prepare,
     .run = Wide::run,

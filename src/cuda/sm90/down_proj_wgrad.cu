@@ -67,8 +67,8 @@ struct Entry {
 using Wide = Entry<256, 4>;
 using Small = Entry<128, 6>;
 
-std::string yield_large(const GroupedGemmDesc& d) {
-  return yield_to_small(d.rows, d.experts, d.intermediate);
+std::string defer_large(const GroupedGemmDesc& d) {
+  return defer_to_small(d.rows, d.experts, d.intermediate);
 }
 
 }  // namespace
@@ -79,7 +79,7 @@ const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
-    .yield = yield_large,
+    .defer = defer_large,
     .prepare = Wide::prepare,
     .run = Wide::run,
 };

@@ -225,7 +225,7 @@ double cost(const RouterGemmDesc& d, int width) {
 }
 
 template <int kWidth>
-std::string yield_to_better(const RouterGemmDesc& d) {
+std::string defer_to_better(const RouterGemmDesc& d) {
   if (d.pass == GemmPass::dgrad) return {};
   int best = kWidth;
   for (const int width : kWidths) {
@@ -244,7 +244,7 @@ const Kernel<RouterGemmDesc> kRouterGemm256 = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject,
-    .yield = yield_to_better<256>,
+    .defer = defer_to_better<256>,
     .workspace = Entry<256>::workspace,
     .prepare = Entry<256>::prepare,
     .run = Entry<256>::run,
@@ -255,7 +255,7 @@ const Kernel<RouterGemmDesc> kRouterGemm128 = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject,
-    .yield = yield_to_better<128>,
+    .defer = defer_to_better<128>,
     .workspace = Entry<128>::workspace,
     .prepare = Entry<128>::prepare,
     .run = Entry<128>::run,

@@ -6,7 +6,7 @@
 #include <string>
 
 /// Which of the compiled tiles an operation takes: pure functions of the shape, each the reason why
-/// a larger tile yields to the next, or empty. The models are fitted to
+/// a larger tile defers to the next, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
 namespace sonicmoe::cuda {
 
@@ -17,9 +17,9 @@ inline int tiles(std::int64_t extent, int width) {
 /// Where the last chunk of 64 of so many columns, at least one, begins.
 inline int last_chunk(std::int64_t columns) { return static_cast<int>((columns - 1) / 64 * 64); }
 
-/// By what the tiles compute past the end of an axis: yields where that is over `percent` % more,
+/// By what the tiles compute past the end of an axis: defers where that is over `percent` % more,
 /// which is how much longer the narrow tile takes where both fit.
-inline std::string yield_to(const char* axis, std::int64_t extent, int width, int other,
+inline std::string defer_to(const char* axis, std::int64_t extent, int width, int other,
                             int percent) {
   const std::int64_t mine = static_cast<std::int64_t>(tiles(extent, width)) * width;
   const std::int64_t theirs = static_cast<std::int64_t>(tiles(extent, other)) * other;
@@ -31,13 +31,13 @@ inline std::string yield_to(const char* axis, std::int64_t extent, int width, in
 /// Weight gradients: by waste along n, for the small tile moves half as many bytes again for each
 /// product; and where experts have 16 rows or fewer in the mean. What they are then is bytes to
 /// write, and small tiles write them sooner.
-inline std::string yield_to_small(std::int64_t rows, std::int64_t experts,
+inline std::string defer_to_small(std::int64_t rows, std::int64_t experts,
                                   std::int64_t intermediate) {
   if (rows <= 16 * experts) {
     return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
            " experts: tiles of 128 take less time than tiles of 256";
   }
-  return yield_to("intermediate", intermediate, 256, 128, 45);
+  return defer_to("intermediate", intermediate, 256, 128, 45);
 }
 
 /// Pairs of CTAs at work at a time: 132 multiprocessors, as on an H100 or H200. With another number
@@ -73,7 +73,7 @@ inline double rounds(std::int64_t rows, std::int64_t experts, int across, int he
 /// Ping-pong over tiles of 192 columns, or 256 cooperatively. A k block of 64 takes 4 cycles a
 /// column, 2 % more in the narrower tile, which moves more bytes. Neither has to wait for its
 /// stores; what a tile costs beside its products, and the end of the whole, is fitted.
-inline std::string yield_to_pingpong(std::int64_t rows, std::int64_t experts, std::int64_t columns,
+inline std::string defer_to_pingpong(std::int64_t rows, std::int64_t experts, std::int64_t columns,
                                      std::int64_t k_blocks) {
   const auto cycles = [&](int width, std::int64_t of_tile) {
     return rounds(rows, experts, tiles(columns, width)) * static_cast<double>(of_tile);
@@ -84,9 +84,9 @@ inline std::string yield_to_pingpong(std::int64_t rows, std::int64_t experts, st
          " k blocks: tiles of 192 take less time than tiles of 256";
 }
 
-/// up_proj and dgrad: yields where `narrow` tiles across take less time than `wide` ones. A round
+/// up_proj and dgrad: defers where `narrow` tiles across take less time than `wide` ones. A round
 /// of those takes `percent` % of one of tiles twice as wide.
-inline std::string yield_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
+inline std::string defer_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
                                    int percent) {
   const auto whole = [&](int across) {
     return std::max(1.0, std::ceil(rounds(rows, experts, across)));
@@ -104,9 +104,9 @@ inline int narrow_up_proj_percent(std::int64_t bytes, std::int64_t k_blocks) {
   return bytes > 2 * kL2 && k_blocks >= 64 ? 70 : 57;
 }
 
-/// up_proj: tiles of 192 rows yield to those of 128, but where sums are long, experts have a pair
+/// up_proj: tiles of 192 rows defer to those of 128, but where sums are long, experts have a pair
 /// of stripes in the mean and rounds are many: docs/findings/tall-tiles.md.
-inline std::string yield_to_low(std::int64_t rows, std::int64_t experts, int across,
+inline std::string defer_to_low(std::int64_t rows, std::int64_t experts, int across,
                                 std::int64_t k_blocks) {
   constexpr int kHeight = 192, kLeastBlocks = 32, kLeastRounds = 16;
   if (k_blocks >= kLeastBlocks && rows >= 2 * kHeight * experts &&

@@ -140,13 +140,13 @@ std::string reject_wide(const GroupedGemmDesc& d) {
   return compiled ? "" : "bias: got true, allowed: false for " + to_string(d.activation);
 }
 
-std::string yield_tall(const GroupedGemmDesc& d) {
-  return yield_to_low(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.hidden, kK));
+std::string defer_tall(const GroupedGemmDesc& d) {
+  return defer_to_low(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.hidden, kK));
 }
 
-std::string yield_wide(const GroupedGemmDesc& d) {
+std::string defer_wide(const GroupedGemmDesc& d) {
   const int units = is_glu(d.activation) ? 64 : 128;
-  return yield_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
+  return defer_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
                          tiles(d.intermediate, units),
                          narrow_up_proj_percent(d.tokens * d.hidden * 2, tiles(d.hidden, kK)));
 }
@@ -159,7 +159,7 @@ const Kernel<GroupedGemmDesc> kUpProjTall = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject_tall,
-    .yield = yield_tall,
+    .defer = defer_tall,
     .workspace = dealer_workspace,
     .prepare = prepare_as<Tall>,
     .run = run<Tall>,
@@ -170,7 +170,7 @@ const Kernel<GroupedGemmDesc> kUpProj256 = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject_wide,
-    .yield = yield_wide,
+    .defer = defer_wide,
     .workspace = dealer_workspace,
     .prepare = prepare_as<Wide>,
     .run = run<Wide>,

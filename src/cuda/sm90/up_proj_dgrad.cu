@@ -69,8 +69,8 @@ struct Entry {
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
-std::string yield_wide(const GroupedGemmDesc& d) {
-  return yield_to_pingpong(d.rows, d.experts, d.hidden,
+std::string defer_wide(const GroupedGemmDesc& d) {
+  return defer_to_pingpong(d.rows, d.experts, d.hidden,
                            (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, kK));
 }
 
@@ -82,7 +82,7 @@ const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {
     .device = DeviceType::cuda,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
-    .yield = yield_wide,
+    .defer = defer_wide,
     .workspace = dealer_workspace,
     .prepare = Wide::prepare,
     .run = Wide::run,
