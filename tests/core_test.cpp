@@ -12,6 +12,7 @@
 #include "core/kernel.h"
 #include "core/ledger.h"
 #include "cuda/sm90/tile_choice.h"
+#include "known_devices.h"
 #include "sonicmoe/sonicmoe.h"
 #include "tile_times.h"
 
@@ -129,7 +130,8 @@ GroupedGemmDesc product(GemmOp op, std::int64_t tokens, std::int64_t rows, std::
   return desc;
 }
 
-// Which tile a CUDA kernel takes depends on the shape alone, so that it can be looked up here.
+// Which tile a CUDA kernel takes depends on shape and device alone, so that it can be looked up
+// here.
 TEST(Kernels, CudaTilesAreChosenByShape) {
   struct Row {
     GemmOp op;
@@ -210,7 +212,7 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
   for (const Row& row : kRows) {
     const GroupedGemmDesc desc = product(row.op, row.tokens, row.rows, row.experts, row.hidden,
                                          row.intermediate, row.activation);
-    const auto choice = choose_kernel(desc, {DeviceType::cuda, 0}, "");
+    const auto choice = choose_kernel(desc, kH200, "");
     if (choice.walk.empty()) GTEST_SKIP() << "this build has no CUDA";
     ASSERT_NE(choice.kernel, nullptr) << choice.walk;
     const std::string name = choice.kernel->name;
@@ -224,7 +226,7 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
 /// The last kernel of CUDA for it, device or not, must refuse it in these words; "": must take it.
 template <class Desc>
 void expect_of_cuda(const Desc& desc, const std::string& refusal) {
-  const auto choice = choose_kernel(desc, Device{DeviceType::cuda, 0}, "");
+  const auto choice = choose_kernel(desc, kH200, "");
   EXPECT_EQ(choice.kernel == nullptr, !refusal.empty()) << choice.walk;
   EXPECT_TRUE(choice.walk.ends_with(refusal.empty() ? "\n" : refusal + "\n")) << choice.walk;
 }
@@ -233,7 +235,7 @@ void expect_of_cuda(const Desc& desc, const std::string& refusal) {
 TEST(Kernels, CudaRefusesWhatOffsetsCannotReach) {
   GroupedGemmDesc any;
   any.hidden = any.intermediate = 8;
-  if (choose_kernel(any, {DeviceType::cuda, 0}, "").walk.empty()) {
+  if (choose_kernel(any, kH200, "").walk.empty()) {
     GTEST_SKIP() << "this build has no CUDA";
   }
   const std::string most = ": got 2147483393, allowed: at most 2147483392 (on CUDA)";
@@ -284,7 +286,7 @@ TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
   for (const Row& row : kRows) {
     for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad, GemmPass::wgrad}) {
       const RouterGemmDesc desc{pass, row.tokens, row.hidden, row.experts, DType::bf16};
-      const auto choice = choose_kernel(desc, {DeviceType::cuda, 0}, "");
+      const auto choice = choose_kernel(desc, kH200, "");
       if (choice.walk.empty()) GTEST_SKIP() << "this build has no CUDA";
       ASSERT_NE(choice.kernel, nullptr) << choice.walk;
       const char* const tile = pass == GemmPass::forward ? row.forward
@@ -308,21 +310,21 @@ TEST(Kernels, CudaLoadsChunksThatExist) {
 
 // Of x larger than twice L2, along 64 k blocks or more.
 TEST(Kernels, CudaNarrowTilesTakeLongerByShape) {
-  EXPECT_EQ(cuda::narrow_up_proj_percent(100'000'000, 64), 57);
-  EXPECT_EQ(cuda::narrow_up_proj_percent(100'000'001, 63), 57);
-  EXPECT_EQ(cuda::narrow_up_proj_percent(100'000'001, 64), 70);
-  EXPECT_EQ(cuda::narrow_up_proj_percent(INT64_MAX, INT64_MAX), 70);
+  EXPECT_EQ(cuda::narrow_up_proj_percent(kH200, 100'000'000, 64), 57);
+  EXPECT_EQ(cuda::narrow_up_proj_percent(kH200, 100'000'001, 63), 57);
+  EXPECT_EQ(cuda::narrow_up_proj_percent(kH200, 100'000'001, 64), 70);
+  EXPECT_EQ(cuda::narrow_up_proj_percent(kH200, INT64_MAX, INT64_MAX), 70);
 }
 
 // Pairs of CTAs begin one after the other where what they gather from comes from memory, and where
 // there are tiles enough.
 TEST(Kernels, CudaStartsAreSpreadByShape) {
   constexpr std::int64_t kMegabyte = 1'000'000;
-  EXPECT_EQ(cuda::start_spread(75 * kMegabyte, 12, 46'000), 23'000);
-  EXPECT_EQ(cuda::start_spread(50 * kMegabyte, 12, 46'000), 0);
-  EXPECT_EQ(cuda::start_spread(75 * kMegabyte, 7.9, 46'000), 0);
-  EXPECT_EQ(cuda::start_spread(INT64_MAX, 1e9, 1e12), 1'000'000);
-  EXPECT_EQ(cuda::start_spread(0, 0, 0), 0);
+  EXPECT_EQ(cuda::start_spread(kH200, 75 * kMegabyte, 12, 46'000), 23'000);
+  EXPECT_EQ(cuda::start_spread(kH200, 50 * kMegabyte, 12, 46'000), 0);
+  EXPECT_EQ(cuda::start_spread(kH200, 75 * kMegabyte, 7.9, 46'000), 0);
+  EXPECT_EQ(cuda::start_spread(kH200, INT64_MAX, 1e9, 1e12), 1'000'000);
+  EXPECT_EQ(cuda::start_spread(kH200, 0, 0, 0), 0);
 }
 
 // Where operands are long and tiles many; sooner with a counter that is clear, which costs nothing.
@@ -344,9 +346,7 @@ TEST(Kernels, CudaDealsTilesByShape) {
 // For SwiGLU without a bias, and as many tokens as 32 bits count 16-byte pieces of.
 TEST(Kernels, CudaTallTilesAreRefused) {
   GroupedGemmDesc desc = product(GemmOp::up_proj, (std::int64_t{1} << 24) - 1, 4096, 8, 2048, 64);
-  const auto choose = [&] {
-    return choose_kernel(desc, {DeviceType::cuda, 0}, "cuda.up_proj.192x256");
-  };
+  const auto choose = [&] { return choose_kernel(desc, kH200, "cuda.up_proj.192x256"); };
   if (choose().walk.empty()) GTEST_SKIP() << "this build has no CUDA";
   EXPECT_NE(choose().kernel, nullptr) << choose().walk;
   const auto expect_refused = [&](const std::string& reason) {
@@ -364,11 +364,11 @@ TEST(Kernels, CudaTallTilesAreRefused) {
 }
 
 TEST(Kernels, CudaEndsTallTilesInLowOnes) {
-  EXPECT_EQ(cuda::low_from(262144, 128, 4), 125);  // 32 pairs of low tiles an expert
-  EXPECT_EQ(cuda::low_from(524288, 256, 2), 251);
-  EXPECT_EQ(cuda::low_from(256 * 66, 66, 1), 58);  // an eighth of all, not all
-  EXPECT_EQ(cuda::low_from(0, 16, 1), 14);
-  EXPECT_EQ(cuda::low_from(1 << 30, 7, 1000), 7);
+  EXPECT_EQ(cuda::low_from(kH200, 262144, 128, 4), 125);  // 32 pairs of low tiles an expert
+  EXPECT_EQ(cuda::low_from(kH200, 524288, 256, 2), 251);
+  EXPECT_EQ(cuda::low_from(kH200, 256 * 66, 66, 1), 58);  // an eighth of all, not all
+  EXPECT_EQ(cuda::low_from(kH200, 0, 16, 1), 14);
+  EXPECT_EQ(cuda::low_from(kH200, 1 << 30, 7, 1000), 7);
 }
 
 TEST(Kernels, CudaHalvesTheLastTilesByShape) {
@@ -390,7 +390,7 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
     for (int op = 0; op < 6; ++op) {
       const GroupedGemmDesc desc = product(kOps[op], row.tokens, row.tokens * row.top_k,
                                            row.experts, row.hidden, row.intermediate);
-      const auto choice = choose_kernel(desc, {DeviceType::cuda, 0}, "");
+      const auto choice = choose_kernel(desc, kH200, "");
       if (choice.walk.empty()) GTEST_SKIP() << "this build has no CUDA";
       ASSERT_NE(choice.kernel, nullptr) << choice.walk;
       const std::string name = choice.kernel->name;

@@ -53,8 +53,10 @@ void copy(void* to, const void* from, std::size_t bytes);
 namespace cuda {
 /// Every device the driver knows, or one entry that says why there is none.
 std::vector<DeviceInfo> devices();
-/// Why this build runs nothing on the device, or empty.
+/// Why there is no such device, or empty.
 std::string device_reason(int index);
+/// Of a device that there is.
+DeviceTraits device_traits(int index) noexcept;
 /// Makes a device current and forgets an earlier error; returns the device that was, or -1 if
 /// nothing is to be put back.
 int enter(int index) noexcept;

@@ -6,16 +6,6 @@
 #include "core/kernel.h"
 
 namespace sonicmoe {
-namespace {
-
-template <class Desc>
-void append(std::vector<KernelInfo>* out) {
-  for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
-    out->push_back({kernel->op, kernel->name, kernel->device, true, ""});
-  }
-}
-
-}  // namespace
 
 const char* version() noexcept { return SONICMOE_VERSION; }
 
@@ -37,16 +27,9 @@ std::vector<DeviceInfo> devices() {
 
 std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> all;
-  append<RouterGemmDesc>(&all);
-  append<TopKDesc>(&all);
-  append<MetadataDesc>(&all);
-  append<GroupedGemmDesc>(&all);
-  append<BiasGradDesc>(&all);
-  append<AggregateDesc>(&all);
-  append<ScoreGradDesc>(&all);
-  append<AuxLossDesc>(&all);
-  append<TokenRoundingDesc>(&all);
-  append<TokenRoundingGradDesc>(&all);
+  for_each_kernel([&](const auto& kernel) {
+    all.push_back({kernel.op, kernel.name, device_type(kernel.arch), true, ""});
+  });
   return all;
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/device_traits.h"
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
 #include "sonicmoe/token_rounding.h"
@@ -18,6 +19,7 @@ namespace sonicmoe {
 /// Where and how a call runs; fixed when the plan is made, but for the stream.
 struct Exec {
   Device device;
+  DeviceTraits traits = {};
   int threads = 1;
   bool checked = true;
   Stream stream;
@@ -48,14 +50,16 @@ template <class Desc>
 struct Kernel {
   const char* op;    ///< "up_proj": entries of other ops are not candidates
   const char* name;  ///< "cpu.up_proj": backend and operation
-  DeviceType device;
+  /// DeviceTraits::arch of the devices it runs on: those alone. 0: the CPU.
+  int arch = 0;
   /// What Desc::dtype may be; a dtype that is not listed is refused. Unused without such a field.
   DTypes dtypes = {};
-  /// Optional. Empty if the kernel runs `desc` on this machine, else the reason why not.
-  std::string (*reject)(const Desc& desc) = nullptr;
+  /// Optional. Empty if the kernel runs `desc` on such a device of this machine, else the reason
+  /// why not.
+  std::string (*reject)(const Desc& desc, const DeviceTraits& device) = nullptr;
   /// Optional. Why a later entry is better for `desc`, or empty. Not asked when the options name
   /// this very entry; of no weight when no later entry takes it.
-  std::string (*defer)(const Desc& desc) = nullptr;
+  std::string (*defer)(const Desc& desc, const DeviceTraits& device) = nullptr;
   /// Optional. Bytes of workspace; none if null.
   std::size_t (*workspace)(const Desc& desc, const Exec& exec) = nullptr;
   /// Optional. Done once, when a plan is made and this kernel was chosen: function attributes.
@@ -99,6 +103,34 @@ Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noe
 
 /// Why no kernel of this build runs on `device`, or empty.
 std::string device_reason(Device device);
+/// The part of it that asks no driver: why none is compiled for a CUDA device's architecture.
+std::string architecture_reason(int arch);
+/// Of a device that device_reason() has nothing against.
+DeviceTraits device_traits(Device device);
+
+/// f(kernel) for every entry of every list, in order.
+template <class F>
+void for_each_kernel(F&& f) {
+  const auto each = [&](const auto& list) {
+    for (const auto* kernel : list) f(*kernel);
+  };
+  each(kernel_list<RouterGemmDesc>());
+  each(kernel_list<TopKDesc>());
+  each(kernel_list<MetadataDesc>());
+  each(kernel_list<GroupedGemmDesc>());
+  each(kernel_list<BiasGradDesc>());
+  each(kernel_list<AggregateDesc>());
+  each(kernel_list<ScoreGradDesc>());
+  each(kernel_list<AuxLossDesc>());
+  each(kernel_list<TokenRoundingDesc>());
+  each(kernel_list<TokenRoundingGradDesc>());
+}
+
+/// True if the entry is of `desc`'s operation, and compiled for the device.
+template <class Desc>
+bool is_candidate(const Kernel<Desc>& kernel, const Desc& desc, const DeviceTraits& device) {
+  return std::string_view(kernel.op) == op_name(desc) && kernel.arch == device.arch;
+}
 
 /// True if `wanted` (Options::kernel) is empty, the entry's name, or its backend: "cpu" matches
 /// "cpu.up_proj".
@@ -110,9 +142,9 @@ struct Choice {
   std::string walk;                      ///< one line per entry looked at
 };
 
-/// Walks the kernel list: the first entry of this op and device that matches, does not reject and
-/// does not defer; if all of them defer, the first.
+/// Walks the kernel list: the first entry of this op and architecture that matches, does not reject
+/// and does not defer; if all of them defer, the first.
 template <class Desc>
-Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted);
+Choice<Desc> choose_kernel(const Desc& desc, const DeviceTraits& device, const std::string& wanted);
 
 }  // namespace sonicmoe

@@ -1,7 +1,6 @@
 // A layer is a fixed sequence of operations over one workspace; no backend has code of its own
 // here.
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <optional>
 #include <utility>
@@ -125,8 +124,7 @@ class Builder {
   template <class Desc>
   bool offers(const Desc& op, const std::string& wanted) const {
     for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
-      if (std::strcmp(kernel->op, op_name(op)) == 0 && kernel->device == device_.type &&
-          kernel_matches(wanted, kernel->name)) {
+      if (is_candidate(*kernel, op, impl_.exec.traits) && kernel_matches(wanted, kernel->name)) {
         return true;
       }
     }

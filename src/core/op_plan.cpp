@@ -1,7 +1,7 @@
 #include "core/op_plan.h"
 
-#include <cstring>
 #include <new>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -43,10 +43,20 @@ const char* op_name(const GroupedGemmDesc& desc) {
   return "?";
 }
 
+namespace {
+
+/// "9.0"
+std::string capability(int arch) {
+  return std::to_string(arch / 10) + "." + std::to_string(arch % 10);
+}
+
+}  // namespace
+
 std::string device_reason(Device device) {
   if (device.type == DeviceType::cuda) {
 #if SONICMOE_HAS_CUDA
-    return cuda::device_reason(device.index);
+    if (std::string reason = cuda::device_reason(device.index); !reason.empty()) return reason;
+    return architecture_reason(device_traits(device).arch);
 #else
     return "device: got cuda, allowed: cpu (this build has no CUDA kernels)";
 #endif
@@ -54,6 +64,27 @@ std::string device_reason(Device device) {
   if (const std::string missing = cpu::missing_feature(); !missing.empty()) {
     return "device: got cpu, allowed: processors with " + missing;
   }
+  return {};
+}
+
+std::string architecture_reason(int arch) {
+  std::set<int> compiled;
+  for_each_kernel([&](const auto& kernel) {
+    if (device_type(kernel.arch) == DeviceType::cuda) compiled.insert(kernel.arch);
+  });
+  if (compiled.contains(arch)) return {};
+  std::string allowed;
+  for (const int one : compiled) {
+    allowed += (allowed.empty() ? "" : ", ") + capability(one);
+    if (one == 90) allowed += " (H100, H200)";
+  }
+  return "device: got cuda of compute capability " + capability(arch) + ", allowed: " + allowed;
+}
+
+DeviceTraits device_traits([[maybe_unused]] Device device) {
+#if SONICMOE_HAS_CUDA
+  if (device.type == DeviceType::cuda) return cuda::device_traits(device.index);
+#endif
   return {};
 }
 
@@ -94,27 +125,28 @@ namespace {
 
 /// Why a kernel does not run `desc`, or empty.
 template <class Desc>
-std::string rejection(const Kernel<Desc>& kernel, const Desc& desc) {
+std::string rejection(const Kernel<Desc>& kernel, const Desc& desc, const DeviceTraits& device) {
   if constexpr (requires { desc.dtype; }) {
     if (!kernel.dtypes.contains(desc.dtype)) {
       std::string reason =
           std::string("dtype: got ") + name(desc.dtype) + ", allowed: " + kernel.dtypes.text();
       // A kernel for one dtype has siblings for others: nothing is known of the whole device.
       if (kernel.dtypes.size() > 1) {
-        reason += kernel.device == DeviceType::cuda
+        reason += device_type(kernel.arch) == DeviceType::cuda
                       ? " (on CUDA; cast the tensors, or use autocast)"
                       : " (on the CPU)";
       }
       return reason;
     }
   }
-  return kernel.reject == nullptr ? std::string() : kernel.reject(desc);
+  return kernel.reject == nullptr ? std::string() : kernel.reject(desc, device);
 }
 
 }  // namespace
 
 template <class Desc>
-Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& wanted) {
+Choice<Desc> choose_kernel(const Desc& desc, const DeviceTraits& device,
+                           const std::string& wanted) {
   struct Look {
     const Kernel<Desc>* kernel;
     std::string reason, defers;
@@ -123,15 +155,17 @@ Choice<Desc> choose_kernel(const Desc& desc, Device device, const std::string& w
   Choice<Desc> choice;
   const Kernel<Desc>* deferring = nullptr;
   for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
-    if (std::strcmp(kernel->op, op_name(desc)) != 0 || kernel->device != device.type) continue;
+    if (!is_candidate(*kernel, desc, device)) continue;
     Look& look = looks.emplace_back(Look{kernel, "", ""});
     if (!kernel_matches(wanted, kernel->name)) {
       look.reason = "kernel: got " + wanted + ", allowed: " + kernel->name;
     } else {
-      look.reason = rejection(*kernel, desc);
+      look.reason = rejection(*kernel, desc, device);
     }
     if (!look.reason.empty()) continue;
-    if (kernel->defer != nullptr && wanted != kernel->name) look.defers = kernel->defer(desc);
+    if (kernel->defer != nullptr && wanted != kernel->name) {
+      look.defers = kernel->defer(desc, device);
+    }
     const Kernel<Desc>*& taken = look.defers.empty() ? choice.kernel : deferring;
     if (taken == nullptr) taken = kernel;
   }
@@ -159,6 +193,7 @@ Result<Exec> make_exec(Device device, const Options& options) {
   }
   Exec exec;
   exec.device = device;
+  exec.traits = device_traits(device);
   exec.threads = options.threads > 0 ? options.threads : cpu::usable_threads();
   exec.checked = options.checked || device.type == DeviceType::cpu;
   return exec;
@@ -168,23 +203,23 @@ namespace {
 
 /// Nothing fits: the reason of the last entry, which is the most general one.
 template <class Desc>
-Status nothing_fits(const Desc& desc, Device device, const std::string& wanted) {
+Status nothing_fits(const Desc& desc, const DeviceTraits& device, const std::string& wanted) {
   const Kernel<Desc>* last = nullptr;
   std::string names;
   for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
-    if (std::strcmp(kernel->op, op_name(desc)) != 0 || kernel->device != device.type) continue;
+    if (!is_candidate(*kernel, desc, device)) continue;
     names += (names.empty() ? "" : ", ") + std::string(kernel->name);
     if (kernel_matches(wanted, kernel->name)) last = kernel;
   }
   if (names.empty()) {
     return Status::error(StatusCode::unsupported, "device: got %s, allowed: others (no %s for it)",
-                         name(device.type), op_name(desc));
+                         name(device_type(device.arch)), op_name(desc));
   }
   if (last == nullptr) {
     return Status::error(StatusCode::unsupported, "kernel: got %s, allowed: %s", wanted.c_str(),
                          names.c_str());
   }
-  return Status::error(StatusCode::unsupported, "%s", rejection(*last, desc).c_str());
+  return Status::error(StatusCode::unsupported, "%s", rejection(*last, desc, device).c_str());
 }
 
 template <class Desc>
@@ -192,8 +227,9 @@ Result<OpPlan<Desc>> make_op_plan(const Desc& desc, Device device, const Options
   Result<Exec> exec = make_exec(device, options);
   if (!exec.ok()) return exec.status();
   if (Status status = validate(desc); !status.ok()) return status;
-  Choice<Desc> choice = choose_kernel(desc, device, options.kernel);
-  if (choice.kernel == nullptr) return nothing_fits(desc, device, options.kernel);
+  const DeviceTraits& traits = exec.value().traits;
+  Choice<Desc> choice = choose_kernel(desc, traits, options.kernel);
+  if (choice.kernel == nullptr) return nothing_fits(desc, traits, options.kernel);
   const DeviceGuard guard(device);
   if (choice.kernel->prepare != nullptr) {
     if (Status status = choice.kernel->prepare(desc, exec.value()); !status.ok()) return status;
@@ -235,11 +271,11 @@ Status OpPlan<Desc>::run(const Args& args, Workspace workspace, Stream stream) c
   return impl_->kernel->run(impl_->desc, args, workspace.data, exec);
 }
 
-#define SONICMOE_OP_PLAN(Desc)                                                              \
-  template class OpPlan<Desc>;                                                              \
-  template Choice<Desc> choose_kernel(const Desc&, Device, const std::string&);             \
-  Result<OpPlan<Desc>> make_plan(const Desc& desc, Device device, const Options& options) { \
-    return make_op_plan(desc, device, options);                                             \
+#define SONICMOE_OP_PLAN(Desc)                                                               \
+  template class OpPlan<Desc>;                                                               \
+  template Choice<Desc> choose_kernel(const Desc&, const DeviceTraits&, const std::string&); \
+  Result<OpPlan<Desc>> make_plan(const Desc& desc, Device device, const Options& options) {  \
+    return make_op_plan(desc, device, options);                                              \
   }
 SONICMOE_OP_PLAN(RouterGemmDesc)
 SONICMOE_OP_PLAN(TopKDesc)

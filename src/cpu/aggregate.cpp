@@ -73,7 +73,6 @@ Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& ex
 const Kernel<AggregateDesc> kAggregate = {
     .op = "aggregate",
     .name = "cpu.aggregate",
-    .device = DeviceType::cpu,
     .dtypes = kStorageTypes,
     .run = run,
 };

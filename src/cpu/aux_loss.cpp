@@ -107,7 +107,6 @@ Status run(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const Exec&
 const Kernel<AuxLossDesc> kAuxLoss = {
     .op = "aux_loss",
     .name = "cpu.aux_loss",
-    .device = DeviceType::cpu,
     .dtypes = kStorageTypes,
     .workspace = Scratch::bytes,
     .run = run,

@@ -101,7 +101,6 @@ Status run(const BiasGradDesc& d, const BiasGradArgs& a, void*, const Exec& exec
 const Kernel<BiasGradDesc> kBiasGrad = {
     .op = "bias_grad",
     .name = "cpu.bias_grad",
-    .device = DeviceType::cpu,
     .dtypes = kStorageTypes,
     .run = run,
 };

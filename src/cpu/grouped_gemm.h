@@ -89,7 +89,9 @@ void visit_engine(DType dtype, F&& f) {
 /// and `run(desc, args, workspace, threads)`.
 template <template <class> class Op, class... Engines>
 struct GroupedEntry {
-  static std::string reject(const GroupedGemmDesc&) { return reject_processor<Engines...>(); }
+  static std::string reject(const GroupedGemmDesc&, const DeviceTraits&) {
+    return reject_processor<Engines...>();
+  }
   static std::size_t workspace(const GroupedGemmDesc& desc, const Exec& exec) {
     std::size_t each = 0;
     visit_engine<Engines...>(desc.dtype, [&]<class Engine>() {
@@ -106,7 +108,6 @@ struct GroupedEntry {
   static constexpr Kernel<GroupedGemmDesc> kernel(const char* op, const char* name) {
     return {.op = op,
             .name = name,
-            .device = DeviceType::cpu,
             .dtypes = {kDTypeOf<Engines>...},
             .reject = reject,
             .workspace = workspace,

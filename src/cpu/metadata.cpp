@@ -109,7 +109,6 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
 const Kernel<MetadataDesc> kMetadata = {
     .op = "metadata",
     .name = "cpu.metadata",
-    .device = DeviceType::cpu,
     .workspace = workspace,
     .run = run,
 };

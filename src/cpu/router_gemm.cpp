@@ -69,7 +69,7 @@ struct RouterGemm {
 
 template <class... Engines>
 struct Entry {
-  static std::string reject(const RouterGemmDesc& desc) {
+  static std::string reject(const RouterGemmDesc& desc, const DeviceTraits&) {
     // dgrad contracts over experts, which bf16 takes in pairs from the rows of dlogits: those of an
     // odd E would be read past their end.
     constexpr bool kPairs = (std::is_same_v<Engines, Avx512Engine<Bf16>> || ...);
@@ -95,7 +95,6 @@ struct Entry {
   static constexpr Kernel<RouterGemmDesc> kernel(const char* name) {
     return {.op = "router_gemm",
             .name = name,
-            .device = DeviceType::cpu,
             .dtypes = {kDTypeOf<Engines>...},
             .reject = reject,
             .workspace = workspace,

@@ -69,7 +69,6 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
 const Kernel<ScoreGradDesc> kScoreGrad = {
     .op = "score_grad",
     .name = "cpu.score_grad",
-    .device = DeviceType::cpu,
     .dtypes = kStorageTypes,
     .workspace = workspace,
     .run = run,

@@ -245,7 +245,6 @@ Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& args, void* memo
 const Kernel<TokenRoundingDesc> kTokenRounding = {
     .op = "token_rounding",
     .name = "cpu.token_rounding",
-    .device = DeviceType::cpu,
     .dtypes = kStorageTypes,
     .workspace = workspace,
     .run = run,

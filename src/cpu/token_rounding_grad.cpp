@@ -104,7 +104,6 @@ Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void*
 const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {
     .op = "token_rounding_grad",
     .name = "cpu.token_rounding_grad",
-    .device = DeviceType::cpu,
     .dtypes = kStorageTypes,
     .workspace = workspace,
     .run = run,

@@ -39,7 +39,6 @@ Status run(const TopKDesc& desc, const TopKArgs& args, void* memory, const Exec&
 const Kernel<TopKDesc> kTopK = {
     .op = "top_k",
     .name = "cpu.top_k",
-    .device = DeviceType::cpu,
     .dtypes = kStorageTypes,
     .workspace = workspace,
     .run = run,

@@ -50,13 +50,25 @@ std::string device_reason(int index) {
     return "device.index: got " + std::to_string(index) + ", allowed: 0 to " +
            std::to_string(count - 1);
   }
-  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, index);
-  const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor, index);
-  if (major != 9 || minor != 0) {
-    return "device: got cuda of compute capability " + std::to_string(major) + "." +
-           std::to_string(minor) + ", allowed: 9.0 (H100, H200)";
-  }
   return {};
+}
+
+DeviceTraits device_traits(int index) noexcept {
+  // 0 if the device cannot be asked.
+  const auto ask = [index](cudaDeviceAttr attribute) {
+    int value = 0;
+    if (cudaDeviceGetAttribute(&value, attribute, index) == cudaSuccess) return value;
+    (void)cudaGetLastError();  // or the next launch reports it
+    return 0;
+  };
+  DeviceTraits traits;
+  traits.arch =
+      10 * ask(cudaDevAttrComputeCapabilityMajor) + ask(cudaDevAttrComputeCapabilityMinor);
+  traits.multiprocessors = ask(cudaDevAttrMultiProcessorCount);
+  traits.l2_bytes = ask(cudaDevAttrL2CacheSize);
+  traits.shared_bytes = ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  traits.block_shared_bytes = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return traits;
 }
 
 std::vector<DeviceInfo> devices() {
@@ -79,7 +91,7 @@ std::vector<DeviceInfo> devices() {
                     properties.minor, driver_version().c_str());
       info.name = properties.name;
       info.details = details;
-      info.reason = device_reason(index);
+      info.reason = sonicmoe::device_reason(info.device);
     } else {
       (void)cudaGetLastError();
       info.name = "CUDA";

@@ -2,8 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "core/kernel.h"
 #include "sonicmoe/status.h"
 
@@ -31,23 +29,6 @@ Status allow_shared_memory(Kernel* kernel, int bytes) noexcept {
   return to_status(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                         cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                    "shared memory of a kernel");
-}
-
-/// What a device says of itself; 0 if it cannot be asked.
-inline int device_attribute(cudaDeviceAttr attribute, int index) noexcept {
-  int value = 0;
-  if (cudaDeviceGetAttribute(&value, attribute, index) != cudaSuccess) {
-    (void)cudaGetLastError();  // or the next launch reports it
-    return 0;
-  }
-  return value;
-}
-/// Multiprocessors.
-inline int sm_count(const Exec& exec) noexcept {
-  return device_attribute(cudaDevAttrMultiProcessorCount, exec.device.index);
-}
-inline std::int64_t l2_bytes(const Exec& exec) noexcept {
-  return device_attribute(cudaDevAttrL2CacheSize, exec.device.index);
 }
 
 }  // namespace sonicmoe::cuda

@@ -7,12 +7,15 @@
 #include <utility>
 #include <vector>
 
+#include "core/kernel.h"
 #include "cuda/sm90/tile_choice.h"
 #include "tests/ops/gemm_exact.h"
 #include "verify/buffer.h"
 
 namespace sonicmoe::verify {
 namespace {
+
+DeviceTraits traits() { return device_traits(kDevice); }
 
 // Where sums are long and tiles are many, CUDA deals the tiles of 256 columns to whoever is free:
 // each is drawn once, but for the first of each pair of CTAs, which in the end draws one past the
@@ -46,12 +49,12 @@ class ExactDealt : public testing::TestWithParam<KernelInfo> {
     const std::int64_t sums = gathers()                 ? shape.hidden
                               : op == GemmOp::down_proj ? shape.intermediate
                                                         : 2 * shape.intermediate;
-    EXPECT_TRUE(cuda::deals(cuda::rounds(shape.list_length, shape.experts, dealt->across),
+    EXPECT_TRUE(cuda::deals(cuda::rounds(traits(), shape.list_length, shape.experts, dealt->across),
                             static_cast<int>(sums / 64), gathers(), given));
     for (std::size_t e = 0; e + 1 < first.size(); ++e) {
       dealt->tiles += cuda::pair_tiles(cuda::tiles(first[e + 1] - first[e], 128), dealt->across);
     }
-    EXPECT_GT(dealt->tiles, least * cuda::kPairs);
+    EXPECT_GT(dealt->tiles, least * cuda::pairs_of(traits()));
     const LayerDesc desc = layer_of(shape, DType::bf16);
     return {desc, integer_inputs(desc, lists, 3)};
   }
@@ -96,7 +99,7 @@ TEST_P(ExactDealt, WrongCountLeadsNowhere) {
     const std::uint32_t drawn =
         static_cast<std::uint32_t>(run.tile_counter) - static_cast<std::uint32_t>(wrong);
     ASSERT_GT(drawn, 0u);
-    ASSERT_LE(drawn, static_cast<std::uint32_t>(cuda::kPairs));
+    ASSERT_LE(drawn, static_cast<std::uint32_t>(cuda::pairs_of(traits())));
   }
 }
 
@@ -125,14 +128,15 @@ class ExactHalved : public testing::TestWithParam<KernelInfo> {
   std::pair<GemmRun, std::int64_t> expect_exact_with(const Halved& halved) {
     Shape shape = {400, halved.hidden, 128 * (halved.across - 1) + 8, halved.experts, 0};
     const auto tiles = [&] { return tiles_of(shape.experts, halved.across); };
-    const auto last = [&] { return tiles() % cuda::kPairs; };
+    const auto last = [&] { return tiles() % cuda::pairs_of(traits()); };
     while (last() < halved.least || last() > halved.most) ++shape.experts;
     const Random random(3, 4);
     const auto [lists, first] = counted(
         shape.experts, rows_of, [&](auto i, auto) { return random.below(i, shape.tokens); });
     shape.list_length = first.back();
-    EXPECT_TRUE(cuda::halves_last(cuda::rounds(shape.list_length, shape.experts, halved.across),
-                                  shape.list_length, shape.experts));
+    EXPECT_TRUE(
+        cuda::halves_last(cuda::rounds(traits(), shape.list_length, shape.experts, halved.across),
+                          shape.list_length, shape.experts));
     const LayerDesc desc = layer_of(shape, DType::bf16);
     GemmInputs inputs = integer_inputs(desc, lists, 3);
     inputs.tile_counter = 0;
@@ -153,7 +157,7 @@ TEST_P(ExactHalved, ByStride) {
 // Dealt: every half is drawn.
 TEST_P(ExactHalved, Dealt) {
   const auto [halved, some] = expect_exact_with({1536, 320, 1, 15, 33});
-  EXPECT_EQ(halved.tile_counter, some + some % cuda::kPairs);
+  EXPECT_EQ(halved.tile_counter, some + some % cuda::pairs_of(traits()));
   const auto [whole, others] = expect_exact_with({1536, 320, 1, 34, 65});
   EXPECT_EQ(whole.tile_counter, others);
 }
@@ -182,9 +186,9 @@ class ExactTall : public testing::TestWithParam<KernelInfo> {
     const auto [lists, first] = counted(
         shape.experts, rows_of, [&](auto i, auto) { return random.below(i, shape.tokens); });
     shape.list_length = first.back();
-    const int low_from = cuda::low_from(shape.list_length, tall.experts, tall.across);
+    const int low_from = cuda::low_from(traits(), shape.list_length, tall.experts, tall.across);
     EXPECT_LT(low_from, tall.experts);
-    const double rounds = cuda::rounds(shape.list_length, tall.experts, tall.across, 192);
+    const double rounds = cuda::rounds(traits(), shape.list_length, tall.experts, tall.across, 192);
     EXPECT_EQ(cuda::deals(rounds, cuda::tiles(tall.hidden, 64), true, given), dealt);
     std::int64_t tiles = 0;
     for (std::int64_t e = 0; e < tall.experts; ++e) {

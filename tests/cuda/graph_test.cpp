@@ -1,3 +1,4 @@
+#include "core/kernel.h"
 #include "cuda/sm90/tile_choice.h"
 #include "tests/cuda/replay.h"
 #include "verify/run.h"
@@ -23,7 +24,9 @@ TEST(Graph, DealsAgain) {
   c.desc.tokens = 300;
   c.desc.router.experts = 600;
   c.desc.router.list_length = 1000;
-  ASSERT_TRUE(cuda::deals(cuda::rounds(c.desc.rows(), c.desc.router.experts, 1), 32, true, false));
+  const double rounds =
+      cuda::rounds(device_traits(kDevice), c.desc.rows(), c.desc.router.experts, 1);
+  ASSERT_TRUE(cuda::deals(rounds, 32, true, false));
   for (const std::string kernel : {"up_proj.192x256", "up_proj.128x256", "down_proj.128x256",
                                    "down_proj_dgrad.128x256", "up_proj_dgrad.128x256"}) {
     const bool gathers = kernel.starts_with("up_proj.") || kernel.starts_with("down_proj_dgrad");

@@ -10,6 +10,7 @@
 #include <limits>
 #include <span>
 
+#include "core/kernel.h"
 #include "cuda/sm90/tile_choice.h"
 #include "sonicmoe/info.h"
 
@@ -329,9 +330,10 @@ TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
 // the other.
 TEST_P(ExactActivation, StartsApart) {
   const Shape shape = {3'200'000, 8, 8, 4, 140'000};
-  const double rounds = cuda::rounds(shape.list_length, shape.experts, 1);
-  ASSERT_GT(cuda::start_spread(shape.tokens * shape.hidden * 2, rounds, 1000), 0);
   if (kOnCpu) GTEST_SKIP() << "has no CTAs";
+  const DeviceTraits device = device_traits(kDevice);
+  const double rounds = cuda::rounds(device, shape.list_length, shape.experts, 1);
+  ASSERT_GT(cuda::start_spread(device, shape.tokens * shape.hidden * 2, rounds, 1000), 0);
   const LayerDesc desc = layer_of(shape, DType::bf16);
   expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
 }

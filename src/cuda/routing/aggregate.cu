@@ -369,7 +369,7 @@ Slots slots_of(const AggregateDesc& d, const AggregateArgs& a) {
 /// part of it, and wait there if what was read leaves first: 2 to 20 % of the time. Where they are
 /// not, reading so takes 1 to 7 % more. docs/findings/sums.md
 bool leave_first(const AggregateDesc& d, const Exec& exec) {
-  return (d.rows + d.tokens) * d.hidden * std::int64_t{2} < 3 * l2_bytes(exec);
+  return (d.rows + d.tokens) * d.hidden * std::int64_t{2} < 3 * exec.traits.l2_bytes;
 }
 
 template <class T, int kSlots, bool kLists>
@@ -389,26 +389,27 @@ void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
 /// fit; or fewer than eight blocks would be left for a section, so that some could have more than
 /// an eighth more than others; or a block would use what it keeps less than four times. Limits by
 /// measurement: docs/findings/sums.md.
-unsigned kept_parts(const AggregateDesc& d, int multiprocessors) {
+unsigned kept_parts(const AggregateDesc& d, const DeviceTraits& device) {
   constexpr std::int64_t kMost = 128 << 10, kLeast = 128 << 10;
   static_assert(kMost <= kLeast, "a block could keep the weights of more columns than there are");
   if (d.experts * d.hidden * 2 <= kLeast) return 0;
   const unsigned all = blocks_for(d.hidden, kColumns);
   unsigned parts = static_cast<unsigned>(kMost / (d.experts * kRowBytes));
   while (parts > 0 && all % parts != 0) --parts;
-  if (parts == 0 || all / parts * 8 > static_cast<unsigned>(multiprocessors)) return 0;
-  const bool used = d.rows * d.hidden * 2 >= 4 * multiprocessors * parts * d.experts * kRowBytes;
+  if (parts == 0 || all / parts * 8 > static_cast<unsigned>(device.multiprocessors)) return 0;
+  const bool used =
+      d.rows * d.hidden * 2 >= 4 * device.multiprocessors * parts * d.experts * kRowBytes;
   return used ? parts : 0;
 }
 
 template <class T, class R>
-void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec, unsigned parts,
-                int multiprocessors) {
+void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec, unsigned parts) {
   const unsigned sections = blocks_for(d.hidden, kColumns) / parts;
   const int kept = R::kKeeps ? static_cast<int>(parts * d.experts * kRowBytes) : 0;
-  const int warps = std::min(R::kMostWarps, (kMostSharedMemory - kept) / R::kWarpBytes);
+  const int warps =
+      std::min(R::kMostWarps, (exec.traits.block_shared_bytes - kept) / R::kWarpBytes);
   const unsigned needed = blocks_for(d.tokens * parts, warps) * sections;
-  const unsigned fit = static_cast<unsigned>(multiprocessors * R::kBlocks);
+  const unsigned fit = static_cast<unsigned>(exec.traits.multiprocessors * R::kBlocks);
   launch_early(aggregate_ring<T, R>, std::min(needed, fit), static_cast<unsigned>(warps * kWarp),
                static_cast<std::size_t>(warps * R::kWarpBytes + kept), stream_of(exec),
                static_cast<const T*>(a.rows), slots_of(d, a),
@@ -441,26 +442,24 @@ void start_any(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec)
                                          : start<T, 0, false>(d, a, exec);
   }
   visit_rings(d, [&](auto rings) {
-    const int multiprocessors = std::max(1, sm_count(exec));
-    if (const unsigned parts = kept_parts(d, multiprocessors); parts > 0) {
-      start_ring<T, typename decltype(rings)::Keeps>(d, a, exec, parts, multiprocessors);
+    if (const unsigned parts = kept_parts(d, exec.traits); parts > 0) {
+      start_ring<T, typename decltype(rings)::Keeps>(d, a, exec, parts);
     } else {
-      start_ring<T, typename decltype(rings)::Reads>(d, a, exec, blocks_for(d.hidden, kColumns),
-                                                     multiprocessors);
+      start_ring<T, typename decltype(rings)::Reads>(d, a, exec, blocks_for(d.hidden, kColumns));
     }
   });
 }
 
-Status prepare(const AggregateDesc& d, const Exec&) {
+Status prepare(const AggregateDesc& d, const Exec& exec) {
   if (d.experts == 0) return {};
   return visit_storage(d.dtype, [&](auto type) {
-    return visit_rings(d, [](auto rings) {
+    return visit_rings(d, [&](auto rings) {
       using Reads = typename decltype(rings)::Reads;
       const Status status =
           allow_shared_memory(aggregate_ring<decltype(type), Reads>, kWarps * Reads::kWarpBytes);
       if (!status.ok()) return status;
       return allow_shared_memory(aggregate_ring<decltype(type), typename decltype(rings)::Keeps>,
-                                 kMostSharedMemory);
+                                 exec.traits.block_shared_bytes);
     });
   });
 }
@@ -478,7 +477,7 @@ Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& ex
 const Kernel<AggregateDesc> kAggregate = {
     .op = "aggregate",
     .name = "cuda.aggregate",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .prepare = prepare,
     .run = run,

@@ -176,7 +176,7 @@ Status run(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const Exec&
 const Kernel<AuxLossDesc> kAuxLoss = {
     .op = "aux_loss",
     .name = "cuda.aux_loss",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

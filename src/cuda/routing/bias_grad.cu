@@ -260,7 +260,7 @@ Status run(const BiasGradDesc& d, const BiasGradArgs& a, void* memory, const Exe
 const Kernel<BiasGradDesc> kBiasGrad = {
     .op = "bias_grad",
     .name = "cuda.bias_grad",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .workspace = Memory::bytes,
     .run = run,

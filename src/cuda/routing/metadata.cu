@@ -613,7 +613,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
 const Kernel<MetadataDesc> kMetadata = {
     .op = "metadata",
     .name = "cuda.metadata",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .workspace = workspace,
     .run = run,
 };

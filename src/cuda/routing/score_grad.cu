@@ -216,7 +216,7 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& ex
 const Kernel<ScoreGradDesc> kScoreGrad = {
     .op = "score_grad",
     .name = "cuda.score_grad",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kLogitsTypes,
     .run = run,
 };

@@ -506,7 +506,7 @@ Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* memory,
 const Kernel<TokenRoundingDesc> kTokenRounding = {
     .op = "token_rounding",
     .name = "cuda.token_rounding",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

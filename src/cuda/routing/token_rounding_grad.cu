@@ -277,7 +277,7 @@ Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void*
 const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {
     .op = "token_rounding_grad",
     .name = "cuda.token_rounding_grad",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

@@ -293,7 +293,7 @@ Status run(const TopKDesc& desc, const TopKArgs& args, void* memory, const Exec&
 const Kernel<TopKDesc> kTopK = {
     .op = "top_k",
     .name = "cuda.top_k",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

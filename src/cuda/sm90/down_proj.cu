@@ -60,8 +60,8 @@ struct Entry {
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
-std::string defer_wide(const GroupedGemmDesc& d) {
-  return defer_to_pingpong(d.rows, d.experts, d.hidden, tiles(d.intermediate, kK));
+std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  return defer_to_pingpong(device, d.rows, d.experts, d.hidden, tiles(d.intermediate, kK));
 }
 
 }  // namespace
@@ -69,7 +69,7 @@ std::string defer_wide(const GroupedGemmDesc& d) {
 const Kernel<GroupedGemmDesc> kDownProj256 = {
     .op = "down_proj",
     .name = "cuda.down_proj.128x256",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .defer = defer_wide,
@@ -80,7 +80,7 @@ const Kernel<GroupedGemmDesc> kDownProj256 = {
 const Kernel<GroupedGemmDesc> kDownProj192 = {
     .op = "down_proj",
     .name = "cuda.down_proj.128x192",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .prepare = Pingpong::prepare,

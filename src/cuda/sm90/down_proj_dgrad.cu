@@ -53,7 +53,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.shared_last = last_chunk(n);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
   // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
-  p.start_spread = start_spread(d.tokens * d.hidden * 2, rounds(d.rows, d.experts, p.shared_tiles),
+  p.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2,
+                                rounds(exec.traits, d.rows, d.experts, p.shared_tiles),
                                 Config::kN * (4.3 * p.k_blocks + 78));
 
   e.dpreact = a.dpreact;
@@ -101,9 +102,9 @@ using Wide = Entry<kWide, Schedule::cooperative, 4>;
 
 constexpr int kNarrowPercent = 58;  // docs/findings/tile-choice.md
 
-std::string defer_wide(const GroupedGemmDesc& d) {
-  return defer_to_narrow(d.rows, d.experts, tiles(d.intermediate, 256), tiles(d.intermediate, 128),
-                         kNarrowPercent);
+std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  return defer_to_narrow(device, d.rows, d.experts, tiles(d.intermediate, 256),
+                         tiles(d.intermediate, 128), kNarrowPercent);
 }
 
 }  // namespace
@@ -111,7 +112,7 @@ std::string defer_wide(const GroupedGemmDesc& d) {
 const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
     .op = "down_proj_dgrad",
     .name = "cuda.down_proj_dgrad.128x256",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .defer = defer_wide,
@@ -122,7 +123,7 @@ const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
 const Kernel<GroupedGemmDesc> kDownProjDgrad128 = {
     .op = "down_proj_dgrad",
     .name = "cuda.down_proj_dgrad.128x128",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .workspace = Narrow::workspace,

@@ -67,7 +67,7 @@ struct Entry {
 using Wide = Entry<256, 4>;
 using Small = Entry<128, 6>;
 
-std::string defer_large(const GroupedGemmDesc& d) {
+std::string defer_large(const GroupedGemmDesc& d, const DeviceTraits&) {
   return defer_to_small(d.rows, d.experts, d.intermediate);
 }
 
@@ -76,7 +76,7 @@ std::string defer_large(const GroupedGemmDesc& d) {
 const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
     .op = "down_proj_wgrad",
     .name = "cuda.down_proj_wgrad.128x256",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
     .defer = defer_large,
@@ -86,7 +86,7 @@ const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
 const Kernel<GroupedGemmDesc> kDownProjWgrad128 = {
     .op = "down_proj_wgrad",
     .name = "cuda.down_proj_wgrad.128x128",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
     .prepare = Small::prepare,

@@ -64,7 +64,8 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(sm_count(exec) / Traits::kCluster * Traits::kCluster);
+  config.gridDim =
+      static_cast<unsigned>(exec.traits.multiprocessors / Traits::kCluster * Traits::kCluster);
   config.blockDim = Traits::kThreads;
   config.dynamicSmemBytes = Traits::kSharedMemory;
   config.stream = stream_of(exec);
@@ -85,8 +86,8 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
                     void* workspace, const Exec& exec, const char* what) {
   if constexpr (Traits::kDealt) {
     static_assert(Dealer<Traits>::kTellAt < kLeastDealtBlocks);
-    if (deals(rounds(d.rows, d.experts, params.shared_tiles, Traits::kOwn), params.k_blocks,
-              Traits::kGathers, tile_counter != nullptr)) {
+    if (deals(rounds(exec.traits, d.rows, d.experts, params.shared_tiles, Traits::kOwn),
+              params.k_blocks, Traits::kGathers, tile_counter != nullptr)) {
       params.beside_previous = false;  // what comes before clears the counter
       params.tile_counter = tile_counter;
       if (tile_counter == nullptr) {
@@ -107,7 +108,9 @@ inline std::string reject_rows(const char* argument, std::int64_t rows) {
   return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
          std::to_string(kMost) + " (on CUDA)";
 }
-inline std::string reject_gemm(const GroupedGemmDesc& d) { return reject_rows("rows", d.rows); }
+inline std::string reject_gemm(const GroupedGemmDesc& d, const DeviceTraits&) {
+  return reject_rows("rows", d.rows);
+}
 /// A gather that counts 16-byte pieces in 32 bits: see kNoRow.
 inline std::string reject_tokens(const GroupedGemmDesc& d, const char* what) {
   const std::int64_t most = std::int64_t{kNoRow} / (d.hidden / 8);
@@ -115,9 +118,9 @@ inline std::string reject_tokens(const GroupedGemmDesc& d, const char* what) {
   return "tokens: got " + std::to_string(d.tokens) + ", allowed: at most " + std::to_string(most) +
          " of " + std::to_string(d.hidden) + " elements (" + what + " on CUDA: 64 GiB)";
 }
-inline std::string reject_contraction(const GroupedGemmDesc& d) {
+inline std::string reject_contraction(const GroupedGemmDesc& d, const DeviceTraits& device) {
   if (std::string reason = reject_tokens(d, "weight gradients"); !reason.empty()) return reason;
-  return reject_gemm(d);
+  return reject_gemm(d, device);
 }
 
 }  // namespace sonicmoe::cuda

@@ -36,14 +36,14 @@ bool needs_padding(const RouterGemmDesc& d) {
 }
 std::int64_t padded(std::int64_t experts) { return (experts + 7) / 8 * 8; }
 
-TokenSplit split_of(const RouterGemmDesc& d, int width) {
-  return token_split(d.tokens, d.hidden, d.experts, width, kK);
+TokenSplit split_of(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
+  return token_split(device, d.tokens, d.hidden, d.experts, width, kK);
 }
 
 struct Regions {
   std::size_t dlogits, partials, bytes;
 };
-Regions regions(const RouterGemmDesc& d, int width) {
+Regions regions(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
   Ledger ledger;
   Regions r{};
   const std::size_t tokens = static_cast<std::size_t>(d.tokens);
@@ -52,8 +52,9 @@ Regions regions(const RouterGemmDesc& d, int width) {
     r.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(padded(d.experts)) * 2);
   }
   if (d.pass == GemmPass::wgrad) {
-    r.partials = ledger.book("partials", static_cast<std::size_t>(split_of(d, width).parts) *
-                                             experts * static_cast<std::size_t>(d.hidden) * 4);
+    r.partials =
+        ledger.book("partials", static_cast<std::size_t>(split_of(d, device, width).parts) *
+                                    experts * static_cast<std::size_t>(d.hidden) * 4);
   }
   r.bytes = ledger.size();
   return r;
@@ -131,7 +132,7 @@ template <class Config>
 Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogits, float* partials,
              const Exec& exec) {
   using T = typename Config::T;
-  const TokenSplit split = split_of(d, Config::kN);
+  const TokenSplit split = split_of(d, exec.traits, Config::kN);
   const std::int64_t elements = d.experts * d.hidden;
   if (d.tokens > 0) {
     TensorMaps maps(d.dtype);
@@ -161,14 +162,14 @@ Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
   return launched("router_gemm: sums");
 }
 
-std::string reject(const RouterGemmDesc& d) {
+std::string reject(const RouterGemmDesc& d, const DeviceTraits&) {
   return d.pass != GemmPass::wgrad ? reject_rows("tokens", d.tokens) : std::string();
 }
 
 template <int kN>
 struct Entry {
-  static std::size_t workspace(const RouterGemmDesc& d, const Exec&) {
-    return regions(d, kN).bytes;
+  static std::size_t workspace(const RouterGemmDesc& d, const Exec& exec) {
+    return regions(d, exec.traits, kN).bytes;
   }
 
   static Status prepare(const RouterGemmDesc& d, const Exec&) {
@@ -189,7 +190,7 @@ struct Entry {
   static Status run(const RouterGemmDesc& d, const RouterGemmArgs& a, void* memory,
                     const Exec& exec) noexcept {
     if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
-    const Regions at = regions(d, kN);
+    const Regions at = regions(d, exec.traits, kN);
     const void* dlogits = a.dlogits;
     if (needs_padding(d) && d.tokens > 0) {
       constexpr int kThreads = 256;
@@ -219,17 +220,17 @@ struct Entry {
 /// Named by the experts of a tile; they make dx alike.
 constexpr int kWidths[] = {256, 128, 64};
 
-double cost(const RouterGemmDesc& d, int width) {
-  if (d.pass == GemmPass::wgrad) return split_of(d, width).cost;
-  return static_cast<double>(logits_cost(d.tokens, d.experts, width));
+double cost(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
+  if (d.pass == GemmPass::wgrad) return split_of(d, device, width).cost;
+  return static_cast<double>(logits_cost(device, d.tokens, d.experts, width));
 }
 
 template <int kWidth>
-std::string defer_to_better(const RouterGemmDesc& d) {
+std::string defer_to_better(const RouterGemmDesc& d, const DeviceTraits& device) {
   if (d.pass == GemmPass::dgrad) return {};
   int best = kWidth;
   for (const int width : kWidths) {
-    if (cost(d, width) < cost(d, best)) best = width;
+    if (cost(d, device, width) < cost(d, device, best)) best = width;
   }
   if (best == kWidth) return {};
   return "tokens " + std::to_string(d.tokens) + ", experts " + std::to_string(d.experts) +
@@ -241,7 +242,7 @@ std::string defer_to_better(const RouterGemmDesc& d) {
 const Kernel<RouterGemmDesc> kRouterGemm256 = {
     .op = "router_gemm",
     .name = "cuda.router_gemm.256",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject,
     .defer = defer_to_better<256>,
@@ -252,7 +253,7 @@ const Kernel<RouterGemmDesc> kRouterGemm256 = {
 const Kernel<RouterGemmDesc> kRouterGemm128 = {
     .op = "router_gemm",
     .name = "cuda.router_gemm.128",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject,
     .defer = defer_to_better<128>,
@@ -263,7 +264,7 @@ const Kernel<RouterGemmDesc> kRouterGemm128 = {
 const Kernel<RouterGemmDesc> kRouterGemm64 = {
     .op = "router_gemm",
     .name = "cuda.router_gemm.64",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject,
     .workspace = Entry<64>::workspace,

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <string>
 
-/// Which of the compiled tiles an operation takes: pure functions of the shape, each the reason why
-/// a larger tile defers to the next, or empty. The models are fitted to
+#include "core/device_traits.h"
+
+/// Which of the compiled tiles an operation takes: pure functions of shape and device, each the
+/// reason why a larger tile defers to the next, or empty. The models are fitted to
 /// `bench --ops --every-kernel` on an H200; docs/findings/tile-choice.md has the figures.
 namespace sonicmoe::cuda {
 
@@ -40,12 +42,15 @@ inline std::string defer_to_small(std::int64_t rows, std::int64_t experts,
   return defer_to("intermediate", intermediate, 256, 128, 45);
 }
 
-/// Pairs of CTAs at work at a time: 132 multiprocessors, as on an H100 or H200. With another number
-/// the choice is less good, not wrong.
-inline constexpr int kPairs = 66;
+/// Pairs of CTAs at work at a time, one CTA on each multiprocessor.
+inline int pairs_of(const DeviceTraits& device) { return std::max(device.multiprocessors / 2, 1); }
 
-/// Bytes that L2 has, on an H100 or H200; with others the choice is less good, not wrong.
-inline constexpr std::int64_t kL2 = 50'000'000;
+/// Bytes of L2 that operands may count on. The limits below were fitted on an H200, which has 60
+/// MiB, as if it had these 50 MB, and hold on an H100, which has 50 MiB. What more would change is
+/// not measured, so it changes nothing; less does.
+inline std::int64_t counted_l2(const DeviceTraits& device) {
+  return std::min<std::int64_t>(device.l2_bytes, 50'000'000);
+}
 
 /// Tiles of pairs of CTAs in an expert's stripes of rows, `across` tiles to a stripe. The last
 /// of an odd number of stripes is shared by a pair along `across`.
@@ -56,7 +61,8 @@ inline std::int64_t pair_tiles(std::int64_t stripes, int across) {
 /// Rounds of all pairs, whole or not, that an operation over `rows` rows takes, `across` tiles to a
 /// stripe of `height` rows. Experts have the mean number of rows, or a standard deviation of random
 /// routing more or less, with equal weight.
-inline double rounds(std::int64_t rows, std::int64_t experts, int across, int height = 128) {
+inline double rounds(const DeviceTraits& device, std::int64_t rows, std::int64_t experts,
+                     int across, int height = 128) {
   // Experts without rows have no tiles.
   experts = std::clamp<std::int64_t>(experts, 1, std::max<std::int64_t>(rows, 1));
   const double mean = static_cast<double>(rows) / static_cast<double>(experts);
@@ -67,16 +73,17 @@ inline double rounds(std::int64_t rows, std::int64_t experts, int across, int he
         std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / height)));
     of_three += pair_tiles(stripes, across);
   }
-  return static_cast<double>(of_three * experts) / (3 * kPairs);
+  return static_cast<double>(of_three * experts) / (3 * pairs_of(device));
 }
 
 /// Ping-pong over tiles of 192 columns, or 256 cooperatively. A k block of 64 takes 4 cycles a
 /// column, 2 % more in the narrower tile, which moves more bytes. Neither has to wait for its
 /// stores; what a tile costs beside its products, and the end of the whole, is fitted.
-inline std::string defer_to_pingpong(std::int64_t rows, std::int64_t experts, std::int64_t columns,
+inline std::string defer_to_pingpong(const DeviceTraits& device, std::int64_t rows,
+                                     std::int64_t experts, std::int64_t columns,
                                      std::int64_t k_blocks) {
   const auto cycles = [&](int width, std::int64_t of_tile) {
-    return rounds(rows, experts, tiles(columns, width)) * static_cast<double>(of_tile);
+    return rounds(device, rows, experts, tiles(columns, width)) * static_cast<double>(of_tile);
   };
   if (cycles(256, 1024 * k_blocks + 1400) <= cycles(192, 783 * k_blocks + 850)) return {};
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) + " experts, columns " +
@@ -86,10 +93,10 @@ inline std::string defer_to_pingpong(std::int64_t rows, std::int64_t experts, st
 
 /// up_proj and dgrad: defers where `narrow` tiles across take less time than `wide` ones. A round
 /// of those takes `percent` % of one of tiles twice as wide.
-inline std::string defer_to_narrow(std::int64_t rows, std::int64_t experts, int wide, int narrow,
-                                   int percent) {
+inline std::string defer_to_narrow(const DeviceTraits& device, std::int64_t rows,
+                                   std::int64_t experts, int wide, int narrow, int percent) {
   const auto whole = [&](int across) {
-    return std::max(1.0, std::ceil(rounds(rows, experts, across)));
+    return std::max(1.0, std::ceil(rounds(device, rows, experts, across)));
   };
   if (whole(wide) * 100 <= whole(narrow) * percent) return {};
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) +
@@ -100,17 +107,18 @@ inline std::string defer_to_narrow(std::int64_t rows, std::int64_t experts, int 
 /// up_proj: what a round of its narrow tiles takes, in per cent of one of wide tiles. Where x is
 /// twice as large as L2 and sums are long, narrow tiles read rows of x from memory again:
 /// docs/findings/tile-choice.md.
-inline int narrow_up_proj_percent(std::int64_t bytes, std::int64_t k_blocks) {
-  return bytes > 2 * kL2 && k_blocks >= 64 ? 70 : 57;
+inline int narrow_up_proj_percent(const DeviceTraits& device, std::int64_t bytes,
+                                  std::int64_t k_blocks) {
+  return bytes > 2 * counted_l2(device) && k_blocks >= 64 ? 70 : 57;
 }
 
 /// up_proj: tiles of 192 rows defer to those of 128, but where sums are long, experts have a pair
 /// of stripes in the mean and rounds are many: docs/findings/tall-tiles.md.
-inline std::string defer_to_low(std::int64_t rows, std::int64_t experts, int across,
-                                std::int64_t k_blocks) {
+inline std::string defer_to_low(const DeviceTraits& device, std::int64_t rows, std::int64_t experts,
+                                int across, std::int64_t k_blocks) {
   constexpr int kHeight = 192, kLeastBlocks = 32, kLeastRounds = 16;
   if (k_blocks >= kLeastBlocks && rows >= 2 * kHeight * experts &&
-      rounds(rows, experts, across, kHeight) >= kLeastRounds) {
+      rounds(device, rows, experts, across, kHeight) >= kLeastRounds) {
     return {};
   }
   return "rows " + std::to_string(rows) + " of " + std::to_string(experts) + " experts, " +
@@ -121,9 +129,10 @@ inline std::string defer_to_low(std::int64_t rows, std::int64_t experts, int acr
 /// The first of the experts whose tiles are 128 rows high where others are higher, so that all
 /// pairs of CTAs end at about the same time: the last ones, with a round of tiles together, but at
 /// most an eighth of all.
-inline int low_from(std::int64_t rows, std::int64_t experts, int across) {
+inline int low_from(const DeviceTraits& device, std::int64_t rows, std::int64_t experts,
+                    int across) {
   const double of_expert = static_cast<double>(rows) / static_cast<double>(experts) / 256 * across;
-  const double needed = std::ceil(kPairs / std::max(of_expert, 1e-3));
+  const double needed = std::ceil(pairs_of(device) / std::max(of_expert, 1e-3));
   return static_cast<int>(experts - std::min(experts / 8, static_cast<std::int64_t>(needed)));
 }
 
@@ -131,9 +140,10 @@ inline int low_from(std::int64_t rows, std::int64_t experts, int across) {
 /// half of a tile's time. Who begins together also stores together, tile after tile, and meanwhile
 /// nobody gathers. Without effect where the `bytes` that are gathered from fit into L2, and few
 /// tiles do not repay the wait: docs/findings/start-spread.md.
-inline int start_spread(std::int64_t bytes, double rounds, double tile_cycles) {
+inline int start_spread(const DeviceTraits& device, std::int64_t bytes, double rounds,
+                        double tile_cycles) {
   constexpr double kMost = 1e6;  // times the number of pairs it fits an int
-  if (bytes <= kL2 || rounds < 8) return 0;
+  if (bytes <= counted_l2(device) || rounds < 8) return 0;
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }
 
@@ -160,9 +170,10 @@ inline bool deals(double rounds, int k_blocks, bool gathers, bool cleared) {
 /// are what they take time for: 128 rows or columns of x beside `width` of the other operand.
 
 /// Time of logits = x Wr^T, in rounds of all pairs by what a tile brings in.
-inline std::int64_t logits_cost(std::int64_t tokens, std::int64_t experts, int width) {
+inline std::int64_t logits_cost(const DeviceTraits& device, std::int64_t tokens,
+                                std::int64_t experts, int width) {
   const std::int64_t pairs = static_cast<std::int64_t>(tiles(tokens, 256)) * tiles(experts, width);
-  return tiles(pairs, kPairs) * static_cast<std::int64_t>(128 + width);
+  return tiles(pairs, pairs_of(device)) * static_cast<std::int64_t>(128 + width);
 }
 
 /// dWr = dlogits^T x has few tiles and a long sum over tokens: parts of the tokens go to different
@@ -173,19 +184,19 @@ struct TokenSplit {
   int tokens;   ///< of each part: a multiple of `step`, or all
   double cost;  ///< microseconds
 };
-inline TokenSplit token_split(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
-                              int width, int step) {
+inline TokenSplit token_split(const DeviceTraits& device, std::int64_t tokens, std::int64_t hidden,
+                              std::int64_t experts, int width, int step) {
   if (tokens == 0) return {0, step, 0.0};
   // 50 GB/s into a multiprocessor; a sum written and read, at 3 TB/s.
   const double whole = static_cast<double>(tokens) * (128 + width) * 2 / 50e3;
   const double part = static_cast<double>(experts) * static_cast<double>(hidden) * 8 / 3e6;
   const int pairs = tiles(hidden, 256) * tiles(experts, width);  // of CTAs, for one part
-  const int most = std::min(std::max(kPairs / pairs, 1), tiles(tokens, 2 * step));
+  const int most = std::min(std::max(pairs_of(device) / pairs, 1), tiles(tokens, 2 * step));
   const int wanted = std::clamp(static_cast<int>(std::lround(std::sqrt(whole / part))), 1, most);
   const std::int64_t rounded = std::int64_t{tiles(tiles(tokens, wanted), step)} * step;
   const int each = static_cast<int>(std::min(rounded, tokens));
   const int parts = tiles(tokens, each);
-  return {parts, each, tiles(pairs, kPairs) * whole / parts + part * parts};
+  return {parts, each, tiles(pairs, pairs_of(device)) * whole / parts + part * parts};
 }
 
 }  // namespace sonicmoe::cuda

@@ -48,14 +48,14 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.shared_tiles = tiles(d.intermediate, gated ? kN / 2 : kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
   p.paired = gated;
-  const double tile_rounds = rounds(d.rows, d.experts, p.shared_tiles, Config::kOwn);
+  const double tile_rounds = rounds(exec.traits, d.rows, d.experts, p.shared_tiles, Config::kOwn);
   if constexpr (Config::kTall) {
-    p.low_from = low_from(d.rows, d.experts, p.shared_tiles);
+    p.low_from = low_from(exec.traits, d.rows, d.experts, p.shared_tiles);
   } else {
     // About the cycles of a tile, by those in docs/findings/epilogue-stages.md. (Tall tiles gain
     // nothing by starts that are spread.)
-    p.start_spread =
-        start_spread(d.tokens * d.hidden * 2, tile_rounds, kN * (4.4 * p.k_blocks + 20));
+    p.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2, tile_rounds,
+                                  kN * (4.4 * p.k_blocks + 20));
     p.halves_last = halves_last(tile_rounds, d.rows, d.experts);
   }
 
@@ -124,8 +124,8 @@ Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
 
 /// Tall tiles are for SwiGLU without a bias, as large models have it, and count 16-byte pieces of x
 /// in 32 bits: see kNoRow.
-std::string reject_tall(const GroupedGemmDesc& d) {
-  if (std::string reason = reject_gemm(d); !reason.empty()) return reason;
+std::string reject_tall(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  if (std::string reason = reject_gemm(d, device); !reason.empty()) return reason;
   if (d.activation != Activation::swiglu) {
     return "activation: got " + to_string(d.activation) + ", allowed: swiglu";
   }
@@ -133,22 +133,24 @@ std::string reject_tall(const GroupedGemmDesc& d) {
   return reject_tokens(d, "up_proj in tiles of 192 rows");
 }
 
-std::string reject_wide(const GroupedGemmDesc& d) {
-  if (std::string reason = reject_gemm(d); !reason.empty() || !d.bias) return reason;
-  const bool compiled = visit_activations<true>(
-      d.activation, [](auto activations) { return kCompiledWithBias<256, decltype(activations)>; });
-  return compiled ? "" : "bias: got true, allowed: false for " + to_string(d.activation);
+/// Wide tiles have a bias for SwiGLU alone, which is what models with biases have: another kernel
+/// for each of the other activations would be compiled for nobody.
+std::string reject_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  if (std::string reason = reject_gemm(d, device); !reason.empty()) return reason;
+  return d.bias && d.activation != Activation::swiglu
+             ? "bias: got true, allowed: false (but for swiglu)"
+             : "";
 }
 
-std::string defer_tall(const GroupedGemmDesc& d) {
-  return defer_to_low(d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.hidden, kK));
+std::string defer_tall(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  return defer_to_low(device, d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.hidden, kK));
 }
 
-std::string defer_wide(const GroupedGemmDesc& d) {
+std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
   const int units = is_glu(d.activation) ? 64 : 128;
-  return defer_to_narrow(d.rows, d.experts, tiles(d.intermediate, 2 * units),
-                         tiles(d.intermediate, units),
-                         narrow_up_proj_percent(d.tokens * d.hidden * 2, tiles(d.hidden, kK)));
+  return defer_to_narrow(
+      device, d.rows, d.experts, tiles(d.intermediate, 2 * units), tiles(d.intermediate, units),
+      narrow_up_proj_percent(device, d.tokens * d.hidden * 2, tiles(d.hidden, kK)));
 }
 
 }  // namespace
@@ -156,7 +158,7 @@ std::string defer_wide(const GroupedGemmDesc& d) {
 const Kernel<GroupedGemmDesc> kUpProjTall = {
     .op = "up_proj",
     .name = "cuda.up_proj.192x256",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_tall,
     .defer = defer_tall,
@@ -167,7 +169,7 @@ const Kernel<GroupedGemmDesc> kUpProjTall = {
 const Kernel<GroupedGemmDesc> kUpProj256 = {
     .op = "up_proj",
     .name = "cuda.up_proj.128x256",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_wide,
     .defer = defer_wide,
@@ -178,7 +180,7 @@ const Kernel<GroupedGemmDesc> kUpProj256 = {
 const Kernel<GroupedGemmDesc> kUpProj128 = {
     .op = "up_proj",
     .name = "cuda.up_proj.128x128",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .prepare = prepare_as<Narrow>,

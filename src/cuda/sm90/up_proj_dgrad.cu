@@ -69,8 +69,8 @@ struct Entry {
 using Wide = Entry<256, Schedule::cooperative, 4>;
 using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
-std::string defer_wide(const GroupedGemmDesc& d) {
-  return defer_to_pingpong(d.rows, d.experts, d.hidden,
+std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  return defer_to_pingpong(device, d.rows, d.experts, d.hidden,
                            (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, kK));
 }
 
@@ -79,7 +79,7 @@ std::string defer_wide(const GroupedGemmDesc& d) {
 const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {
     .op = "up_proj_dgrad",
     .name = "cuda.up_proj_dgrad.128x256",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .defer = defer_wide,
@@ -90,7 +90,7 @@ const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {
 const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {
     .op = "up_proj_dgrad",
     .name = "cuda.up_proj_dgrad.128x192",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .prepare = Pingpong::prepare,

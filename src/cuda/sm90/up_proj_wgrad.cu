@@ -77,7 +77,7 @@ using Wide = Entry<256, 4>;
 using Small = Entry<128, 6>;
 
 /// Tiles are named by rows and columns of dW1.
-std::string defer_large(const GroupedGemmDesc& d) {
+std::string defer_large(const GroupedGemmDesc& d, const DeviceTraits&) {
   return defer_to_small(d.rows, d.experts, d.intermediate);
 }
 
@@ -86,7 +86,7 @@ std::string defer_large(const GroupedGemmDesc& d) {
 const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {
     .op = "up_proj_wgrad",
     .name = "cuda.up_proj_wgrad.256x128",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
     .defer = defer_large,
@@ -96,7 +96,7 @@ const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {
 const Kernel<GroupedGemmDesc> kUpProjWgrad128 = {
     .op = "up_proj_wgrad",
     .name = "cuda.up_proj_wgrad.128x128",
-    .device = DeviceType::cuda,
+    .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
     .prepare = Small::prepare,

@@ -1,0 +1,24 @@
+#pragma once
+
+#include "core/device_traits.h"
+
+/// Devices that choices can be looked up for without having them, as their drivers describe them.
+namespace sonicmoe {
+
+inline constexpr DeviceTraits kH100Sxm{.arch = 90,
+                                       .multiprocessors = 132,
+                                       .l2_bytes = 50 << 20,
+                                       .shared_bytes = 228 << 10,
+                                       .block_shared_bytes = 227 << 10};
+
+/// `device` with other multiprocessors and another L2.
+constexpr DeviceTraits like(DeviceTraits device, int multiprocessors, std::int64_t l2_bytes) {
+  device.multiprocessors = multiprocessors;
+  device.l2_bytes = l2_bytes;
+  return device;
+}
+
+inline constexpr DeviceTraits kH100Pcie = like(kH100Sxm, 114, 50 << 20);
+inline constexpr DeviceTraits kH200 = like(kH100Sxm, 132, 60 << 20);
+
+}  // namespace sonicmoe
