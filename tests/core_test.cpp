@@ -292,7 +292,7 @@ TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
       const char* const tile = pass == GemmPass::forward ? row.forward
                                : pass == GemmPass::wgrad ? row.wgrad
                                                          : "256";  // all the same
-      EXPECT_EQ(choice.kernel->name, std::string("cuda.router_gemm.") + tile)
+      EXPECT_EQ(choice.kernel->name, std::string("sm90.router_gemm.") + tile)
           << row.tokens << ", " << row.hidden << ", " << row.experts << "\n"
           << choice.walk;
     }
@@ -346,7 +346,7 @@ TEST(Kernels, CudaDealsTilesByShape) {
 // For SwiGLU without a bias, and as many tokens as 32 bits count 16-byte pieces of.
 TEST(Kernels, CudaTallTilesAreRefused) {
   GroupedGemmDesc desc = product(GemmOp::up_proj, (std::int64_t{1} << 24) - 1, 4096, 8, 2048, 64);
-  const auto choose = [&] { return choose_kernel(desc, kH200, "cuda.up_proj.192x256"); };
+  const auto choose = [&] { return choose_kernel(desc, kH200, "sm90.up_proj.192x256"); };
   if (choose().walk.empty()) GTEST_SKIP() << "this build has no CUDA";
   EXPECT_NE(choose().kernel, nullptr) << choose().walk;
   const auto expect_refused = [&](const std::string& reason) {
@@ -394,7 +394,7 @@ TEST(Kernels, CudaTilesAreNearlyTheBest) {
       if (choice.walk.empty()) GTEST_SKIP() << "this build has no CUDA";
       ASSERT_NE(choice.kernel, nullptr) << choice.walk;
       const std::string name = choice.kernel->name;
-      const std::string prefix = std::string("cuda.") + kTiles[op][0] + ".";
+      const std::string prefix = std::string("sm90.") + kTiles[op][0] + ".";
       int mine = 0, least = INT_MAX;
       for (std::size_t tile = 0; tile < std::size(row.ns[op]); ++tile) {
         if (kTiles[op][1 + tile] == nullptr) break;
@@ -443,9 +443,10 @@ TEST(Info, ListsDevicesAndKernels) {
   std::set<std::string> names, ops;
   for (const KernelInfo& kernel : kernels()) {
     EXPECT_TRUE(names.insert(kernel.name).second) << kernel.name;
-    // "cpu.up_proj", "cuda.up_proj.128x256": backend, operation, which of several.
+    // "cpu.up_proj", "sm90.up_proj.128x256": architecture, operation, which of several.
     const std::string rest = kernel.name.substr(kernel.name.find('.') + 1);
     EXPECT_EQ(rest.substr(0, rest.find('.')), kernel.op);
+    EXPECT_EQ(kernel.name.starts_with("cpu"), kernel.device == DeviceType::cpu) << kernel.name;
     ops.insert(kernel.op);
   }
   for (const char* op : {"router_gemm", "top_k", "metadata", "up_proj", "down_proj",

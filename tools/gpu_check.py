@@ -70,9 +70,9 @@ SHARDS = 4
 SANITIZED = ":".join(
     [
         "Kernels/ExactGemm.Quick/*",
-        "Kernels/ExactDealt.CountsWhereItIsTold/cuda_down_proj_dgrad_128x256",
+        "Kernels/ExactDealt.CountsWhereItIsTold/sm90_down_proj_dgrad_128x256",
         "Kernels/ExactRouterGemm.Quick/*",
-        "Kernels/ExactWeightGradient.AnyNumberOfRows/cuda_up_proj_wgrad_256x128",
+        "Kernels/ExactWeightGradient.AnyNumberOfRows/sm90_up_proj_wgrad_256x128",
         "Beside.SmallShape",
         "Aggregate.*",
         "ScoreGrad.*",

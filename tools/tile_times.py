@@ -38,7 +38,8 @@ def table(log: str, tiles: list[list[str]]) -> str:
     for section in re.split(r"^(?=#)", log, flags=re.M):
         head, _, body = section.partition("\n")
         if head.startswith("## "):
-            tflops = re.findall(r"^cuda\.(\S+)\s+\S+\s+\S+\s+(\S+)", body, re.M)
+            # Kernels of older logs are named by the backend, not by the architecture.
+            tflops = re.findall(r"^(?:cuda|sm90)\.(\S+)\s+\S+\s+\S+\s+(\S+)", body, re.M)
             lines.append(row(head[3:], tiles, dict(tflops)))
         elif head:
             lines.append(f"    //{head[1:]}.\n")

@@ -101,8 +101,9 @@ struct Options {
   int threads = 0;
   /// CUDA only: synchronise and refuse bad device data instead of skipping it. CPU calls always do.
   bool checked = false;
-  /// Runs this entry of the kernel list, or one of this backend ("cpu", "cuda"), or refuses. Empty:
-  /// the first that neither rejects nor defers (see explain()).
+  /// Runs this entry of the kernel list ("sm90.up_proj.128x256"), or one of this backend ("cpu",
+  /// "cuda") or architecture ("sm90"), or refuses. Empty: the first that neither rejects nor defers
+  /// (see explain()).
   std::string kernel;
 };
 

@@ -48,8 +48,9 @@ class DTypes {
 /// One entry of the kernel list. Plain data, one object per compiled kernel, defined beside it.
 template <class Desc>
 struct Kernel {
-  const char* op;    ///< "up_proj": entries of other ops are not candidates
-  const char* name;  ///< "cpu.up_proj": backend and operation
+  const char* op;  ///< "up_proj": entries of other ops are not candidates
+  /// "cpu.up_proj", "sm90.up_proj.128x256": what it is compiled for, operation, which of several.
+  const char* name;
   /// DeviceTraits::arch of the devices it runs on: those alone. 0: the CPU.
   int arch = 0;
   /// What Desc::dtype may be; a dtype that is not listed is refused. Unused without such a field.
@@ -132,9 +133,10 @@ bool is_candidate(const Kernel<Desc>& kernel, const Desc& desc, const DeviceTrai
   return std::string_view(kernel.op) == op_name(desc) && kernel.arch == device.arch;
 }
 
-/// True if `wanted` (Options::kernel) is empty, the entry's name, or its backend: "cpu" matches
-/// "cpu.up_proj".
-bool kernel_matches(std::string_view wanted, std::string_view name);
+/// True if `wanted` (Options::kernel) is empty, the name of an entry for `arch`, or where that name
+/// begins: "cpu" and "cpu.up_proj" match "cpu.up_proj". "cuda" matches every architecture but the
+/// CPU.
+bool kernel_matches(std::string_view wanted, std::string_view name, int arch);
 
 template <class Desc>
 struct Choice {

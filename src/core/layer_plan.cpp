@@ -124,7 +124,8 @@ class Builder {
   template <class Desc>
   bool offers(const Desc& op, const std::string& wanted) const {
     for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
-      if (is_candidate(*kernel, op, impl_.exec.traits) && kernel_matches(wanted, kernel->name)) {
+      if (is_candidate(*kernel, op, impl_.exec.traits) &&
+          kernel_matches(wanted, kernel->name, kernel->arch)) {
         return true;
       }
     }

@@ -108,8 +108,9 @@ Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noe
   return {};
 }
 
-bool kernel_matches(std::string_view wanted, std::string_view name) {
+bool kernel_matches(std::string_view wanted, std::string_view name, int arch) {
   if (wanted.empty() || wanted == name) return true;
+  if (wanted == "cuda") return device_type(arch) == DeviceType::cuda;
   return name.starts_with(wanted) && name[wanted.size()] == '.';
 }
 
@@ -157,7 +158,7 @@ Choice<Desc> choose_kernel(const Desc& desc, const DeviceTraits& device,
   for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
     if (!is_candidate(*kernel, desc, device)) continue;
     Look& look = looks.emplace_back(Look{kernel, "", ""});
-    if (!kernel_matches(wanted, kernel->name)) {
+    if (!kernel_matches(wanted, kernel->name, kernel->arch)) {
       look.reason = "kernel: got " + wanted + ", allowed: " + kernel->name;
     } else {
       look.reason = rejection(*kernel, desc, device);
@@ -209,7 +210,7 @@ Status nothing_fits(const Desc& desc, const DeviceTraits& device, const std::str
   for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
     if (!is_candidate(*kernel, desc, device)) continue;
     names += (names.empty() ? "" : ", ") + std::string(kernel->name);
-    if (kernel_matches(wanted, kernel->name)) last = kernel;
+    if (kernel_matches(wanted, kernel->name, kernel->arch)) last = kernel;
   }
   if (names.empty()) {
     return Status::error(StatusCode::unsupported, "device: got %s, allowed: others (no %s for it)",

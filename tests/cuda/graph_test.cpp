@@ -33,7 +33,7 @@ TEST(Graph, DealsAgain) {
     c.desc.experts.hidden = gathers ? 2048 : 8;
     c.desc.experts.intermediate = gathers ? 8 : 1024;
     Options options;
-    options.kernel = "cuda." + kernel;
+    options.kernel = "sm90." + kernel;
     const Report report = check_layer(c, kDevice, options);
     EXPECT_TRUE(report.pass()) << report.text();
     expect_replays(c, options.kernel);

@@ -476,7 +476,7 @@ Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& ex
 
 const Kernel<AggregateDesc> kAggregate = {
     .op = "aggregate",
-    .name = "cuda.aggregate",
+    .name = "sm90.aggregate",
     .arch = 90,
     .dtypes = kStorageTypes,
     .prepare = prepare,

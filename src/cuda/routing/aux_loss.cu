@@ -175,7 +175,7 @@ Status run(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const Exec&
 
 const Kernel<AuxLossDesc> kAuxLoss = {
     .op = "aux_loss",
-    .name = "cuda.aux_loss",
+    .name = "sm90.aux_loss",
     .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,

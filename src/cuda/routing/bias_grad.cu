@@ -259,7 +259,7 @@ Status run(const BiasGradDesc& d, const BiasGradArgs& a, void* memory, const Exe
 
 const Kernel<BiasGradDesc> kBiasGrad = {
     .op = "bias_grad",
-    .name = "cuda.bias_grad",
+    .name = "sm90.bias_grad",
     .arch = 90,
     .dtypes = kStorageTypes,
     .workspace = Memory::bytes,

@@ -612,7 +612,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
 
 const Kernel<MetadataDesc> kMetadata = {
     .op = "metadata",
-    .name = "cuda.metadata",
+    .name = "sm90.metadata",
     .arch = 90,
     .workspace = workspace,
     .run = run,

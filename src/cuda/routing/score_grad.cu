@@ -215,7 +215,7 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& ex
 
 const Kernel<ScoreGradDesc> kScoreGrad = {
     .op = "score_grad",
-    .name = "cuda.score_grad",
+    .name = "sm90.score_grad",
     .arch = 90,
     .dtypes = kLogitsTypes,
     .run = run,

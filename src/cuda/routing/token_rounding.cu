@@ -505,7 +505,7 @@ Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* memory,
 
 const Kernel<TokenRoundingDesc> kTokenRounding = {
     .op = "token_rounding",
-    .name = "cuda.token_rounding",
+    .name = "sm90.token_rounding",
     .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,

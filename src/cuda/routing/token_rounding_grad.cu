@@ -276,7 +276,7 @@ Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void*
 
 const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {
     .op = "token_rounding_grad",
-    .name = "cuda.token_rounding_grad",
+    .name = "sm90.token_rounding_grad",
     .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,

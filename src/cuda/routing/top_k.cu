@@ -292,7 +292,7 @@ Status run(const TopKDesc& desc, const TopKArgs& args, void* memory, const Exec&
 
 const Kernel<TopKDesc> kTopK = {
     .op = "top_k",
-    .name = "cuda.top_k",
+    .name = "sm90.top_k",
     .arch = 90,
     .dtypes = kLogitsTypes,
     .workspace = workspace,

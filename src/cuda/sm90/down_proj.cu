@@ -68,7 +68,7 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 
 const Kernel<GroupedGemmDesc> kDownProj256 = {
     .op = "down_proj",
-    .name = "cuda.down_proj.128x256",
+    .name = "sm90.down_proj.128x256",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
@@ -79,7 +79,7 @@ const Kernel<GroupedGemmDesc> kDownProj256 = {
 };
 const Kernel<GroupedGemmDesc> kDownProj192 = {
     .op = "down_proj",
-    .name = "cuda.down_proj.128x192",
+    .name = "sm90.down_proj.128x192",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,

@@ -111,7 +111,7 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 
 const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
     .op = "down_proj_dgrad",
-    .name = "cuda.down_proj_dgrad.128x256",
+    .name = "sm90.down_proj_dgrad.128x256",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
@@ -122,7 +122,7 @@ const Kernel<GroupedGemmDesc> kDownProjDgrad256 = {
 };
 const Kernel<GroupedGemmDesc> kDownProjDgrad128 = {
     .op = "down_proj_dgrad",
-    .name = "cuda.down_proj_dgrad.128x128",
+    .name = "sm90.down_proj_dgrad.128x128",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,

@@ -75,7 +75,7 @@ std::string defer_large(const GroupedGemmDesc& d, const DeviceTraits&) {
 
 const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
     .op = "down_proj_wgrad",
-    .name = "cuda.down_proj_wgrad.128x256",
+    .name = "sm90.down_proj_wgrad.128x256",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
@@ -85,7 +85,7 @@ const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
 };
 const Kernel<GroupedGemmDesc> kDownProjWgrad128 = {
     .op = "down_proj_wgrad",
-    .name = "cuda.down_proj_wgrad.128x128",
+    .name = "sm90.down_proj_wgrad.128x128",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,

@@ -241,7 +241,7 @@ std::string defer_to_better(const RouterGemmDesc& d, const DeviceTraits& device)
 
 const Kernel<RouterGemmDesc> kRouterGemm256 = {
     .op = "router_gemm",
-    .name = "cuda.router_gemm.256",
+    .name = "sm90.router_gemm.256",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject,
@@ -252,7 +252,7 @@ const Kernel<RouterGemmDesc> kRouterGemm256 = {
 };
 const Kernel<RouterGemmDesc> kRouterGemm128 = {
     .op = "router_gemm",
-    .name = "cuda.router_gemm.128",
+    .name = "sm90.router_gemm.128",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject,
@@ -263,7 +263,7 @@ const Kernel<RouterGemmDesc> kRouterGemm128 = {
 };
 const Kernel<RouterGemmDesc> kRouterGemm64 = {
     .op = "router_gemm",
-    .name = "cuda.router_gemm.64",
+    .name = "sm90.router_gemm.64",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject,

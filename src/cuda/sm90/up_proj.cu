@@ -157,7 +157,7 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 
 const Kernel<GroupedGemmDesc> kUpProjTall = {
     .op = "up_proj",
-    .name = "cuda.up_proj.192x256",
+    .name = "sm90.up_proj.192x256",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_tall,
@@ -168,7 +168,7 @@ const Kernel<GroupedGemmDesc> kUpProjTall = {
 };
 const Kernel<GroupedGemmDesc> kUpProj256 = {
     .op = "up_proj",
-    .name = "cuda.up_proj.128x256",
+    .name = "sm90.up_proj.128x256",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_wide,
@@ -179,7 +179,7 @@ const Kernel<GroupedGemmDesc> kUpProj256 = {
 };
 const Kernel<GroupedGemmDesc> kUpProj128 = {
     .op = "up_proj",
-    .name = "cuda.up_proj.128x128",
+    .name = "sm90.up_proj.128x128",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,

@@ -78,7 +78,7 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 
 const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {
     .op = "up_proj_dgrad",
-    .name = "cuda.up_proj_dgrad.128x256",
+    .name = "sm90.up_proj_dgrad.128x256",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
@@ -89,7 +89,7 @@ const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {
 };
 const Kernel<GroupedGemmDesc> kUpProjDgrad192 = {
     .op = "up_proj_dgrad",
-    .name = "cuda.up_proj_dgrad.128x192",
+    .name = "sm90.up_proj_dgrad.128x192",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_gemm,

@@ -85,7 +85,7 @@ std::string defer_large(const GroupedGemmDesc& d, const DeviceTraits&) {
 
 const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {
     .op = "up_proj_wgrad",
-    .name = "cuda.up_proj_wgrad.256x128",
+    .name = "sm90.up_proj_wgrad.256x128",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
@@ -95,7 +95,7 @@ const Kernel<GroupedGemmDesc> kUpProjWgrad256 = {
 };
 const Kernel<GroupedGemmDesc> kUpProjWgrad128 = {
     .op = "up_proj_wgrad",
-    .name = "cuda.up_proj_wgrad.128x128",
+    .name = "sm90.up_proj_wgrad.128x128",
     .arch = 90,
     .dtypes = kStorageTypes,
     .reject = reject_contraction,
