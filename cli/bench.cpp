@@ -43,13 +43,14 @@ constexpr const char* kHelp =
     "its bytes at the rate of a large copy in this run, allow, over its time.\n"
     "Threads of OpenMP spin while they wait: on a CPU that others use too, give fewer --threads\n"
     "or set OMP_WAIT_POLICY=passive.\n"
-    "JSON: version, command, device, threads, seed, skew, repeats, sustained_ms, interrupted,\n"
-    "layer {thiek, dtype, activation, w1_layout, router, norm_topk_probs, rounding {rule, tile}\n"
-    "or null, bias, inference}, rows, fewest_rows, most_rows (of an expert), results [{what,\n"
-    "runs, ms, mad_ms, tflops, gbps, bound_ms, of_bound, of_roof}], copy_TBps, dense_bound\n"
-    "[{gemm, way, runs, ms, mad_ms, tflops}], saved_bytes {x, preact, routing, logits, total},\n"
-    "workspace_bytes {forward, backward}. A figure that does not exist is null. With\n"
-    "--configs: {version, command, device, configs [{config, ...}]}.";
+    "JSON: version, command, device, threads, multiprocessors (0: all), seed, skew, repeats,\n"
+    "sustained_ms, interrupted, layer {thiek, dtype, activation, w1_layout, router,\n"
+    "norm_topk_probs, rounding {rule, tile} or null, bias, inference}, rows, fewest_rows,\n"
+    "most_rows (of an expert), results [{what, runs, ms, mad_ms, tflops, gbps, bound_ms,\n"
+    "of_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}],\n"
+    "saved_bytes {x, preact, routing, logits, total}, workspace_bytes {forward, backward}. A\n"
+    "figure that does not exist is null. With --configs: {version, command, device, configs\n"
+    "[{config, ...}]}.";
 
 struct BenchSettings : Settings {
   bool operations = false;
@@ -261,6 +262,7 @@ class Bench {
                    {"command", "bench"},
                    {"device", device_name(settings_.device)},
                    {"threads", settings_.threads},
+                   {"multiprocessors", settings_.multiprocessors},
                    {"seed", settings_.seed},
                    {"skew", settings_.skew},
                    {"repeats", settings_.sustained > 0 ? Json() : Json(settings_.repeats)},

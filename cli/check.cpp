@@ -17,8 +17,9 @@ constexpr const char* kHelp =
     "loops in the same precision. With --rounding, as_given: the same bits as the layer with\n"
     "its entries given as lists. Without --thiek and --case: a short list of cases of every\n"
     "kind.\n"
-    "JSON: version, command, device, threads, interrupted, passed, failed, cases [{name,\n"
-    "repro, reports [{name, pass, failure, checks [{tensor, error, bound, pass, note}]}]}].";
+    "JSON: version, command, device, threads, multiprocessors (0: all), interrupted, passed,\n"
+    "failed, cases [{name, repro, reports [{name, pass, failure, checks [{tensor, error,\n"
+    "bound, pass, note}]}]}].";
 
 struct CheckSettings : Settings {
   std::string case_name;
@@ -77,7 +78,8 @@ int run_check(CheckSettings& settings) {
   for (const auto& item : cases) {
     if (interrupted()) break;
     const int failed_before = failed;
-    const std::string repro = verify::repro_command(item, settings.threads, settings.device);
+    const std::string repro = verify::repro_command(item, settings.threads, settings.device) +
+                              settings.multiprocessors_line();
     Json reports = Json::array();
     std::printf("%s\n", settings.has_shape ? settings.layer_line().c_str() : item.name.c_str());
     const auto print_all = [&](const std::vector<verify::Report>& all) {
@@ -100,6 +102,7 @@ int run_check(CheckSettings& settings) {
                              {"command", "check"},
                              {"device", device_name(settings.device)},
                              {"threads", settings.threads},
+                             {"multiprocessors", settings.multiprocessors},
                              {"interrupted", interrupted()},
                              {"passed", passed},
                              {"failed", failed},

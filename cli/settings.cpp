@@ -229,6 +229,8 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
     for (auto* option : of_layer) option->needs(thiek);
   }
   add_run(app);
+  add_integer(app, "--multiprocessors", multiprocessors, 0, 4096,
+              "Of a CUDA device, that products fill; even (default: 0, all; the bound has all)");
 }
 
 void Settings::resolve() {
@@ -274,7 +276,12 @@ std::string Settings::layer_line() const {
 }
 
 std::string Settings::device_line() const {
-  return device.type == DeviceType::cpu ? "" : std::string(" --device ") + name(device.type);
+  const bool is_cpu = device.type == DeviceType::cpu;
+  return (is_cpu ? "" : std::string(" --device ") + name(device.type)) + multiprocessors_line();
+}
+
+std::string Settings::multiprocessors_line() const {
+  return multiprocessors == 0 ? "" : " --multiprocessors " + std::to_string(multiprocessors);
 }
 
 Json Settings::layer_json() const {
@@ -298,6 +305,7 @@ Json Settings::layer_json() const {
 Options Settings::options() const {
   Options options;
   options.threads = threads;
+  options.multiprocessors = multiprocessors;
   return options;
 }
 

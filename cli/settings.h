@@ -22,7 +22,8 @@ struct UsageError : std::runtime_error {
 struct Settings {
   LayerDesc desc;
   Device device;
-  int threads = 0;  ///< resolved to at least 1 before a subcommand runs
+  int threads = 0;          ///< resolved to at least 1 before a subcommand runs
+  int multiprocessors = 0;  ///< 0: all
   std::uint64_t seed = 0;
   std::string json;  ///< path of the report, or empty
   bool has_shape = false;
@@ -54,7 +55,8 @@ struct Settings {
   std::string layer_line() const;
   std::string thiek_line() const;   ///< "--thiek 64,64,64,8,2"
   std::string router_line() const;  ///< " --topk_over_softmax --norm_topk_probs", or less of it
-  std::string device_line() const;  ///< " --device cuda", or "" for the default
+  std::string device_line() const;  ///< " --device cuda --multiprocessors 100", or less of it
+  std::string multiprocessors_line() const;
   Json layer_json() const;
 
   std::int64_t tile = 128;  ///< of token rounding, where it is asked for

@@ -40,6 +40,9 @@ Options any_options(FuzzedDataProvider* in) {
   if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = in->ConsumeRandomLengthString(20);
   if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = "cpu";
   if (in->ConsumeIntegralInRange(0, 15) == 0) options.kernel = any_kernel(in);
+  if (in->ConsumeIntegralInRange(0, 15) == 0) {
+    options.multiprocessors = in->ConsumeIntegral<std::int32_t>();
+  }
   return options;
 }
 

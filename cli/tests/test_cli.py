@@ -15,7 +15,7 @@ SMALL = "64,32,16,8,2"
 COMMON = (
     "--help, --thiek, --dtype, --activation, --topk_over_softmax, --norm_topk_probs, "
     "--rounding, --tile, --concat_layout, --add_bias, --inference, --device, --threads, --seed, "
-    "--json"
+    "--json, --multiprocessors"
 )
 RULES = "nearest, stochastic, nearest_scores, balance, up, down"
 ACTIVATIONS = "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu"
@@ -69,6 +69,10 @@ BAD = [
     ("bench --device tpu", "--device: got 'tpu', allowed: cpu, cuda"),
     ("bench --threads 0", "--threads: got '0', allowed: integers from 1 to 4096"),
     ("bench --threads two", "--threads: got 'two', allowed: integers from 1 to 4096"),
+    (
+        "check --multiprocessors -2",
+        "--multiprocessors: got '-2', allowed: integers from 0 to 4096",
+    ),
     ("bench --sustained 100", "--sustained: got --device cpu, allowed: --device cuda"),
     ("bench --repeats 0", "--repeats: got '0', allowed: integers from 1 to 1000000"),
     ("bench --skew -1", "--skew: got '-1', allowed: numbers from 0 to 1000"),
@@ -95,6 +99,11 @@ BAD = [
     (
         "bench --thiek -1,8,8,4,2",
         f"{layer('-1,8,8,4,2')}: tokens: got -1, allowed: 0 to 2147483647",
+    ),
+    (
+        "info --thiek 16,8,8,4,2 --multiprocessors 2",
+        f"{layer('16,8,8,4,2')} --multiprocessors 2: "
+        "multiprocessors: got 2, allowed: 0 (on the CPU)",
     ),
 ]
 

@@ -101,6 +101,11 @@ struct Options {
   int threads = 0;
   /// CUDA only: synchronise and refuse bad device data instead of skipping it. CPU calls always do.
   bool checked = false;
+  /// CUDA only: how many multiprocessors products and the sums with the router's part fill, an even
+  /// number; 0 = all. The others stay free, for communication. Short kernels around the products
+  /// still take what is free. Tiles are chosen for this number, and with them the order of two fp32
+  /// sums: dS goes tile by tile along n, dWr part by part of the tokens.
+  int multiprocessors = 0;
   /// Runs this entry of the kernel list ("sm90.up_proj.128x256"), or one of this backend ("cpu",
   /// "cuda") or architecture ("sm90"), or refuses. Empty: the first that neither rejects nor defers
   /// (see explain()).

@@ -11,7 +11,7 @@ namespace sonicmoe {
 struct DeviceTraits {
   /// Ten times the compute capability: 90. 0: the CPU, of which nothing else is said.
   int arch = 0;
-  int multiprocessors = 0;  ///< that a call may fill
+  int multiprocessors = 0;  ///< that a call may fill: all, or fewer by Options::multiprocessors
   std::int64_t l2_bytes = 0;
   int shared_bytes = 0;        ///< of a multiprocessor
   int block_shared_bytes = 0;  ///< of those, what one thread block may ask for

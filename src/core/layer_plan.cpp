@@ -327,8 +327,13 @@ SavedBytes LayerPlan::saved_bytes() const noexcept { return impl_->saved; }
 
 std::string LayerPlan::explain() const {
   const SavedBytes& saved = impl_->saved;
-  std::string text = std::string("layer on ") + name(impl_->exec.device.type) + ", " +
-                     std::to_string(impl_->exec.threads) + " threads\n" + impl_->walk;
+  const Exec& exec = impl_->exec;
+  std::string text = std::string("layer on ") + name(exec.device.type) + ", " +
+                     std::to_string(exec.threads) + " threads";
+  if (exec.device.type == DeviceType::cuda) {
+    text += ", " + std::to_string(exec.traits.multiprocessors) + " multiprocessors";
+  }
+  text += "\n" + impl_->walk;
   text += "forward workspace, " + std::to_string(forward_workspace_bytes()) + " bytes\n" +
           impl_->forward_ledger.explain();
   text += "backward workspace, " + std::to_string(backward_workspace_bytes()) + " bytes\n" +

@@ -186,6 +186,22 @@ Choice<Desc> choose_kernel(const Desc& desc, const DeviceTraits& device,
   return choice;
 }
 
+Status limit_multiprocessors(int wanted, DeviceTraits* device) {
+  if (wanted == 0) return {};
+  const int most = device->multiprocessors / 2 * 2;
+  if (most == 0) {
+    return Status::error(StatusCode::invalid_argument,
+                         "multiprocessors: got %d, allowed: 0 (on the CPU)", wanted);
+  }
+  if (wanted < 2 || wanted > most || wanted % 2 != 0) {
+    return Status::error(StatusCode::invalid_argument,
+                         "multiprocessors: got %d, allowed: 0 (all) or even numbers from 2 to %d",
+                         wanted, most);
+  }
+  device->multiprocessors = wanted;
+  return {};
+}
+
 Result<Exec> make_exec(Device device, const Options& options) {
   if (Status status = validate(device); !status.ok()) return status;
   if (Status status = validate(options); !status.ok()) return status;
@@ -195,6 +211,9 @@ Result<Exec> make_exec(Device device, const Options& options) {
   Exec exec;
   exec.device = device;
   exec.traits = device_traits(device);
+  if (Status status = limit_multiprocessors(options.multiprocessors, &exec.traits); !status.ok()) {
+    return status;
+  }
   exec.threads = options.threads > 0 ? options.threads : cpu::usable_threads();
   exec.checked = options.checked || device.type == DeviceType::cpu;
   return exec;

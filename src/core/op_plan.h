@@ -16,6 +16,9 @@ struct OpPlan<Desc>::Impl {
   std::string walk;
 };
 
+/// Leaves a call so many multiprocessors of `device` (Options::multiprocessors), or refuses.
+Status limit_multiprocessors(int wanted, DeviceTraits* device);
+
 /// Device, options and thread count, checked and made definite.
 Result<Exec> make_exec(Device device, const Options& options);
 

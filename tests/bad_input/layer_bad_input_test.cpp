@@ -149,6 +149,8 @@ TEST(BadLayer, DevicesAndOptions) {
         [](Request* r) { r->options.threads = -1; }},
        {kArgument, "threads: got 4097, allowed: 0 to 4096",
         [](Request* r) { r->options.threads = 4097; }},
+       {kArgument, "multiprocessors: got 100, allowed: 0 (on the CPU)",
+        [](Request* r) { r->options.multiprocessors = 100; }},
        {kUnsupported, "kernel: got cpu.nothing, allowed: a name or backend of sonicmoe::kernels()",
         [](Request* r) { r->options.kernel = "cpu.nothing"; }},
        {kUnsupported, "dtype: got f32, allowed: bf16",

@@ -3,11 +3,15 @@
 
 #include <cstddef>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
+#include "core/kernel.h"
 #include "sonicmoe/info.h"
+#include "tests/known_devices.h"
 #include "tests/plain_layer.h"
 #include "verify/device_memory.h"
+#include "verify/run.h"
 
 namespace sonicmoe::verify {
 namespace {
@@ -57,6 +61,51 @@ TEST(CudaPlan, EveryOperationRunsOnCudaOnly) {
   const std::string text = plan.value().explain();
   EXPECT_EQ(text.find("  cpu"), std::string::npos) << text;
   EXPECT_NE(text.find("  sm90.up_proj"), std::string::npos) << text;
+}
+
+TEST(CudaPlan, TraitsAreThoseOfTheDevice) {
+  const DeviceTraits device = device_traits(kDevice);
+  EXPECT_EQ(device.arch, kH100Sxm.arch);
+  EXPECT_GE(device.multiprocessors, 2);
+  EXPECT_GT(device.l2_bytes, 0);
+  EXPECT_EQ(device.shared_bytes, kH100Sxm.shared_bytes);
+  EXPECT_EQ(device.block_shared_bytes, kH100Sxm.block_shared_bytes);
+}
+
+TEST(CudaPlan, RefusesMultiprocessorsThatAreNotThere) {
+  const int most = device_traits(kDevice).multiprocessors / 2 * 2;
+  for (const int wanted : {-2, 1, 3, most + 1, most + 2}) {
+    const auto plan = make_plan(some_layer(), kDevice, {.multiprocessors = wanted, .kernel = ""});
+    ASSERT_FALSE(plan.ok());
+    EXPECT_EQ(plan.status().code(), StatusCode::invalid_argument);
+    EXPECT_EQ(std::string(plan.status().message()),
+              "multiprocessors: got " + std::to_string(wanted) +
+                  ", allowed: 0 (all) or even numbers from 2 to " + std::to_string(most));
+  }
+}
+
+// A layer on one pair of multiprocessors, and on most of them.
+TEST(CudaPlan, LeavesMultiprocessorsFree) {
+  for (const int wanted : {2, 100}) {
+    const Options options{.multiprocessors = wanted, .kernel = ""};
+    const auto plan = make_plan(some_layer(), kDevice, options);
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    EXPECT_NE(plan.value().explain().find(", " + std::to_string(wanted) + " multiprocessors\n"),
+              std::string::npos);
+    for (const DType type : kTypes) {
+      for (const char* name : {"shape/large", "activation/swiglu-separate-bias", "given/hostile",
+                               "router/topk_over_softmax-bias", "sums/topk"}) {
+        const Case& c = case_named(name, type);
+        SCOPED_TRACE(c.name + ", " + std::to_string(wanted));
+        const Report report = check_layer(c, kDevice, options);
+        EXPECT_TRUE(report.pass()) << report.text();
+        const Problem problem = make_problem(c);
+        const LayerRun first = run_layer(problem, kDevice, options);
+        ASSERT_TRUE(first.status.ok()) << first.status.message();
+        EXPECT_EQ(first_difference(first, run_layer(problem, kDevice, options)), "");
+      }
+    }
+  }
 }
 
 // What is kept for backward is in the caller's tensors, scratch in his workspace: the device's free
