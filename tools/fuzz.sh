@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../build-fuzz"
 seconds=${1:?seconds to run}
 export OMP_WAIT_POLICY=passive # more threads than processors
 
-names=(desc lists rounding)
+names=(desc layer_text lists rounding)
 pids=()
 for name in "${names[@]}"; do
   mkdir -p "corpus/$name"

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "sonicmoe/experts.h"
 #include "sonicmoe/router.h"
@@ -35,6 +36,25 @@ struct LayerDesc {
   bool needs_logits() const noexcept { return rounding.tile > 0 || router.reaches_all_experts(); }
   bool operator==(const LayerDesc&) const = default;  ///< for caches of plans
 };
+
+/// A description as text: "tokens=4096 hidden=512 ... router=topk_over_softmax", items apart by
+/// spaces, in the order of layer_fields(), without those that a LayerDesc has of itself.
+/// parse_layer() gives the same description back, whatever the sizes and whether a plan would take
+/// them; only an enum's value that has no name is written as a number, which is refused.
+SONICMOE_API std::string to_string(const LayerDesc& desc);
+/// Items in any order. Unknown keys, keys that come twice and values that are none are refused.
+SONICMOE_API Result<LayerDesc> parse_layer(const std::string& text);
+
+/// One field of the text form.
+struct LayerField {
+  const char* key;
+  const char* help;
+  std::string initial;  ///< its value where the text does not have it
+  std::string allowed;  ///< "an integer", or the names of its values
+};
+SONICMOE_API std::vector<LayerField> layer_fields();
+/// The value of one field as text; empty for an unknown key.
+SONICMOE_API std::string layer_field(const LayerDesc& desc, const std::string& key);
 
 /// Bytes kept from forward to backward, term by term. For 2-byte storage x is 2Td, preact 4Rn (2Rn
 /// without a gate), routing at most 24R + 8(E+1) + 4(T+1), logits T*E*2 or 0. All 0 for inference.

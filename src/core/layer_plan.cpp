@@ -333,7 +333,7 @@ std::string LayerPlan::explain() const {
   if (exec.device.type == DeviceType::cuda) {
     text += ", " + std::to_string(exec.traits.multiprocessors) + " multiprocessors";
   }
-  text += "\n" + impl_->walk;
+  text += "\n  " + to_string(impl_->desc) + "\n" + impl_->walk;
   text += "forward workspace, " + std::to_string(forward_workspace_bytes()) + " bytes\n" +
           impl_->forward_ledger.explain();
   text += "backward workspace, " + std::to_string(backward_workspace_bytes()) + " bytes\n" +

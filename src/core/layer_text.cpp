@@ -1,0 +1,175 @@
+// The text form of a description: one table of fields, which to_string() and parse_layer() read.
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <string_view>
+#include <type_traits>
+
+#include "sonicmoe/layer.h"
+
+namespace sonicmoe {
+namespace {
+
+// One kind of value each: its text, the text read back, and what is allowed.
+
+std::string write(std::int64_t value) { return std::to_string(value); }
+bool read(const std::string& text, std::int64_t* out) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, *out);
+  return error == std::errc() && stop == end;
+}
+std::string allowed(const std::int64_t&) { return "an integer"; }
+
+std::string write(bool value) { return value ? "true" : "false"; }
+bool read(const std::string& text, bool* out) {
+  *out = text == "true";
+  return *out || text == "false";
+}
+std::string allowed(const bool&) { return "true, false"; }
+
+std::string write(const ActivationSpec& value) { return to_string(value); }
+bool read(const std::string& text, ActivationSpec* out) { return parse(text, out); }
+std::string allowed(const ActivationSpec&) {
+  std::string list;
+  for (const Activation kind : activations()) list += (list.empty() ? "" : ", ") + write(kind);
+  return list;
+}
+
+template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
+std::string write(Enum value) {  // a value that is no enumerator has no name, only a number
+  const std::string text = name(value);
+  return text == "?" ? std::to_string(static_cast<int>(value)) : text;
+}
+template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
+bool read(const std::string& text, Enum* out) {
+  for (int i = 0; std::string_view(name(static_cast<Enum>(i))) != "?"; ++i) {
+    *out = static_cast<Enum>(i);
+    if (text == name(*out)) return true;
+  }
+  return false;
+}
+template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
+std::string allowed(const Enum&) {
+  std::string list;
+  for (int i = 0; std::string_view(name(static_cast<Enum>(i))) != "?"; ++i) {
+    list += (i > 0 ? ", " : "") + std::string(name(static_cast<Enum>(i)));
+  }
+  return list;
+}
+
+struct Row {
+  const char* key;
+  const char* help;
+  std::string (*write)(const LayerDesc& desc);
+  bool (*read)(const std::string& text, LayerDesc* desc);
+  std::string (*allowed)();
+};
+
+/// `Select` leads to the field: [](auto& d) -> auto& { return d.tokens; }.
+template <class Select>
+constexpr Row row(const char* key, const char* help, Select) {
+  return {key, help, [](const LayerDesc& desc) { return sonicmoe::write(Select{}(desc)); },
+          [](const std::string& text, LayerDesc* desc) {
+            return sonicmoe::read(text, &Select{}(*desc));
+          },
+          [] {
+            const LayerDesc desc;
+            return sonicmoe::allowed(Select{}(desc));
+          }};
+}
+
+#define FIELD(path) \
+  [](auto& d) -> auto& { return d.path; }
+
+constexpr Row kRows[] = {
+    row("tokens", "T", FIELD(tokens)),
+    row("hidden", "d, a multiple of 8", FIELD(experts.hidden)),
+    row("intermediate", "n, a multiple of 8", FIELD(experts.intermediate)),
+    row("experts", "E", FIELD(router.experts)),
+    row("top_k", "K; 0 when the routing is given", FIELD(router.top_k)),
+    row("dtype", "of every tensor but scores, ids and counts", FIELD(experts.dtype)),
+    row("activation", "with its parameters: name(limit=7)", FIELD(experts.activation)),
+    row("w1_layout", "how W1 holds gate and up", FIELD(experts.w1_layout)),
+    row("router", "where scores come from", FIELD(router.mode)),
+    row("norm_topk_probs", "top-K over softmax: scores add up to 1", FIELD(router.norm_topk_probs)),
+    row("list_length", "L, routing given only", FIELD(router.list_length)),
+    row("assume_sorted", "routing given only: token ids ascend", FIELD(router.assume_sorted)),
+    row("rounding_tile", "token rounding to multiples of it; 0: none", FIELD(rounding.tile)),
+    row("rounding_rule", "which multiple", FIELD(rounding.rule)),
+    row("bias", "experts have biases", FIELD(experts.bias)),
+    row("inference", "nothing is kept for backward", FIELD(experts.inference)),
+    row("f32_weight_grads", "dw1 and dw2 are fp32", FIELD(experts.f32_weight_grads)),
+    row("accumulate_weight_grads", "backward adds to dw1 and dw2",
+        FIELD(experts.accumulate_weight_grads)),
+    row("dpreact_in_workspace", "backward needs no memory for dH",
+        FIELD(experts.dpreact_in_workspace)),
+};
+
+#undef FIELD
+
+const Row* find_row(std::string_view key) {
+  for (const Row& row : kRows) {
+    if (row.key == key) return &row;
+  }
+  return nullptr;
+}
+
+/// A Status holds one line of 255 characters: of a text that is longer, its beginning.
+std::string shown(std::string_view text) {
+  constexpr std::size_t kMost = 60;
+  return std::string(text.substr(0, kMost)) + (text.size() > kMost ? "..." : "");
+}
+
+Status refuse(const std::string& argument, const std::string& got, const std::string& allowed) {
+  return Status::error(StatusCode::invalid_argument, "%s: got %s, allowed: %s", argument.c_str(),
+                       got.c_str(), allowed.c_str());
+}
+
+}  // namespace
+
+std::vector<LayerField> layer_fields() {
+  std::vector<LayerField> fields;
+  for (const Row& row : kRows) fields.push_back({row.key, row.help, row.write({}), row.allowed()});
+  return fields;
+}
+
+std::string layer_field(const LayerDesc& desc, const std::string& key) {
+  const Row* const row = find_row(key);
+  return row == nullptr ? std::string() : row->write(desc);
+}
+
+std::string to_string(const LayerDesc& desc) {
+  std::string text;
+  for (const Row& row : kRows) {
+    const std::string value = row.write(desc);
+    if (value != row.write({})) text += (text.empty() ? "" : " ") + (row.key + ("=" + value));
+  }
+  return text;
+}
+
+Result<LayerDesc> parse_layer(const std::string& text) {
+  LayerDesc desc;
+  std::uint64_t seen = 0;
+  static_assert(std::size(kRows) <= 64);
+  for (std::size_t at = text.find_first_not_of(' '); at != std::string::npos;) {
+    const std::size_t end = std::min(text.find(' ', at), text.size());
+    const std::string item = text.substr(at, end - at);
+    at = text.find_first_not_of(' ', end);
+    const std::size_t equals = std::min(item.find('='), item.size());
+    const Row* const row = find_row(item.substr(0, equals));
+    if (row == nullptr || equals == item.size()) {
+      return refuse("layer", "'" + shown(item) + "'",
+                    "KEY=VALUE with a key of layer_fields(): tokens, hidden, ...");
+    }
+    const std::uint64_t bit = std::uint64_t{1} << (row - kRows);
+    if ((seen & bit) != 0) return refuse("layer", std::string(row->key) + " twice", "once");
+    seen |= bit;
+    const std::string value = item.substr(equals + 1);
+    if (!row->read(value, &desc)) {
+      return refuse(row->key, "'" + shown(value) + "'", row->allowed());
+    }
+  }
+  return desc;
+}
+
+}  // namespace sonicmoe
