@@ -100,8 +100,10 @@ def check(leaves, dout, options, errors) -> bool:
     o, logits, _ = forward(leaves, options)
     gradients = torch.autograd.grad(o, list(leaves.values()), dout)
     ours = {"o": o.detach(), **{f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}}
-    modes = (not options.topk_over_softmax, options.norm_topk_probs)
-    ids = torch.ops.sonicmoe.top_k(logits.detach(), options.thiek[4], *modes)[1].long()
+    router = "topk_over_softmax" if options.topk_over_softmax else "softmax_over_topk"
+    norm = str(options.norm_topk_probs).lower()
+    layer = f"top_k={options.thiek[4]} router={router} norm_topk_probs={norm}"
+    ids = torch.ops.sonicmoe.top_k(logits.detach(), layer)[1].long()
     same_type = plain(leaves, ids, dout, options, DTYPES[options.dtype])
     exact = plain(leaves, ids, dout, options, exact_type(leaves, options))
     good = True

@@ -22,6 +22,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 from sonicmoe import ActivationType, KernelBackendMoE, MoE  # noqa: E402
 from sonicmoe._check import ROUNDING_RULES  # noqa: E402
+from sonicmoe._ops import layer_text, router_options  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -80,11 +81,12 @@ def count_rows(moe: MoE, x: torch.Tensor, options: argparse.Namespace) -> tuple[
     _, _, _, counts, frequency = torch.ops.sonicmoe.token_rounding(
         logits,
         torch.zeros(2, dtype=torch.int64),
-        moe.top_k,
-        moe.softmax_over_topk,
-        moe.norm_topk_probs,
-        ROUNDING_RULES[routing],
-        tile,
+        layer_text(
+            top_k=moe.top_k,
+            **router_options(moe.softmax_over_topk, moe.norm_topk_probs),
+            rounding_tile=tile,
+            rounding_rule=ROUNDING_RULES[routing],
+        ),
     )
     if moe.routing == "top_k":
         counts = frequency

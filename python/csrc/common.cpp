@@ -161,14 +161,30 @@ DType dtype_of(const char* argument, const Tensor& tensor) {
   }
 }
 
-ActivationSpec parse_activation(const std::string& text) {
-  ActivationSpec activation;
-  if (parse(text, &activation)) return activation;
-  std::string allowed;
-  for (const Activation known : activations()) {
-    allowed += (allowed.empty() ? "" : ", ") + std::string(name(known));
+LayerDesc options_of(const std::string& layer) {
+  static std::mutex mutex;
+  static std::vector<std::pair<std::string, LayerDesc>> recent;
+  constexpr std::size_t kCapacity = 32;  // a model has a few distinct layers
+  {
+    const std::lock_guard lock(mutex);
+    for (const auto& [text, options] : recent) {
+      if (text == layer) return options;
+    }
   }
-  refuse("activation", text, allowed);
+  const Result<LayerDesc> options = parse_layer(layer);
+  check(options.status());
+  const LayerDesc initial;
+  for (const char* key :
+       {"tokens", "hidden", "intermediate", "experts", "dtype", "list_length", "bias"}) {
+    const std::string value = layer_field(options.value(), key);
+    if (value != layer_field(initial, key)) {
+      refuse("layer", std::string(key) + "=" + value, "options, for the tensors say that");
+    }
+  }
+  const std::lock_guard lock(mutex);
+  if (recent.size() == kCapacity) recent.erase(recent.begin());
+  recent.emplace_back(layer, options.value());
+  return options.value();
 }
 
 Device device_of(const Tensor& tensor) {

@@ -48,8 +48,10 @@ void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, c
 /// The library's name of a tensor's dtype; throws ValueError if it has none.
 DType dtype_of(const char* argument, const Tensor& tensor);
 
-/// Throws ValueError unless this is the text form of an activation (see types.h).
-ActivationSpec parse_activation(const std::string& text);
+/// The options that an operator's `layer` gives in the text form of a description (layer.h). Sizes,
+/// dtype and biases are its tensors': a text that gives one of those is refused. Texts of recent
+/// calls are read once.
+LayerDesc options_of(const std::string& layer);
 
 /// Where a tensor is, and the stream that torch is using there.
 Device device_of(const Tensor& tensor);

@@ -28,31 +28,21 @@ struct MainGrads {
   }
 };
 
-/// The descriptor's sizes, read off the tensors. The weights say what d is, so that x is blamed
-/// when its width differs.
-LayerDesc describe(const Tensor& x, const Tensor& w2, bool bias, const std::string& activation,
-                   bool concat_layout, const MainGrads& main_grads) {
+/// `layer`'s options with the sizes, read off the tensors. The weights say what d is, so that x is
+/// blamed when its width differs.
+LayerDesc describe(const std::string& layer, const Tensor& x, const Tensor& w2, bool bias,
+                   const MainGrads& main_grads) {
   check_dims("x", x, 2, "(T, d)");
   check_dims("w2", w2, 3, "(E, d, n)");
-  LayerDesc desc;
+  LayerDesc desc = options_of(layer);
   desc.tokens = x.size(0);
   desc.experts.hidden = w2.size(1);
   desc.experts.intermediate = w2.size(2);
   desc.router.experts = w2.size(0);
   desc.experts.dtype = dtype_of("x", x);
-  desc.experts.activation = parse_activation(activation);
-  desc.experts.w1_layout = concat_layout ? W1Layout::concatenated : W1Layout::interleaved;
   desc.experts.bias = bias;
   desc.experts.f32_weight_grads = desc.experts.accumulate_weight_grads = main_grads.any();
   return desc;
-}
-
-void choose_by_logits(LayerDesc* desc, std::int64_t top_k, bool softmax_over_topk,
-                      bool norm_topk_probs) {
-  desc->router.top_k = top_k;
-  desc->router.mode =
-      softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax;
-  desc->router.norm_topk_probs = norm_topk_probs;
 }
 
 void choose_by_lists(LayerDesc* desc, std::int64_t length) {
@@ -186,13 +176,10 @@ struct WeightGradients {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
-    std::int64_t top_k, std::string activation, bool softmax_over_topk, bool norm_topk_probs,
-    bool concat_layout, bool inference, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad) {
+    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad) {
   check_biases(b1, b2);
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
-  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
-  choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
-  desc.experts.inference = inference;
+  LayerDesc desc = describe(layer, x, w2, b1.has_value(), main_grads);
   desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
@@ -225,14 +212,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
-    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
-    std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout,
+    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::string layer,
     OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
     bool wants_drouter_w, bool wants_dw1, bool wants_dw2) {
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   main_grads.check_wanted(wants_dw1, wants_dw2);
-  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
-  choose_by_logits(&desc, top_k, softmax_over_topk, norm_topk_probs);
+  LayerDesc desc = describe(layer, x, w2, b2.has_value(), main_grads);
+  desc.experts.inference = false;
   desc.experts.dpreact_in_workspace = !dpreact.has_value();
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
@@ -271,16 +257,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
   return {dx, drouter_w, gradients.dw1, gradients.db1, gradients.dw2, gradients.db2};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
-    Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, OptionalTensor b1,
-    Tensor w2, OptionalTensor b2, std::string activation, bool concat_layout, bool inference,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor scores, Tensor token_ids,
+                                                          Tensor expert_ids, Tensor w1,
+                                                          OptionalTensor b1, Tensor w2,
+                                                          OptionalTensor b2, std::string layer,
+                                                          OptionalTensor w1_main_grad,
+                                                          OptionalTensor w2_main_grad) {
   check_biases(b1, b2);
   check_dims("scores", scores, 1, "(L)");
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
-  LayerDesc desc = describe(x, w2, b1.has_value(), activation, concat_layout, main_grads);
+  LayerDesc desc = describe(layer, x, w2, b1.has_value(), main_grads);
   choose_by_lists(&desc, scores.size(0));
-  desc.experts.inference = inference;
   desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
@@ -315,14 +302,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
-    std::string activation, bool concat_layout, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
-    bool wants_dw2) {
+    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+    OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2) {
   check_dims("preact", preact, 2, "(L, 2n or n)");
   const MainGrads main_grads{w1_main_grad, w2_main_grad};
   main_grads.check_wanted(wants_dw1, wants_dw2);
-  LayerDesc desc = describe(x, w2, b2.has_value(), activation, concat_layout, main_grads);
+  LayerDesc desc = describe(layer, x, w2, b2.has_value(), main_grads);
   choose_by_lists(&desc, preact.size(0));
+  desc.experts.inference = false;
   desc.experts.dpreact_in_workspace = !dpreact.has_value();
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);

@@ -5,41 +5,37 @@
 STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
-      "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
-      "bool concat_layout, bool inference, "
-      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None) -> "
+      "str layer, Tensor? w1_main_grad=None, Tensor? w2_main_grad=None) -> "
       "(Tensor o, Tensor logits, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "layer_backward(Tensor dout, Tensor? dlogits, Tensor x, Tensor router_w, Tensor w1, "
       "Tensor w2, Tensor? b2, Tensor? logits, Tensor preact, Tensor routing, "
-      "int top_k, str activation, bool softmax_over_topk, bool norm_topk_probs, "
-      "bool concat_layout, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
+      "str layer, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_drouter_w=True, "
       "bool wants_dw1=True, bool wants_dw2=True) -> "
       "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def(
       "routed_forward(Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, "
-      "Tensor? b1, Tensor w2, Tensor? b2, str activation, bool concat_layout, bool inference, "
+      "Tensor? b1, Tensor w2, Tensor? b2, str layer, "
       "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None) -> "
       "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, Tensor? b2, Tensor preact, "
-      "Tensor routing, str activation, bool concat_layout, "
+      "Tensor routing, str layer, "
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
   library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
   library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");
   library.def(
-      "top_k(Tensor logits, int k, bool softmax_over_topk, bool norm_topk_probs) -> "
+      "top_k(Tensor logits, str layer) -> "
       "(Tensor scores, Tensor ids)");
   library.def(
-      "token_rounding(Tensor logits, Tensor? draws, int top_k, bool softmax_over_topk, "
-      "bool norm_topk_probs, str rule, int tile) -> "
+      "token_rounding(Tensor logits, Tensor? draws, str layer) -> "
       "(Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor counts, Tensor frequency)");
   library.def(
       "token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, "
-      "Tensor expert_ids, int top_k, bool softmax_over_topk, bool norm_topk_probs) -> Tensor");
+      "Tensor expert_ids, str layer) -> Tensor");
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
 }
 

@@ -6,9 +6,10 @@
 
 #include "common.h"
 
-/// The operators, as registered in library.cpp. d hidden, n intermediate, W = 2n with a gate else
-/// n, R = T*K rows (L for lists). All tensors are contiguous and, unless said otherwise, of x's
-/// dtype.
+/// The operators, as registered in library.cpp. `layer` is the text form of a description (layer.h)
+/// without what the tensors say: "top_k=8 activation=geglu inference=true". d hidden, n
+/// intermediate, W = 2n with a gate else n, R = T*K rows (L for lists). All tensors are contiguous
+/// and, unless said otherwise, of x's dtype.
 namespace sonicmoe::python {
 
 /// o (T, d), logits (T, E), counts (E) int32, and for backward preact (R, W) and the opaque
@@ -16,8 +17,7 @@ namespace sonicmoe::python {
 /// backward, which autograd takes from here; they are checked and left alone.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
-    std::int64_t top_k, std::string activation, bool softmax_over_topk, bool norm_topk_probs,
-    bool concat_layout, bool inference, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad);
+    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad);
 
 /// dx, drouter_w, dw1, db1, dw2, db2; the bias gradients are empty without biases. With main_grads,
 /// float32 and shaped like w1 and w2, dw1 and dw2 are added to those and come back empty; one may
@@ -25,24 +25,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
 /// preact itself. What is not wanted is not computed, not added, and comes back empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
-    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::int64_t top_k,
-    std::string activation, bool softmax_over_topk, bool norm_topk_probs, bool concat_layout,
+    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::string layer,
     OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
     bool wants_drouter_w, bool wants_dw1, bool wants_dw2);
 
 /// Routing given as lists: scores (L) float32, token_ids and expert_ids (L) int32.
 /// o (T, d), counts (E) int32, preact (L, W), routing.
-std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
-    Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, OptionalTensor b1,
-    Tensor w2, OptionalTensor b2, std::string activation, bool concat_layout, bool inference,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad);
+std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor scores, Tensor token_ids,
+                                                          Tensor expert_ids, Tensor w1,
+                                                          OptionalTensor b1, Tensor w2,
+                                                          OptionalTensor b2, std::string layer,
+                                                          OptionalTensor w1_main_grad,
+                                                          OptionalTensor w2_main_grad);
 
 /// dx, dscores (L) float32, dw1, db1, dw2, db2.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
-    std::string activation, bool concat_layout, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
-    bool wants_dw2);
+    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+    OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2);
 
 /// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
 Tensor aux_loss(Tensor logits, Tensor counts);
@@ -50,19 +50,18 @@ Tensor aux_loss(Tensor logits, Tensor counts);
 Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts);
 
 /// Scores (T, K) float32 and expert ids (T, K) int32 of logits (T, E).
-std::tuple<Tensor, Tensor> top_k(Tensor logits, std::int64_t k, bool softmax_over_topk,
-                                 bool norm_topk_probs);
+std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer);
 
 /// How often each id in [0, E) occurs in ids (S) int32, and the inclusive sums: (E) int32 both.
 std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts);
 
 /// Token rounding of logits (T, E): lists scores (C) float32, token_ids and expert_ids (C) int32, C
 /// the capacity; counts after and before rounding (E) int32. draws: seed and offset, (2) int64.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
-    Tensor logits, OptionalTensor draws, std::int64_t top_k, bool softmax_over_topk,
-    bool norm_topk_probs, std::string rule, std::int64_t tile);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(Tensor logits,
+                                                                  OptionalTensor draws,
+                                                                  std::string layer);
 /// dlogits (T, E) from the lists and their scores' gradients.
 Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, Tensor expert_ids,
-                               std::int64_t top_k, bool softmax_over_topk, bool norm_topk_probs);
+                               std::string layer);
 
 }  // namespace sonicmoe::python

@@ -1,38 +1,19 @@
 #include "operators.h"
 
 namespace sonicmoe::python {
-namespace {
 
-RoundingRule parse_rule(const std::string& text) {
-  RoundingRule rule;
-  if (!parse(text, &rule)) {
-    check(Status::error(StatusCode::invalid_argument,
-                        "rule: got %s, allowed: nearest, stochastic, nearest_scores, balance, up, "
-                        "down",
-                        text.c_str()));
-  }
-  return rule;
-}
-
-RouterMode mode_of(bool softmax_over_topk) {
-  return softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax;
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
-    Tensor logits, OptionalTensor draws, std::int64_t top_k, bool softmax_over_topk,
-    bool norm_topk_probs, std::string rule, std::int64_t tile) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(Tensor logits,
+                                                                  OptionalTensor draws,
+                                                                  std::string layer) {
   static PlanCache<TokenRoundingDesc> plans;
   check_dims("logits", logits, 2, "(T, E)");
-  const TokenRoundingDesc desc{{.experts = logits.size(1),
-                                .top_k = top_k,
-                                .mode = mode_of(softmax_over_topk),
-                                .norm_topk_probs = norm_topk_probs},
-                               logits.size(0),
-                               dtype_of("logits", logits),
-                               parse_rule(rule),
-                               tile};
+  const LayerDesc options = options_of(layer);
+  TokenRoundingDesc desc{{options.router},
+                         logits.size(0),
+                         dtype_of("logits", logits),
+                         options.rounding.rule,
+                         options.rounding.tile};
+  desc.experts = logits.size(1);
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
@@ -56,17 +37,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(
 }
 
 Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, Tensor expert_ids,
-                               std::int64_t top_k, bool softmax_over_topk, bool norm_topk_probs) {
+                               std::string layer) {
   static PlanCache<TokenRoundingGradDesc> plans;
   check_dims("logits", logits, 2, "(T, E)");
   check_dims("token_ids", token_ids, 1, "(capacity)");
-  const TokenRoundingGradDesc desc{{.experts = logits.size(1),
-                                    .top_k = top_k,
-                                    .mode = mode_of(softmax_over_topk),
-                                    .norm_topk_probs = norm_topk_probs,
-                                    .list_length = token_ids.size(0)},
-                                   logits.size(0),
-                                   dtype_of("logits", logits)};
+  TokenRoundingGradDesc desc{
+      {options_of(layer).router}, logits.size(0), dtype_of("logits", logits)};
+  desc.experts = logits.size(1);
+  desc.list_length = token_ids.size(0);
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");

@@ -46,23 +46,17 @@ Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) {
   return dlogits;
 }
 
-std::tuple<Tensor, Tensor> top_k(Tensor logits, std::int64_t k, bool softmax_over_topk,
-                                 bool norm_topk_probs) {
+std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer) {
   static PlanCache<TopKDesc> plans;
   check_dims("logits", logits, 2, "(T, E)");
-  const TopKDesc desc{
-      {.experts = logits.size(1),
-       .top_k = k,
-       .mode = softmax_over_topk ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax,
-       .norm_topk_probs = norm_topk_probs},
-      logits.size(0),
-      dtype_of("logits", logits)};
+  TopKDesc desc{{options_of(layer).router}, logits.size(0), dtype_of("logits", logits)};
+  desc.experts = logits.size(1);
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
   logits = aligned(logits);
-  const Tensor scores = empty(logits, {desc.tokens, k}, ScalarType::Float);
-  const Tensor ids = empty(logits, {desc.tokens, k}, ScalarType::Int);
+  const Tensor scores = empty(logits, {desc.tokens, desc.top_k}, ScalarType::Float);
+  const Tensor ids = empty(logits, {desc.tokens, desc.top_k}, ScalarType::Int);
   check(plan.run({.logits = input<void>(logits),
                   .scores = output<float>(scores),
                   .ids = output<std::int32_t>(ids)},

@@ -14,6 +14,13 @@ def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bo
     return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def _expert_options(
+    activation: ActivationType, concat_layout: bool, inference: bool
+) -> dict[str, str | bool]:
+    w1_layout = "concatenated" if concat_layout else "interleaved"
+    return {"activation": activation.value, "w1_layout": w1_layout, "inference": inference}
+
+
 def topk_layer(
     x: torch.Tensor,
     router_w: torch.Tensor,
@@ -41,6 +48,11 @@ def topk_layer(
     if inference:
         w1_main_grad = w2_main_grad = None
     _check.main_grads(w1, w1_main_grad, w2, w2_main_grad)
+    layer = _ops.layer_text(
+        top_k=int(top_k),
+        **_ops.router_options(softmax_over_topk, norm_topk_probs),
+        **_expert_options(activation, concat_layout, inference),
+    )
     with torch.set_grad_enabled(not inference):
         o, logits, counts, _, _ = _ops.layer_forward(
             x.contiguous(),
@@ -49,12 +61,7 @@ def topk_layer(
             b1,
             w2,
             b2,
-            top_k,
-            activation.value,
-            softmax_over_topk,
-            norm_topk_probs,
-            concat_layout,
-            inference,
+            layer,
             w1_main_grad,
             w2_main_grad,
         )
@@ -92,6 +99,7 @@ def routed_layer(
     if inference:
         w1_main_grad = w2_main_grad = None
     _check.main_grads(w1, w1_main_grad, w2, w2_main_grad)
+    layer = _ops.layer_text(**_expert_options(activation, concat_layout, inference))
     with torch.set_grad_enabled(not inference):
         o, counts, _, _ = _ops.routed_forward(
             x.contiguous(),
@@ -102,9 +110,7 @@ def routed_layer(
             b1,
             w2,
             b2,
-            activation.value,
-            concat_layout,
-            inference,
+            layer,
             w1_main_grad,
             w2_main_grad,
         )
@@ -122,15 +128,13 @@ def token_rounding(
 ) -> tuple[torch.Tensor, ...]:
     """Lists scores, token ids, expert ids; counts (E) after rounding and before."""
     _ops.require()
-    return _ops.token_rounding(
-        logits.contiguous(),
-        draws,
-        top_k,
-        softmax_over_topk,
-        norm_topk_probs,
-        _check.rounding_rule("rule", rule),
-        tile,
+    layer = _ops.layer_text(
+        top_k=int(top_k),
+        **_ops.router_options(softmax_over_topk, norm_topk_probs),
+        rounding_tile=int(tile),
+        rounding_rule=_check.rounding_rule("rule", rule),
     )
+    return _ops.token_rounding(logits.contiguous(), draws, layer)
 
 
 def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

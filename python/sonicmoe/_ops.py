@@ -3,6 +3,7 @@
 The operators themselves, `torch.ops.sonicmoe.*`, are described in `csrc/operators.h`.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,45 @@ def require() -> None:
         )
 
 
+# Options, as the operators take them: the text form of a description (docs/api.md) without what
+# their tensors say.
+
+
+def layer_text(**options: int | bool | str) -> str:
+    """ "top_k=8 activation=geglu inference=true" of layer_text(top_k=8, activation="geglu", ...)."""
+    # Tracing makes a text once anyhow, and warns of a cache.
+    return _text(**options) if torch.compiler.is_compiling() else _cached_text(**options)
+
+
+def _text(**options: int | bool | str) -> str:
+    return " ".join(f"{key}={_written(value)}" for key, value in options.items())
+
+
+_cached_text = functools.lru_cache(maxsize=256)(_text)
+
+
+def _written(value: int | bool | str) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _options(layer: str) -> dict[str, str]:
+    """The items of such a text. Only the C++ library judges them."""
+    return dict(item.partition("=")[::2] for item in layer.split())
+
+
+def router_options(softmax_over_topk: bool, norm_topk_probs: bool) -> dict[str, str | bool]:
+    """The two arguments of the original SonicMoE, as options."""
+    router = "softmax_over_topk" if softmax_over_topk else "topk_over_softmax"
+    return {"router": router, "norm_topk_probs": bool(norm_topk_probs)}
+
+
+def _keeps_logits(options: dict[str, str]) -> bool:
+    """Whether a gradient needs the probabilities of all experts."""
+    topk_over_softmax = options.get("router") == "topk_over_softmax"
+    return topk_over_softmax and options.get("norm_topk_probs") != "true"
+
+
 # Shapes, dtypes and devices of what the operators return. The routing block is 20 bytes a row and
 # 4(2E+1), or 16 bytes a row and 4(2E+1) + 4(T+1) for lists; the operators check that it is so.
 
@@ -31,11 +71,12 @@ def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) ->
 
 
 def _layer_forward_fake(
-    x, router_w, w1, b1, w2, b2, top_k, activation, softmax_over_topk, norm_topk_probs,
-    concat_layout, inference, w1_main_grad=None, w2_main_grad=None,
-):  # fmt: skip
+    x, router_w, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None
+):
+    options = _options(layer)
+    inference = options.get("inference") == "true"
     tokens, experts = x.shape[0], router_w.shape[0]
-    rows = 0 if inference else tokens * top_k
+    rows = 0 if inference else tokens * int(options.get("top_k", 0))
     return (
         _empty(x, *x.shape),
         _empty(x, tokens, experts),
@@ -46,9 +87,9 @@ def _layer_forward_fake(
 
 
 def _routed_forward_fake(
-    x, scores, token_ids, expert_ids, w1, b1, w2, b2, activation, concat_layout, inference,
-    w1_main_grad=None, w2_main_grad=None,
-):  # fmt: skip
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None
+):
+    inference = _options(layer).get("inference") == "true"
     tokens, experts = x.shape[0], w1.shape[0]
     rows = 0 if inference else scores.shape[0]
     return (
@@ -74,8 +115,8 @@ def _weight_gradients_fake(w1, w2, has_bias, wants_dw1, wants_dw2):
 
 
 def _layer_backward_fake(
-    dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, top_k, activation,
-    softmax_over_topk, norm_topk_probs, concat_layout, w1_main_grad=None, w2_main_grad=None,
+    dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, layer, w1_main_grad=None,
+    w2_main_grad=None,
     dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True, wants_dw2=True,
 ):  # fmt: skip
     returns = w1_main_grad is None and w2_main_grad is None
@@ -86,8 +127,8 @@ def _layer_backward_fake(
 
 
 def _routed_backward_fake(
-    dout, x, w1, w2, b2, preact, routing, activation, concat_layout, w1_main_grad=None,
-    w2_main_grad=None, dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True,
+    dout, x, w1, w2, b2, preact, routing, layer, w1_main_grad=None, w2_main_grad=None,
+    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True,
 ):  # fmt: skip
     returns = w1_main_grad is None and w2_main_grad is None
     gradients = _weight_gradients_fake(
@@ -104,8 +145,8 @@ def _aux_loss_backward_fake(dloss, logits, counts):
     return _empty(logits, *logits.shape)
 
 
-def _top_k_fake(logits, k, softmax_over_topk, norm_topk_probs):
-    tokens = logits.shape[0]
+def _top_k_fake(logits, layer):
+    tokens, k = logits.shape[0], int(_options(layer).get("top_k", 0))
     return (
         _empty(logits, tokens, k, dtype=torch.float32),
         _empty(logits, tokens, k, dtype=torch.int32),
@@ -116,12 +157,11 @@ def _count_cumsum_fake(ids, experts):
     return _empty(ids, experts), _empty(ids, experts)
 
 
-def _token_rounding_fake(
-    logits, draws, top_k, softmax_over_topk, norm_topk_probs, rule, tile
-):
+def _token_rounding_fake(logits, draws, layer):
+    options = _options(layer)
     tokens, experts = logits.shape
-    chosen = tokens * top_k
-    grown = chosen + torch.sym_min(experts, chosen) * (tile - 1)
+    chosen = tokens * int(options.get("top_k", 0))
+    grown = chosen + torch.sym_min(experts, chosen) * (int(options.get("rounding_tile", 0)) - 1)
     capacity = torch.sym_min(tokens * experts, grown)
     return (
         _empty(logits, capacity, dtype=torch.float32),
@@ -132,9 +172,7 @@ def _token_rounding_fake(
     )
 
 
-def _token_rounding_backward_fake(
-    dscores, logits, token_ids, expert_ids, top_k, softmax_over_topk, norm_topk_probs
-):
+def _token_rounding_backward_fake(dscores, logits, token_ids, expert_ids, layer):
     return _empty(logits, *logits.shape)
 
 
@@ -183,6 +221,11 @@ def _returned(ctx, wants, dw1, db1, dw2, db2, has_bias):
     )
 
 
+def _gradients(ctx, *gradients):
+    """Of the forward's inputs: those of the first ones, and None of the others."""
+    return *gradients, *[None] * (ctx.inputs - len(gradients))
+
+
 # Missing in a torch that we do not know: then every backward reaches everything ...
 _will_execute = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
@@ -202,15 +245,11 @@ def _place_of_dpreact(ctx, preact):
 
 
 def _save_for_layer_backward(ctx, inputs, output):
-    x, router_w, w1, b1, w2, b2 = inputs[:6]
-    *options, inference, w1_main_grad, w2_main_grad = inputs[6:]
+    x, router_w, w1, b1, w2, b2, layer, w1_main_grad, w2_main_grad = inputs
     o, logits, counts, preact, routing = output
-    top_k, activation, softmax_over_topk, norm_topk_probs, concat_layout = options
-    keeps_logits = not softmax_over_topk and not norm_topk_probs
-    ctx.save_for_backward(
-        x, router_w, w1, w2, b2, logits if keeps_logits else None, preact, routing
-    )
-    ctx.options = options
+    kept_logits = logits if _keeps_logits(_options(layer)) else None
+    ctx.save_for_backward(x, router_w, w1, w2, b2, kept_logits, preact, routing)
+    ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad
     _keep_optional(ctx, inputs, (0, 1, 2, 4))
     ctx.mark_non_differentiable(counts, preact, routing)
@@ -219,7 +258,7 @@ def _save_for_layer_backward(ctx, inputs, output):
 
 def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     if dout is None and dlogits is None:
-        return (None,) * 14
+        return _gradients(ctx)
     x, router_w, w1, w2, b2, logits, preact, routing = ctx.saved_tensors
     wants = _wants(ctx)
     dx, drouter_w, dw1, db1, dw2, db2 = torch.ops.sonicmoe.layer_backward(
@@ -233,21 +272,20 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         logits,
         preact,
         routing,
-        *ctx.options,
+        ctx.layer,
         *ctx.main_grads,
         _place_of_dpreact(ctx, preact),
         *wants,
     )
     gradients = _returned(ctx, wants, dw1, db1, dw2, db2, b2 is not None)
-    return dx if wants[0] else None, drouter_w if wants[1] else None, *gradients, *[None] * 8
+    return _gradients(ctx, dx if wants[0] else None, drouter_w if wants[1] else None, *gradients)
 
 
 def _save_for_routed_backward(ctx, inputs, output):
-    x, scores, token_ids, expert_ids, w1, b1, w2, b2 = inputs[:8]
-    activation, concat_layout, inference, w1_main_grad, w2_main_grad = inputs[8:]
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad, w2_main_grad = inputs
     o, counts, preact, routing = output
     ctx.save_for_backward(x, w1, w2, b2, preact, routing)
-    ctx.options = activation, concat_layout
+    ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad
     _keep_optional(ctx, inputs, (0, 4, 6))
     ctx.mark_non_differentiable(counts, preact, routing)
@@ -256,7 +294,7 @@ def _save_for_routed_backward(ctx, inputs, output):
 
 def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
-        return (None,) * 13
+        return _gradients(ctx)
     x, w1, w2, b2, preact, routing = ctx.saved_tensors
     wants = _wants(ctx)
     dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
@@ -267,13 +305,13 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
         b2,
         preact,
         routing,
-        *ctx.options,
+        ctx.layer,
         *ctx.main_grads,
         _place_of_dpreact(ctx, preact),
         *wants,
     )
     gradients = _returned(ctx, wants, dw1, db1, dw2, db2, b2 is not None)
-    return dx if wants[0] else None, dscores, None, None, *gradients, *[None] * 5
+    return _gradients(ctx, dx if wants[0] else None, dscores, None, None, *gradients)
 
 
 def _save_for_aux_loss_backward(ctx, inputs, output):
@@ -285,21 +323,21 @@ def _aux_loss_backward(ctx, dloss):
 
 
 def _save_for_token_rounding_backward(ctx, inputs, output):
-    logits, draws, top_k, softmax_over_topk, norm_topk_probs, rule, tile = inputs
+    logits, draws, layer = inputs
     scores, token_ids, expert_ids, counts, frequency = output
     ctx.save_for_backward(logits, token_ids, expert_ids)
-    ctx.options = top_k, softmax_over_topk, norm_topk_probs
+    ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.mark_non_differentiable(token_ids, expert_ids, counts, frequency)
     ctx.set_materialize_grads(False)
 
 
 def _token_rounding_backward(ctx, dscores, *dlists):
     if dscores is None:
-        return (None,) * 7
+        return _gradients(ctx)
     dlogits = torch.ops.sonicmoe.token_rounding_backward(
-        dscores.contiguous(), *ctx.saved_tensors, *ctx.options
+        dscores.contiguous(), *ctx.saved_tensors, ctx.layer
     )
-    return dlogits, None, None, None, None, None, None
+    return _gradients(ctx, dlogits)
 
 
 def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:

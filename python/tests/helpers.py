@@ -6,6 +6,16 @@ import torch
 import torch.nn.functional as F
 
 from sonicmoe import ActivationType, functional, is_glu, reference
+from sonicmoe._ops import layer_text, router_options
+
+#: Options of the operators: top-K over the softmax of all experts' logits.
+OVER_SOFTMAX = "router=topk_over_softmax"
+
+
+def router_text(k: int, router: str) -> str:
+    """The options of the operators for one of ROUTERS."""
+    return layer_text(top_k=k, **router_options(*ROUTERS[router]))
+
 
 ROUTERS = {
     "softmax_over_topk": (True, False),

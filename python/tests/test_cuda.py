@@ -11,6 +11,7 @@ from helpers import (
     at_odd_address,
     everything_of,
     make_layer,
+    router_text,
     run,
     run_plain,
 )
@@ -43,7 +44,7 @@ def gradients(o, leaves, weights):
 def test_layer(dtype, router, activation, concat_layout):
     layer = make_layer(activation, True, DTYPES[dtype], tokens=300, hidden=136, intermediate=72)
     o, logits, counts, leaves = run(on_gpu(layer), K, activation, router, concat_layout)
-    _, ids = torch.ops.sonicmoe.top_k(logits.detach(), K, *ROUTERS[router])
+    _, ids = torch.ops.sonicmoe.top_k(logits.detach(), router_text(K, router))
     ids = ids.cpu().long()
     assert counts.tolist() == ids.flatten().bincount(minlength=6).tolist()
     plain = run_plain(layer, ids, activation, router, concat_layout)

@@ -57,14 +57,14 @@ def dlogits_of(x, router_w, w1, w2, dout, k, dx):
     contribute, stays the same), so a piece of the identity may stand in its place: then drouter_w
     is a piece of dlogits.
     """
-    ops, options = torch.ops.sonicmoe, (k, "swiglu", True, False, True)
-    *_, preact, routing = ops.layer_forward(x, router_w, w1, None, w2, None, *options, False)
+    ops, options = torch.ops.sonicmoe, f"top_k={k} w1_layout=concatenated"
+    *_, preact, routing = ops.layer_forward(x, router_w, w1, None, w2, None, options)
     pieces = []
     for piece in torch.arange(len(x), device=x.device).split(x.shape[1]):
         probe = torch.zeros_like(x)
         probe[piece, piece - piece[0]] = 1
         same_dx, drouter_w, *_ = ops.layer_backward(
-            dout, None, probe, router_w, w1, w2, None, None, preact, routing, *options
+            dout, None, probe, router_w, w1, w2, None, None, preact, routing, options
         )
         assert torch.equal(same_dx, dx)
         pieces.append(drouter_w.T[: len(piece)])

@@ -11,6 +11,7 @@ from helpers import (
     everything_of,
     make_layer,
     permuted,
+    router_text,
     run,
     run_plain,
 )
@@ -22,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def compare(layer, k, activation, router, concat_layout=False):
     o, logits, counts, leaves = run(layer, k, activation, router, concat_layout)
-    _, ids = torch.ops.sonicmoe.top_k(logits.detach(), k, *ROUTERS[router])
+    _, ids = torch.ops.sonicmoe.top_k(logits.detach(), router_text(k, router))
     args = (ids.long(), activation, router, concat_layout)
     plain_o, plain_logits, plain_counts, plain_leaves = run_plain(layer, *args)
     exact_o, exact_logits, _, exact_leaves = run_plain(layer.to(torch.float64), *args)
@@ -97,8 +98,8 @@ def test_no_tokens(bias):
 def test_ties_go_to_the_lower_expert(dtype):
     # Few distinct values, so that nearly every token has ties at the K-th place.
     logits = torch.randint(0, 4, (200, 32)).to(DTYPES[dtype])
-    for modes in ROUTERS.values():
-        scores, ids = torch.ops.sonicmoe.top_k(logits, 5, *modes)
+    for router, modes in ROUTERS.items():
+        scores, ids = torch.ops.sonicmoe.top_k(logits, router_text(5, router))
         plain_scores, plain_ids = reference.route(logits, 5, *modes)
         assert torch.equal(ids, plain_ids.int())
         # fp32: an exp, a sum of at most 32 terms and a division on either side.
@@ -200,7 +201,7 @@ def test_logits_and_their_gradients_that_start_anywhere():
         gradients = [torch.autograd.grad(v, l)[0] for v, l in zip(values, leaves, strict=True)]
         assert torch.equal(*values) and torch.equal(*gradients)
     odd = at_odd_address(logits.detach())
-    for a, b in zip(*(torch.ops.sonicmoe.top_k(t, 2, True, False) for t in (logits.detach(), odd))):
+    for a, b in zip(*(torch.ops.sonicmoe.top_k(t, "top_k=2") for t in (logits.detach(), odd))):
         assert torch.equal(a, b)
 
 

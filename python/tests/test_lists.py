@@ -84,7 +84,7 @@ def test_top_k_given_as_lists_is_the_same_layer():
     o, logits, counts = functional.moe_TC_softmax_topk_layer(
         layer.x, layer.router_w, w1, None, w2, None, 2
     )
-    scores, ids = torch.ops.sonicmoe.top_k(logits, 2, True, False)
+    scores, ids = torch.ops.sonicmoe.top_k(logits, "top_k=2")
     tokens = torch.arange(TOKENS).repeat_interleave(2)
     listed, listed_counts = functional.moe_general_routing_inputs(
         layer.x, scores.flatten(), tokens, ids.flatten(), w1, None, w2, None

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import make_layer, permuted
+from helpers import OVER_SOFTMAX, make_layer, permuted
 
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional
 
@@ -318,18 +318,18 @@ def test_opcheck(dtype):
     layer = make_layer(bias=True, dtype=DTYPES[dtype])
     x, router_w, w1, b1, w2, b2 = (t.detach() for t in layer.leaves().values())
     main_grads = torch.randn(w1.shape), torch.randn(w2.shape)
-    options = K, "swiglu", False, False, False
-    args = (x, router_w, w1, b1, w2, b2, *options, False, *main_grads)
+    options = f"top_k={K} {OVER_SOFTMAX}"
+    args = (x, router_w, w1, b1, w2, b2, options, *main_grads)
     o, logits, _, preact, routing = ops.layer_forward(*args)
-    backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, *options, *main_grads)
+    backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options, *main_grads)
     assert [t.shape[0] for t in ops.layer_backward(*backward)[2:]] == [0, E, 0, E]
     torch.library.opcheck(ops.layer_backward.default, backward)
     lists = torch.rand(70), torch.randint(0, 48, (70,)).int(), torch.randint(0, 6, (70,)).int()
-    routed = (x, *lists, w1, b1, w2, b2, "swiglu", True, False, *main_grads)
+    routed = (x, *lists, w1, b1, w2, b2, "w1_layout=concatenated", *main_grads)
     o, _, preact, routing = ops.routed_forward(*routed)
     torch.library.opcheck(
         ops.routed_backward.default,
-        (o, x, w1, w2, b2, preact, routing, "swiglu", True, *main_grads),
+        (o, x, w1, w2, b2, preact, routing, "w1_layout=concatenated", *main_grads),
     )
     alone = (*backward[:-2], None, main_grads[1], None)  # and no dpreact
     with pytest.raises(ValueError, match="^w1_main_grad: got None, allowed: a tensor, for that "):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import ROUTERS, make_layer, permuted, run
+from helpers import OVER_SOFTMAX, ROUTERS, make_layer, permuted, router_text, run
 
 import sonicmoe
 from sonicmoe import (
@@ -43,25 +43,25 @@ def operator_calls(dtype):
     ops = torch.ops.sonicmoe
     layer = make_layer(bias=True, dtype=dtype)
     tensors = {k: v.detach() for k, v in layer.leaves().items()}
-    options = K, "swiglu", False, False, False
-    layer_args = (*tensors.values(), *options, False)
+    options = f"top_k={K} {OVER_SOFTMAX}"
+    layer_args = (*tensors.values(), options)
     o, logits, counts, preact, routing = ops.layer_forward(*layer_args)
     x, router_w, w1, b1, w2, b2 = tensors.values()
     yield "layer_forward", layer_args
-    yield "layer_forward", (x, router_w, w1, None, w2, None, *options, True)
+    yield "layer_forward", (x, router_w, w1, None, w2, None, options + " inference=true")
     yield (
         "layer_backward",
-        (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, *options),
+        (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options),
     )
     # No sentinels: their rows of H are not written, so two runs may differ there.
     lists = torch.rand(70), torch.randint(0, 48, (70,)).int(), torch.randint(0, 6, (70,)).int()
-    routed_args = (x, *lists, w1, b1, w2, b2, "swiglu", True, False)
+    routed_args = (x, *lists, w1, b1, w2, b2, "w1_layout=concatenated")
     o, counts, preact, routing = ops.routed_forward(*routed_args)
     yield "routed_forward", routed_args
-    yield "routed_backward", (o, x, w1, w2, b2, preact, routing, "swiglu", True)
+    yield "routed_backward", (o, x, w1, w2, b2, preact, routing, "w1_layout=concatenated")
     yield "aux_loss", (logits, counts)
     yield "aux_loss_backward", (torch.ones(()), logits, counts)
-    yield "top_k", (logits, K, True, False)
+    yield "top_k", (logits, f"top_k={K}")
     yield "count_cumsum", (lists[2], 6)
 
 
@@ -69,7 +69,7 @@ def operator_calls(dtype):
 @pytest.mark.parametrize("case", range(9))
 def test_opcheck(case, dtype):
     name, args = list(operator_calls(DTYPES[dtype]))[case]
-    if name in ("layer_forward", "routed_forward", "aux_loss") and args[-1] is not True:
+    if name in ("layer_forward", "routed_forward", "aux_loss") and "inference" not in str(args[-1]):
         args = [
             a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
             for a in args
@@ -82,9 +82,7 @@ def test_registered_derivative_is_the_eager_one(dtype):
     layer = make_layer(bias=True, dtype=DTYPES[dtype])
     o, logits, _, eager = run(layer, K, ActivationType.SWIGLU, "softmax_over_topk")
     leaves = layer.leaves()
-    registered = torch.ops.sonicmoe.layer_forward(
-        *leaves.values(), K, "swiglu", True, False, False, False
-    )
+    registered = torch.ops.sonicmoe.layer_forward(*leaves.values(), f"top_k={K}")
     do, dlogits = torch.randn_like(o), torch.randn_like(logits)
     torch.autograd.backward([o, logits], [do, dlogits])
     torch.autograd.backward(registered[:2], [do, dlogits])
@@ -199,7 +197,7 @@ def test_kept_bytes_are_x_h_and_routing(activation, router, dtype):
     layer = make_layer(activation, True, DTYPES[dtype], T, D, N, E)
     leaves = layer.leaves()
     over_topk, norm = ROUTERS[router]
-    args = (K, activation.value, over_topk, norm, False, False)
+    options = f"{router_text(K, router)} activation={activation.value}"
     size = DTYPES[dtype].itemsize
     expected = [
         T * D * size,  # x
@@ -214,7 +212,7 @@ def test_kept_bytes_are_x_h_and_routing(activation, router, dtype):
     assert kept == sorted(expected)
     # By the registered derivative too, which tracing uses.
     registered = torch.ops.sonicmoe.layer_forward
-    kept, _ = kept_bytes(lambda: registered(*leaves.values(), *args), parameters)
+    kept, _ = kept_bytes(lambda: registered(*leaves.values(), options), parameters)
     assert kept == sorted(expected)
 
 
@@ -298,7 +296,7 @@ def test_h_that_the_operator_returned_stays():
     leaves = make_layer().leaves()
     o, *_, h, _ = torch.ops.sonicmoe.layer_forward(
         leaves["x"], leaves["router_w"], leaves["w1"], None, leaves["w2"], None,
-        K, "swiglu", True, False, False, False,
+        f"top_k={K}",
     )  # fmt: skip
     before = h.clone()
     o.sum().backward()
@@ -358,7 +356,7 @@ def test_inference_operator_stores_no_preactivations():
     x, router_w, w1, w2 = tensors
     forward = torch.ops.sonicmoe.layer_forward
     *_, preact, routing = forward(
-        x, router_w, w1, None, w2, None, K, "swiglu", True, False, False, True
+        x, router_w, w1, None, w2, None, f"top_k={K} inference=true"
     )
     assert preact.numel() == 0 and routing.numel() == 0
 

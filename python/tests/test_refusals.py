@@ -336,11 +336,19 @@ def test_operators_refuse_in_the_same_words():
     forward = torch.ops.sonicmoe.layer_forward
     x, router_w = torch.ones(T, D), torch.ones(E, D)
     w1, w2 = torch.ones(E, 2 * N, D), torch.ones(E, D, N)
-    flags = True, False, False, False
+    tensors = x, router_w, w1, None, w2, None
     with refused(ValueError, "top_k: got 9, allowed: 1 to experts (4)"):
-        forward(x, router_w, w1, None, w2, None, 9, "swiglu", *flags)
+        forward(*tensors, "top_k=9")
     with refused(ValueError, "activation.limit: got 7, allowed: inf (swiglu has no limit)"):
-        forward(x, router_w, w1, None, w2, None, 2, "swiglu(limit=7)", *flags)
+        forward(*tensors, "top_k=2 activation=swiglu(limit=7)")
+    with refused(ValueError, "top_k: got 'two', allowed: an integer"):
+        forward(*tensors, "top_k=two")
+    with refused(ValueError, "layer: got 'topk=2', allowed: KEY=VALUE with a key of layer_fields(): tokens, hidden, ..."):
+        forward(*tensors, "topk=2")
+    with refused(ValueError, "layer: got experts=4, allowed: options, for the tensors say that"):
+        forward(*tensors, "top_k=2 experts=4")
+    with refused(ValueError, "layer: got top_k twice, allowed: once"):
+        forward(*tensors, "top_k=2 top_k=2")
 
 
 def test_activations_are_those_of_the_library():
@@ -350,12 +358,12 @@ def test_activations_are_those_of_the_library():
 
     def refusal(w1, activation):
         with pytest.raises(ValueError) as error:
-            forward(x, router_w, w1, None, w2, None, 2, activation, True, False, False, False)
+            forward(x, router_w, w1, None, w2, None, f"top_k=2 activation={activation}")
         return str(error.value)
 
     w1 = torch.ones(E, 3 * N, D)
     names = ", ".join(a.value for a in ActivationType)
-    assert refusal(w1, "tanh") == f"activation: got tanh, allowed: {names}"
+    assert refusal(w1, "tanh") == f"activation: got 'tanh', allowed: {names}"
     for activation in ActivationType:
         gated = "(E, 2n, d)" in refusal(w1, activation.value)
         assert gated == is_glu(activation), activation

@@ -42,7 +42,7 @@ def test_lists_equal_the_reference(rule, mode, tile):
 def test_tile_one_is_plain_top_k():
     logits = logits_of(50, 9, seed=1)
     scores, tokens, experts, counts = functional.token_rounding(logits, 2, tile=1)
-    top_scores, ids = torch.ops.sonicmoe.top_k(logits, 2, True, False)
+    top_scores, ids = torch.ops.sonicmoe.top_k(logits, "top_k=2")
     order = ids.sort(dim=1).indices
     assert torch.equal(tokens, torch.arange(50).repeat_interleave(2).int())
     assert torch.equal(experts.view(50, 2), ids.gather(1, order))
@@ -118,9 +118,8 @@ def test_draws_follow_the_generator():
 def test_opcheck_and_compile():
     logits = logits_of(33, 8, seed=2).requires_grad_()
     draws = torch.tensor([1, 2])
-    torch.library.opcheck(
-        torch.ops.sonicmoe.token_rounding.default, (logits, draws, 2, True, False, "stochastic", 16)
-    )
+    layer = "top_k=2 rounding_tile=16 rounding_rule=stochastic"
+    torch.library.opcheck(torch.ops.sonicmoe.token_rounding.default, (logits, draws, layer))
     moe = MoE(8, 2, 16, 8, ActivationType.SWIGLU, False, 0.3, routing="token_rounding", tile=16)
     x = torch.randn(64, 16)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")

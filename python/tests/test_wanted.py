@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import make_layer, permuted
+from helpers import OVER_SOFTMAX, make_layer, permuted
 from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -168,11 +168,9 @@ def test_opcheck():
     ops = torch.ops.sonicmoe
     layer = make_layer(bias=True)
     x, router_w, w1, b1, w2, b2 = (t.detach() for t in layer.leaves().values())
-    options = K, "swiglu", False, False, False
-    o, logits, _, preact, routing = ops.layer_forward(
-        x, router_w, w1, b1, w2, b2, *options, False
-    )
-    backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, *options)
+    options = f"top_k={K} {OVER_SOFTMAX}"
+    o, logits, _, preact, routing = ops.layer_forward(x, router_w, w1, b1, w2, b2, options)
+    backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options)
     for main_grads in ((None, None), (torch.zeros(w1.shape), torch.zeros(w2.shape))):
         none = (*backward, *main_grads, None, False, False, False, False)
         assert [t.shape[0] for t in ops.layer_backward(*none)] == [0, 0, 0, 6, 0, 6]
