@@ -127,6 +127,7 @@ Subcommand add_check(CLI::App& app) {
       ->type_name("NAME")
       // A case brings its own layer and seed.
       ->excludes(parser->get_option("--thiek"))
+      ->excludes(parser->get_option("--layer"))
       ->excludes(parser->get_option("--seed"));
   parser->add_flag("--list_cases", settings->list_cases, "Print the names of all cases and end")
       ->check(no_value());

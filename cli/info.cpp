@@ -10,8 +10,8 @@ constexpr const char* kHelp =
     "Kernels are listed best first within an operation; a plan takes the first that neither\n"
     "rejects a shape nor defers it to a later one.\n"
     "JSON: version, command, devices [{id, name, details, usable, reason}], kernels [{op,\n"
-    "name, device, compiled, reason}]; with --thiek also layer {thiek, dtype, activation,\n"
-    "w1_layout, router, norm_topk_probs, rounding {rule, tile} or null, bias, inference} and\n"
+    "name, device, compiled, reason}]; with --thiek also layer {text, thiek, each field of the "
+    "text} and\n"
     "explain, the plan as printed. reason says why a device is not usable or a kernel not\n"
     "compiled, else it is empty.";
 

@@ -40,6 +40,11 @@ std::string check_thiek(std::string& text) {
   return parse_integers(text, 5) ? "" : "got '" + text + "', allowed: five integers T,H,I,E,K";
 }
 
+std::string check_layer_text(std::string& text) {
+  const auto layer = parse_layer(text);
+  return layer.ok() ? "" : layer.status().message();
+}
+
 std::string check_skew(std::string& text) {
   double value = -1;
   const char* end = text.data() + text.size();
@@ -228,6 +233,18 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
   if (default_thiek == nullptr) {
     for (auto* option : of_layer) option->needs(thiek);
   }
+  const auto set_layer = [this](const std::string& text) {
+    desc = parse_layer(text).value();
+    has_shape = dtype_given_ = true;
+  };
+  std::string keys;
+  for (const LayerField& field : layer_fields())
+    keys += (keys.empty() ? "" : ", ") + std::string(field.key);
+  auto* layer = app.add_option_function<std::string>(
+      "--layer", set_layer, "The whole layer as one text, as reports write it, of " + keys);
+  layer->check(CLI::Validator(check_layer_text, ""))->type_name("'KEY=VALUE ...'");
+  layer->excludes(thiek);
+  for (auto* option : of_layer) layer->excludes(option);
   add_run(app);
   add_integer(app, "--multiprocessors", multiprocessors, 0, 4096,
               "Of a CUDA device, that products fill; even (default: 0, all; the bound has all)");
@@ -260,20 +277,7 @@ std::string Settings::router_line() const {
   return line;
 }
 
-std::string Settings::layer_line() const {
-  std::string line = thiek_line() + " --dtype " + name(desc.experts.dtype);
-  if (desc.experts.activation != Activation::swiglu)
-    line += verify::activation_option(desc.experts.activation);
-  line += router_line();
-  if (desc.experts.w1_layout == W1Layout::concatenated) line += " --concat_layout";
-  if (desc.experts.bias) line += " --add_bias";
-  if (desc.rounding.tile > 0) {
-    line += std::string(" --rounding ") + name(desc.rounding.rule) + " --tile " +
-            std::to_string(desc.rounding.tile);
-  }
-  if (desc.experts.inference) line += " --inference";
-  return line + device_line();
-}
+std::string Settings::layer_line() const { return verify::layer_option(desc) + device_line(); }
 
 std::string Settings::device_line() const {
   const bool is_cpu = device.type == DeviceType::cpu;
@@ -285,21 +289,21 @@ std::string Settings::multiprocessors_line() const {
 }
 
 Json Settings::layer_json() const {
-  Json rounding;  // null: plain top-K
-  if (desc.rounding.tile > 0) {
-    rounding = {{"rule", name(desc.rounding.rule)}, {"tile", desc.rounding.tile}};
+  Json layer = {{"text", to_string(desc)},
+                {"thiek",
+                 {desc.tokens, desc.experts.hidden, desc.experts.intermediate, desc.router.experts,
+                  desc.router.top_k}}};
+  for (const LayerField& field : layer_fields()) {
+    const std::string value = layer_field(desc, field.key);
+    if (field.allowed == "an integer") {
+      layer[field.key] = *parse_integer<std::int64_t>(value);
+    } else if (field.allowed == "true, false") {
+      layer[field.key] = value == "true";
+    } else {
+      layer[field.key] = value;
+    }
   }
-  return {{"thiek",
-           {desc.tokens, desc.experts.hidden, desc.experts.intermediate, desc.router.experts,
-            desc.router.top_k}},
-          {"dtype", name(desc.experts.dtype)},
-          {"activation", to_string(desc.experts.activation)},
-          {"w1_layout", name(desc.experts.w1_layout)},
-          {"router", name(desc.router.mode)},
-          {"norm_topk_probs", desc.router.norm_topk_probs},
-          {"rounding", rounding},
-          {"bias", desc.experts.bias},
-          {"inference", desc.experts.inference}};
+  return layer;
 }
 
 Options Settings::options() const {

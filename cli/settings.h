@@ -51,7 +51,7 @@ struct Settings {
     return std::move(result).value();
   }
 
-  /// The options that describe the layer: "--thiek 64,64,64,8,2 --dtype bf16 ...".
+  /// The options that describe the layer: "--layer 'tokens=64 hidden=64 ...'".
   std::string layer_line() const;
   std::string thiek_line() const;   ///< "--thiek 64,64,64,8,2"
   std::string router_line() const;  ///< " --topk_over_softmax --norm_topk_probs", or less of it

@@ -349,34 +349,14 @@ Case custom_case(const LayerDesc& desc, std::uint64_t seed) {
   return c;
 }
 
-std::string activation_option(const ActivationSpec& activation) {
-  const std::string text = to_string(activation);
-  // A shell reads parentheses as its own.
-  const bool quoted = text.ends_with(')');
-  return " --activation " + (quoted ? "'" + text + "'" : text);
-}
+std::string layer_option(const LayerDesc& desc) { return "--layer '" + to_string(desc) + "'"; }
 
 std::string repro_command(const Case& c, int threads, Device device) {
   std::string line = "sonicmoe check";
   if (c.name != "custom") {
     line += " --case " + c.name;
   } else {
-    const LayerDesc& d = c.desc;
-    line += " --thiek " + std::to_string(d.tokens) + "," + std::to_string(d.experts.hidden) + "," +
-            std::to_string(d.experts.intermediate) + "," + std::to_string(d.router.experts) + "," +
-            std::to_string(d.router.top_k);
-    line +=
-        std::string(" --dtype ") + name(d.experts.dtype) + activation_option(d.experts.activation);
-    if (d.router.mode == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
-    if (d.router.norm_topk_probs) line += " --norm_topk_probs";
-    if (d.experts.w1_layout == W1Layout::concatenated) line += " --concat_layout";
-    if (d.experts.bias) line += " --add_bias";
-    if (d.rounding.tile > 0) {
-      line += std::string(" --rounding ") + name(d.rounding.rule) + " --tile " +
-              std::to_string(d.rounding.tile);
-    }
-    if (d.experts.inference) line += " --inference";
-    line += " --seed " + std::to_string(c.seed);
+    line += " " + layer_option(c.desc) + " --seed " + std::to_string(c.seed);
   }
   if (device.type == DeviceType::cuda) line += " --device cuda";
   if (threads > 0) line += " --threads " + std::to_string(threads);

@@ -54,12 +54,12 @@ Case custom_case(const LayerDesc& desc, std::uint64_t seed);
 
 /// The command that runs this case again:
 ///   sonicmoe check --case NAME                                for a listed case
-///   sonicmoe check --thiek T,H,I,E,K --dtype ... --seed ...   for a custom one
+///   sonicmoe check --layer 'tokens=...' --seed ...            for a custom one
 /// with `--threads N` if N > 0 and `--device cuda` if so. `sonicmoe check --list_cases` prints the
 /// names. `--case` carries everything but device and threads, and so excludes --thiek and the
 /// options of the layer.
 std::string repro_command(const Case& test_case, int threads = 0, Device device = {});
-/// " --activation swiglu", quoted for a shell where it has parameters.
-std::string activation_option(const ActivationSpec& activation);
+/// "--layer 'tokens=64 hidden=64 ...'", for the shell.
+std::string layer_option(const LayerDesc& desc);
 
 }  // namespace sonicmoe::verify

@@ -1,6 +1,7 @@
 """The command-line tool from outside: exit codes, messages, reports, Ctrl-C."""
 
 import json
+import shlex
 import pathlib
 import re
 import signal
@@ -14,15 +15,18 @@ from tool import BINARY, assert_refused, run
 SMALL = "64,32,16,8,2"
 COMMON = (
     "--help, --thiek, --dtype, --activation, --topk_over_softmax, --norm_topk_probs, "
-    "--rounding, --tile, --concat_layout, --add_bias, --inference, --device, --threads, --seed, "
-    "--json, --multiprocessors"
+    "--rounding, --tile, --concat_layout, --add_bias, --inference, --layer, --device, --threads, "
+    "--seed, --json, --multiprocessors"
 )
 RULES = "nearest, stochastic, nearest_scores, balance, up, down"
 ACTIVATIONS = "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu"
 
 
-def layer(shape):
-    return f"--thiek {shape} --dtype f32"
+def layer(shape, rest=""):
+    """The option of a layer that the library wrote, of T,H,I,E,K on the CPU."""
+    keys = ("tokens", "hidden", "intermediate", "experts", "top_k")
+    sizes = " ".join(f"{key}={value}" for key, value in zip(keys, shape.split(","), strict=True))
+    return f"--layer '{sizes} dtype=f32{rest}'"
 
 
 BAD = [
@@ -81,6 +85,18 @@ BAD = [
         "bench --json /no/such/folder/report.json",
         "--json: got '/no/such/folder/report.json', allowed: a file that can be written",
     ),
+    ("check --layer topk=2", "--layer: layer: got 'topk=2', allowed: KEY=VALUE with a key of "
+     "layer_fields(): tokens, hidden, ..."),
+    ("check --layer dtype=f64", "--layer: dtype: got 'f64', allowed: f32, bf16, f16"),
+    (
+        "bench --layer router=given",
+        "--layer: got router=given, allowed: a router that chooses by logits",
+    ),
+    (
+        "bench --layer w1_layout=separate",
+        "--layer: got w1_layout=separate, allowed: interleaved, concatenated",
+    ),
+    ("bench --layer top_k=2 --configs targets", "--layer: got 'top_k=2', allowed: only without --configs"),
     # The library's own refusals, behind the options that caused them.
     (
         "bench --thiek 16,12,8,4,2",
@@ -92,7 +108,7 @@ BAD = [
     ),
     (
         "check --thiek 16,8,8,4,2 --activation geglu(limit=7)",
-        f"{layer('16,8,8,4,2')} --activation 'geglu(limit=7)': "
+        f"{layer('16,8,8,4,2', ' activation=geglu(limit=7)')}: "
         "activation.limit: got 7, allowed: inf (geglu has no limit)",
     ),
     ("info --thiek 16,8,8,4,5", f"{layer('16,8,8,4,5')}: top_k: got 5, allowed: 1 to experts (4)"),
@@ -155,7 +171,8 @@ def test_help_names_every_field_of_the_report(tmp_path, arguments):
     path = tmp_path / "report.json"
     assert run(*arguments.split(), "--json", path).returncode == 0
     text = run(arguments.split()[0], "--help").stdout
-    documented = set(re.findall(r"\w+", text[text.index("JSON:") :]))
+    of_layer = re.search(r"\n  --layer .*?(?=\n  --)", text, re.DOTALL)[0]
+    documented = set(re.findall(r"\w+", text[text.index("JSON:") :] + of_layer))
     assert fields(json.loads(path.read_text())) <= documented
 
 
@@ -167,7 +184,7 @@ def test_info_lists_devices_kernels_and_explains_a_plan(tmp_path):
     assert report["devices"][0]["id"] == "cpu:0" and report["devices"][0]["usable"]
     operations = {kernel["op"] for kernel in report["kernels"] if kernel["compiled"]}
     assert {"up_proj", "down_proj_dgrad", "top_k", "metadata"} <= operations
-    assert report["layer"]["dtype"] == "bf16" and report["layer"]["rounding"] is None
+    assert report["layer"]["dtype"] == "bf16" and report["layer"]["rounding_tile"] == 0
     assert report["explain"] in result.stdout
 
 
@@ -176,7 +193,8 @@ def test_info_explains_a_rounded_layer(tmp_path):
     arguments = f"--thiek {SMALL} --rounding balance --tile 16".split()
     assert run("info", *arguments, "--json", path).returncode == 0
     report = json.loads(path.read_text())
-    assert report["layer"]["rounding"] == {"rule": "balance", "tile": 16}
+    assert report["layer"]["rounding_rule"] == "balance"
+    assert report["layer"]["rounding_tile"] == 16
     assert "\ntoken_rounding," in report["explain"] and "\ntop_k," not in report["explain"]
 
 
@@ -215,7 +233,10 @@ def test_check_of_one_shape_covers_layer_and_operations(tmp_path):
     arguments = f"--thiek {SMALL} --dtype bf16 --add_bias --activation geglu --seed 3".split()
     report, checks = check_report(tmp_path / "check.json", *arguments)
     (case,) = report["cases"]
-    assert case["repro"].startswith("sonicmoe check --thiek 64,32,16,8,2 --dtype bf16")
+    text = "tokens=64 hidden=32 intermediate=16 experts=8 top_k=2 activation=geglu bias=true"
+    assert case["repro"].startswith(f"sonicmoe check --layer '{text}' --seed 3")
+    again, same = check_report(tmp_path / "again.json", *shlex.split(case["repro"])[2:])
+    assert again["cases"] == report["cases"] and len(same) == len(checks)
     layer_tensors = {check["tensor"] for _, part, check in checks if part == "layer"}
     assert {"o", "dx", "dw1", "dw2", "db1", "db2", "drouter_w", "logits"} <= layer_tensors
     operations = {part for _, part, _ in checks}
@@ -229,7 +250,8 @@ def test_check_of_a_rounded_layer(tmp_path, dtype, rest):
     arguments = f"--thiek 300,32,16,8,2 --dtype {dtype} --rounding {rest}".split()
     report, checks = check_report(tmp_path / "check.json", *arguments)
     repro = report["cases"][0]["repro"]
-    assert f" --rounding {arguments[5]} --tile {8 if '--tile' in rest else 128}" in repro
+    tile = 8 if "--tile" in rest else 128
+    assert f" rounding_tile={tile} rounding_rule={arguments[5]}" in repro
     of_layer = {check["tensor"]: check for _, part, check in checks if part == "layer"}
     assert {"lists", "frequency", "scores", "o", "dx", "drouter_w", "dw1", "dw2"} <= set(of_layer)
     smallest = {"f32": 1e-8, "bf16": 1e-4}[dtype]

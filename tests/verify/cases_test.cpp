@@ -39,17 +39,12 @@ TEST(Cases, ReproCommands) {
   desc.router.norm_topk_probs = true;
   desc.experts.w1_layout = W1Layout::concatenated;
   desc.experts.bias = true;
-  EXPECT_EQ(repro_command(custom_case(desc, 7)),
-            "sonicmoe check --thiek 10,16,24,4,2 --dtype f32 --activation geglu "
-            "--topk_over_softmax --norm_topk_probs --concat_layout --add_bias --seed 7");
-  desc.rounding.tile = 16;
-  desc.rounding.rule = RoundingRule::balance;
-  EXPECT_EQ(repro_command(custom_case(desc, 7)),
-            "sonicmoe check --thiek 10,16,24,4,2 --dtype f32 --activation geglu "
-            "--topk_over_softmax --norm_topk_probs --concat_layout --add_bias "
-            "--rounding balance --tile 16 --seed 7");
-  desc.experts.activation.limit = 7;
-  EXPECT_EQ(activation_option(desc.experts.activation), " --activation 'geglu(limit=7)'");
+  desc.rounding = {.tile = 16, .rule = RoundingRule::balance};
+  EXPECT_EQ(
+      repro_command(custom_case(desc, 7)),
+      "sonicmoe check --layer 'tokens=10 hidden=16 intermediate=24 experts=4 top_k=2 dtype=f32 "
+      "activation=geglu w1_layout=concatenated router=topk_over_softmax norm_topk_probs=true "
+      "rounding_tile=16 rounding_rule=balance bias=true' --seed 7");
 }
 
 /// Rows of each expert in the case's own routing.
