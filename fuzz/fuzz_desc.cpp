@@ -123,6 +123,16 @@ void layer(FuzzedDataProvider* in) {
   run_small(desc, in->ConsumeIntegral<std::uint64_t>(), options);
 }
 
+/// A plan of a router, of experts or of sums is refused, or tells what it does.
+template <class Desc>
+void plan_part(FuzzedDataProvider* in, const Desc& desc) {
+  const auto plan = make_plan(desc, any_device(in), any_options(in));
+  if (!plan.ok()) return require_good_refusal(plan.status());
+  require(plan.value().desc() == desc, "the plan's descriptor is another");
+  require(!plan.value().forward_operations().empty(), "no operation");
+  require(!plan.value().explain().empty(), "no explanation");
+}
+
 void operation(FuzzedDataProvider* in) {
   const std::int64_t tokens = number(in, 100), rows = number(in, 1000), hidden = width(in);
   const std::int64_t intermediate = width(in), experts = number(in, 300), top_k = number(in, 300);
@@ -131,34 +141,57 @@ void operation(FuzzedDataProvider* in) {
   const auto layout = pick<W1Layout>(in, 3);
   const auto mode = pick<RouterMode>(in, 3);
   const bool flag = in->ConsumeBool(), other = in->ConsumeBool();
-  switch (in->ConsumeIntegralInRange(0, 9)) {
+  const RouterDesc router{
+      .experts = experts, .top_k = top_k, .mode = mode, .norm_topk_probs = flag};
+  const GroupedDesc grouped{{.hidden = hidden,
+                             .intermediate = intermediate,
+                             .dtype = dtype,
+                             .activation = activation,
+                             .w1_layout = layout,
+                             .bias = flag,
+                             .inference = other},
+                            tokens,
+                            rows,
+                            experts};
+  switch (in->ConsumeIntegralInRange(0, 12)) {
     case 0:
       return plan_operation(in,
                             RouterGemmDesc{pick<GemmPass>(in, 3), tokens, hidden, experts, dtype});
     case 1:
-      return plan_operation(in, TopKDesc{tokens, experts, top_k, dtype, mode, flag});
+      return plan_operation(in, TopKDesc{{router}, tokens, dtype});
     case 2:
       return plan_operation(in, MetadataDesc{tokens, experts, flag ? top_k : 0, rows, other});
     case 3:
-      return plan_operation(
-          in, GroupedGemmDesc{pick<GemmOp>(in, 6), tokens, rows, hidden, intermediate, experts,
-                              dtype, activation, layout, flag, other});
+      return plan_operation(in, GroupedGemmDesc{{grouped}, pick<GemmOp>(in, 6)});
     case 4:
-      return plan_operation(
-          in, BiasGradDesc{tokens, rows, hidden, intermediate, experts, dtype, activation, layout});
+      return plan_operation(in, BiasGradDesc{{grouped}});
     case 5:
       return plan_operation(in,
                             AggregateDesc{tokens, rows, hidden, top_k, dtype, flag ? experts : 0});
     case 6:
-      return plan_operation(in, ScoreGradDesc{tokens, experts, top_k, rows, dtype, mode, flag});
+      return plan_operation(in, ScoreGradDesc{{router}, tokens, rows, dtype});
     case 7:
       return plan_operation(in, AuxLossDesc{tokens, experts, dtype, flag});
     case 8:
-      return plan_operation(in, TokenRoundingDesc{tokens, experts, top_k, dtype, mode, flag,
-                                                  pick<RoundingRule>(in, 6), number(in, 1030)});
+      return plan_operation(
+          in,
+          TokenRoundingDesc{{router}, tokens, dtype, pick<RoundingRule>(in, 6), number(in, 1030)});
+    case 9: {
+      TokenRoundingGradDesc grad{{router}, tokens, dtype};
+      grad.list_length = rows;
+      return plan_operation(in, grad);
+    }
+    case 10:
+      return plan_part(in, grouped);
+    case 11: {
+      RoutingDesc routing{{router}, tokens, hidden, dtype};
+      routing.rounding = {number(in, 300), pick<RoundingRule>(in, 6)};
+      routing.inference = other;
+      return plan_part(in, routing);
+    }
     default:
-      return plan_operation(in,
-                            TokenRoundingGradDesc{tokens, experts, top_k, dtype, mode, flag, rows});
+      return plan_part(in,
+                       CombineDesc{tokens, rows, hidden, top_k, dtype, flag ? experts : 0, other});
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <functional>
 
 #include "verify/cases.h"
 #include "verify/oracle.h"
@@ -44,8 +44,9 @@ struct GemmInputs {
   Tensor dpreact;         ///< (rows, W)
   Tensor scaled_act;      ///< (rows, n)
   Tensor dw1, dw2;  ///< what gradients are added to, [gate | up]; accumulate_weight_grads only
-  std::vector<std::int32_t> expert_order;    ///< empty: not given
-  std::optional<std::int32_t> tile_counter;  ///< GroupedGemmArgs::tile_counter, if given
+  std::vector<std::int32_t> expert_order;  ///< empty: not given
+  /// How a GEMM operation is run; null: as OpPlan::run() does.
+  std::function<Status(const OpPlan<GroupedGemmDesc>&, const GroupedGemmArgs&, Workspace)> run;
 };
 
 /// Small integers and powers of two, so that every sum is exact in fp32 in any order: a right

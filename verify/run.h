@@ -43,7 +43,6 @@ struct GemmRun {
   std::string failure;
   LayerTensors tensors;
   std::vector<std::byte> workspace;  ///< what the operation left there
-  std::int32_t tile_counter = 0;     ///< what it left in GroupedGemmArgs::tile_counter
 };
 GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs, Device device = {},
                  const Options& options = {});

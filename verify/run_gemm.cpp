@@ -164,25 +164,16 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       }
       break;
   }
-  if (in.tile_counter) {
-    args.tile_counter = arena.output_int32("tile_counter", 1);
-    arena["tile_counter"].put(std::as_bytes(std::span(&*in.tile_counter, 1)));
-  }
-  const bool clears = device.type == DeviceType::cuda && R > 0 &&
-                      (op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad);
-  if (clears) args.next_tile_counter = arena.output_int32("next_tile_counter", 1);
   const std::size_t bytes = plan.value().workspace_bytes();
   const Workspace workspace{arena.output("workspace", bytes, 256), bytes};
-  Status status = plan.value().run(args, workspace);
+  Status status =
+      in.run ? in.run(plan.value(), args, workspace) : plan.value().run(args, workspace);
   if (status.ok()) status = synchronize(device);
   run.failure = status.ok() ? arena.damage() : status.message();
   if (!run.failure.empty()) return run;
 
   const std::span<const std::byte> left = arena["workspace"].bytes();
   run.workspace.assign(left.begin(), left.end());
-  if (in.tile_counter) run.tile_counter = arena.int32("tile_counter").front();
-  if (clears && arena.int32("next_tile_counter").front() != 0)
-    run.failure = "did not clear next_tile_counter";
   LayerTensors& out = run.tensors;
   const auto written = [&](const char* label, DType stored) {
     return rows_in_use(arena, label, stored, g.rows(), R, &run);

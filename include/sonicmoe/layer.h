@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sonicmoe/experts.h"
@@ -25,15 +26,15 @@ struct LayerDesc {
   /// Router modes, training only.
   RoundingDesc rounding = {};
 
-  /// Row capacity R: T*K, the list length when the routing is given, rounded_capacity when rounded.
-  std::int64_t rows() const noexcept {
-    if (rounding.tile > 0) {
-      return rounded_capacity(tokens, router.experts, router.top_k, rounding.tile);
-    }
-    return router.rows(tokens);
+  /// What the layer's router is, and its experts: the descriptors of plans that do one of both.
+  RoutingDesc routing() const noexcept {
+    return {{router}, tokens, experts.hidden, experts.dtype, rounding, experts.inference};
   }
+  GroupedDesc grouped() const noexcept { return {{experts}, tokens, rows(), router.experts}; }
+  /// Row capacity R: T*K, the list length when the routing is given, rounded_capacity when rounded.
+  std::int64_t rows() const noexcept { return routing().row_capacity(); }
   /// Does backward need the logits of all experts?
-  bool needs_logits() const noexcept { return rounding.tile > 0 || router.reaches_all_experts(); }
+  bool needs_logits() const noexcept { return routing().needs_logits(); }
   bool operator==(const LayerDesc&) const = default;  ///< for caches of plans
 };
 
@@ -142,6 +143,8 @@ struct BackwardArgs {
   void* dpreact = nullptr;
 };
 
+/// A whole layer: a RouterPlan, an ExpertsPlan and a CombinePlan over one workspace.
+///
 /// Everything slow happens in make_plan: validation, kernel choice, workspace layout. A plan is
 /// immutable, cheap to copy, and may be used from several threads at once (each with its own
 /// workspace). Calls do not allocate. What a call writes must not overlap what it reads, but for
@@ -158,10 +161,16 @@ class SONICMOE_API LayerPlan {
   /// Which kernels run and why the others do not, the workspace region by region, what is saved.
   std::string explain() const;
 
+  /// Names of the operations that a call may run, in order.
+  std::vector<const char*> forward_operations() const;
+  std::vector<const char*> backward_operations() const;
+
   /// CUDA: asynchronous on the stream, capturable. CPU: done when it returns.
-  Status forward(const ForwardArgs& args, Workspace workspace, Stream stream = {}) const noexcept;
+  Status forward(const ForwardArgs& args, Workspace workspace, Stream stream = {},
+                 OperationMask operations = kAllOperations) const noexcept;
   /// Refused for inference plans.
-  Status backward(const BackwardArgs& args, Workspace workspace, Stream stream = {}) const noexcept;
+  Status backward(const BackwardArgs& args, Workspace workspace, Stream stream = {},
+                  OperationMask operations = kAllOperations) const noexcept;
 
   struct Impl;
   explicit LayerPlan(std::shared_ptr<const Impl> impl) noexcept : impl_(std::move(impl)) {}

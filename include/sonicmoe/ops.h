@@ -50,12 +50,9 @@ inline constexpr std::int32_t kBadLogits = 4;    ///< a row with a NaN or withou
 /// is not finite is refused (CPU, or checked mode) before anything is written; an unchecked call
 /// gives such a row valid expert ids and any scores.
 struct TopKArgs {
-  const void* logits = nullptr;  ///< (T, E) dtype
-  float* scores = nullptr;       ///< (T, K)
-  std::int32_t* ids = nullptr;   ///< (T, K)
-  /// block_counts_bytes(), optional: how many of each 64 tokens have each expert, for
-  /// MetadataArgs::block_counts.
-  std::uint8_t* block_counts = nullptr;
+  const void* logits = nullptr;        ///< (T, E) dtype
+  float* scores = nullptr;             ///< (T, K)
+  std::int32_t* ids = nullptr;         ///< (T, K)
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
 struct SONICMOE_API TopKDesc : RouterDesc {  ///< `mode` is not `given`
@@ -65,31 +62,22 @@ struct SONICMOE_API TopKDesc : RouterDesc {  ///< `mode` is not `given`
   bool operator==(const TopKDesc&) const = default;
 };
 
-/// Bytes of TopKArgs::block_counts; 0 on the CPU and for sizes where it is neither written nor
-/// read.
-SONICMOE_API std::size_t block_counts_bytes(const TopKDesc& desc, Device device) noexcept;
-
 /// Sorts slots into grouped rows. Deterministic and stable.
 struct MetadataArgs {
   const std::int32_t* slot_experts = nullptr;  ///< (S): ids >= E are sentinels
   const std::int32_t* slot_tokens = nullptr;   ///< (S): lists only (top_k == 0)
   const float* slot_scores = nullptr;          ///< (S): optional
-  /// Optional: what top_k wrote together with these slot_experts; saves two passes over them.
-  /// Counts of others leave rows without a token, and whoever reads those is led anywhere.
-  const std::uint8_t* block_counts = nullptr;
-  std::int32_t* counts = nullptr;         ///< (E)
-  std::int32_t* offsets = nullptr;        ///< (E+1): exclusive prefix sums of counts
-  std::int32_t* row_tokens = nullptr;     ///< (S): row -> token; rows past offsets[E]: 0
-  std::int32_t* row_slots = nullptr;      ///< (S): row -> slot; rows past offsets[E]: -1
-  std::int32_t* slot_rows = nullptr;      ///< (S): slot -> row, -1 for sentinels
-  float* row_scores = nullptr;            ///< (S): optional; rows past offsets[E]: 0
-  std::int32_t* token_offsets = nullptr;  ///< (T+1): lists only
-  std::int32_t* token_slots = nullptr;    ///< (S): lists only: slots by token, stable; no sentinels
+  std::int32_t* counts = nullptr;              ///< (E)
+  std::int32_t* offsets = nullptr;             ///< (E+1): exclusive prefix sums of counts
+  std::int32_t* row_tokens = nullptr;          ///< (S): row -> token; rows past offsets[E]: 0
+  std::int32_t* row_slots = nullptr;           ///< (S): row -> slot; rows past offsets[E]: -1
+  std::int32_t* slot_rows = nullptr;           ///< (S): slot -> row, -1 for sentinels
+  float* row_scores = nullptr;                 ///< (S): optional; rows past offsets[E]: 0
+  std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only
+  std::int32_t* token_slots = nullptr;  ///< (S): lists only: slots by token, stable; no sentinels
   /// (E), optional: a good order for the weight gradients. Experts by falling counts, in halves of
   /// the mean S/E, rounded; those that are alike by id.
   std::int32_t* expert_order = nullptr;
-  /// (1), optional, CUDA: set to 0, for GroupedGemmArgs::tile_counter of an operation after this.
-  std::int32_t* next_tile_counter = nullptr;
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId
 };
 struct SONICMOE_API MetadataDesc {
@@ -140,29 +128,6 @@ struct GroupedGemmArgs {
   void* dw1 = nullptr;           ///< like w1; zero for experts without rows
   void* dw1_up = nullptr;
   void* dw2 = nullptr;
-  /// (1), optional, CUDA: where tiles are dealt (docs/findings/dealing.md) they are counted here: 0
-  /// when the operation begins, for each call anew, and anything when it ends. If it begins with
-  /// anything else, tiles may be left out. Null: in the workspace, which the operation then clears
-  /// by a launch of its own.
-  std::int32_t* tile_counter = nullptr;
-  /// (1), optional, CUDA, not `tile_counter`: with rows, up_proj and down_proj_dgrad set it to 0,
-  /// for the tile_counter of an operation after them. Others leave it alone.
-  std::int32_t* next_tile_counter = nullptr;
-  /// CUDA: a promise that the operation before this one in the stream (all its kernels) writes
-  /// nothing that this one reads or writes, and reads nothing that it writes; likewise the one
-  /// before that, if that was promised the same, and so on. This one may then begin where they
-  /// leave multiprocessors free; its own end still implies the end of all before it. What comes
-  /// before must launch something (ours do unless there are no rows or tokens) and, if it lets its
-  /// successor start early, must have waited for its own predecessor by then, as ours do, or have
-  /// been promised the same. Without effect where tiles are dealt (docs/findings/dealing.md).
-  bool beside_previous = false;
-};
-/// The experts and the rows that they get.
-struct SONICMOE_API GroupedDesc : ExpertsDesc {
-  std::int64_t tokens = 0;
-  std::int64_t rows = 0;     ///< capacity R
-  std::int64_t experts = 0;  ///< E
-  bool operator==(const GroupedDesc&) const = default;
 };
 struct SONICMOE_API GroupedGemmDesc : GroupedDesc {
   using Args = GroupedGemmArgs;
@@ -271,6 +236,7 @@ class SONICMOE_API OpPlan {
   Status run(const Args& args, Workspace workspace = {}, Stream stream = {}) const noexcept;
 
   struct Impl;
+  const Impl& impl() const noexcept { return *impl_; }  ///< for this library's own plans
   explicit OpPlan(std::shared_ptr<const Impl> impl) noexcept : impl_(std::move(impl)) {}
 
  private:

@@ -96,6 +96,12 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
+/// Which operations of a plan's call run: bit i is the i-th name of forward_operations() or
+/// backward_operations(). A call that leaves some out reads what an earlier call with the same
+/// arguments and workspace has left of them: for timing an operation by itself.
+using OperationMask = std::uint64_t;
+inline constexpr OperationMask kAllOperations = ~OperationMask{0};
+
 struct Options {
   /// CPU threads of a call; 0 = all that the process may use. Results do not depend on it.
   int threads = 0;

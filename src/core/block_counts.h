@@ -1,10 +1,13 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+#include "sonicmoe/ops.h"
 
 namespace sonicmoe {
 
-/// TopKArgs::block_counts: for every kTokens tokens in turn, a byte for each expert, how many of
+/// Handoff::block_counts: for every kTokens tokens in turn, a byte for each expert, how many of
 /// them have it. Metadata on CUDA can then place all slots in one launch: its thread blocks, of
 /// `each` such rows, sum what they need for themselves. That pays while they have little to read.
 struct BlockCounts {
@@ -32,5 +35,8 @@ struct BlockCounts {
   }
   std::int64_t bytes() const { return rows * stride; }
 };
+
+/// Bytes of Handoff::block_counts; 0 on the CPU and for sizes where it is neither written nor read.
+std::size_t block_counts_bytes(const TopKDesc& desc, Device device) noexcept;
 
 }  // namespace sonicmoe

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "core/device_traits.h"
+#include "core/handoff.h"
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
 #include "sonicmoe/token_rounding.h"
@@ -22,7 +23,8 @@ struct Exec {
   DeviceTraits traits = {};
   int threads = 1;
   bool checked = true;
-  Stream stream;
+  Stream stream = {};
+  Handoff handoff = {};  ///< what is set for this call of this operation
 };
 
 /// A set of dtypes: those that a kernel takes.

@@ -26,8 +26,9 @@ class Ledger {
   void restart_at(std::size_t offset) { end_ = offset; }
   std::size_t size() const { return size_; }
 
-  std::string explain() const {
-    std::string text;
+  /// The book, of what: "forward workspace, 512 bytes" and a line a region.
+  std::string explain(const char* what) const {
+    std::string text = std::string(what) + " workspace, " + std::to_string(size_) + " bytes\n";
     for (const Line& line : lines_) {
       text += "  " + std::to_string(line.offset) + " + " + std::to_string(line.bytes) + " " +
               line.region + "\n";

@@ -283,19 +283,29 @@ std::string OpPlan<Desc>::explain() const {
 
 template <class Desc>
 Status OpPlan<Desc>::run(const Args& args, Workspace workspace, Stream stream) const noexcept {
-  if (Status status = validate(impl_->desc, args); !status.ok()) return status;
-  if (Status status = validate(workspace, impl_->workspace_bytes); !status.ok()) return status;
-  Exec exec = impl_->exec;
-  exec.stream = stream;
-  const DeviceGuard guard(exec.device);
-  return impl_->kernel->run(impl_->desc, args, workspace.data, exec);
+  return run_operation(*this, args, {}, workspace, stream);
 }
 
-#define SONICMOE_OP_PLAN(Desc)                                                               \
-  template class OpPlan<Desc>;                                                               \
-  template Choice<Desc> choose_kernel(const Desc&, const DeviceTraits&, const std::string&); \
-  Result<OpPlan<Desc>> make_plan(const Desc& desc, Device device, const Options& options) {  \
-    return make_op_plan(desc, device, options);                                              \
+template <class Desc>
+Status run_operation(const OpPlan<Desc>& plan, const typename Desc::Args& args,
+                     const Handoff& handoff, Workspace workspace, Stream stream) noexcept {
+  const typename OpPlan<Desc>::Impl& p = plan.impl();
+  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(workspace, p.workspace_bytes); !status.ok()) return status;
+  Exec exec = p.exec;
+  exec.stream = stream;
+  exec.handoff = handoff;
+  const DeviceGuard guard(exec.device);
+  return p.kernel->run(p.desc, args, workspace.data, exec);
+}
+
+#define SONICMOE_OP_PLAN(Desc)                                                                   \
+  template class OpPlan<Desc>;                                                                   \
+  template Status run_operation(const OpPlan<Desc>&, const typename Desc::Args&, const Handoff&, \
+                                Workspace, Stream) noexcept;                                     \
+  template Choice<Desc> choose_kernel(const Desc&, const DeviceTraits&, const std::string&);     \
+  Result<OpPlan<Desc>> make_plan(const Desc& desc, Device device, const Options& options) {      \
+    return make_op_plan(desc, device, options);                                                  \
   }
 SONICMOE_OP_PLAN(RouterGemmDesc)
 SONICMOE_OP_PLAN(TopKDesc)

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "sonicmoe/layer.h"
+#include "sonicmoe/router.h"
 
 namespace sonicmoe {
 
@@ -15,56 +15,48 @@ enum class SlotKind {
   rounded,  ///< lists made by token rounding
 };
 
-inline SlotKind slot_kind(const LayerDesc& desc) {
-  if (desc.router.given()) return SlotKind::given;
+inline SlotKind slot_kind(const RoutingDesc& desc) {
+  if (desc.given()) return SlotKind::given;
   return desc.rounding.tile > 0 ? SlotKind::rounded : SlotKind::top_k;
 }
 
-/// The opaque block that carries a layer's routing from forward to backward: 20 bytes a row and
-/// 4(2E+1) for top-K; 16 (given) or 24 (rounded) bytes a row and 4(2E+1) + 4(T+1) for lists. Arrays
-/// follow each other without padding; R is the row capacity.
-struct RoutingBlock {
-  float* slot_scores = nullptr;           ///< (R) top-K
-  std::int32_t* slot_experts = nullptr;   ///< (R) top-K, rounded
-  std::int32_t* slot_tokens = nullptr;    ///< (R) rounded
-  float* row_scores = nullptr;            ///< (R)
-  std::int32_t* row_tokens = nullptr;     ///< (R)
-  std::int32_t* slot_rows = nullptr;      ///< (R)
-  std::int32_t* token_slots = nullptr;    ///< (R) lists
-  std::int32_t* token_offsets = nullptr;  ///< (T+1) lists
-  std::int32_t* offsets = nullptr;        ///< (E+1)
-  std::int32_t* expert_order = nullptr;   ///< (E)
+/// Lays out the opaque block that carries a call's routing from forward to backward: 20 bytes a row
+/// and 4(2E+1) for top-K; 16 (given) or 24 (rounded) bytes a row and 4(2E+1) + 4(T+1) for lists.
+/// Arrays follow each other without padding; R is the row capacity.
+class RoutingBlock {
+ public:
+  static std::size_t bytes(const RoutingDesc& desc) { return lay_out(desc, nullptr, nullptr); }
 
-  static std::size_t bytes(const LayerDesc& desc) { return lay_out(desc, nullptr, nullptr); }
-
-  static RoutingBlock at(const LayerDesc& desc, void* memory) {
-    RoutingBlock block;
-    lay_out(desc, static_cast<char*>(memory), &block);
-    return block;
+  static RoutedRows at(const RoutingDesc& desc, void* memory) {
+    RoutedRows rows;
+    lay_out(desc, static_cast<char*>(memory), &rows);
+    return rows;
   }
 
  private:
-  static std::size_t lay_out(const LayerDesc& desc, char* memory, RoutingBlock* block) {
+  static std::size_t lay_out(const RoutingDesc& desc, char* memory, RoutedRows* block) {
     std::size_t end = 0;
-    const auto take = [&](auto RoutingBlock::*array, std::int64_t count) {
+    const auto take = [&](auto RoutedRows::*array, std::int64_t count) {
       using Pointer = std::remove_reference_t<decltype(block->*array)>;
-      if (block != nullptr) block->*array = reinterpret_cast<Pointer>(memory + end);
+      if (block != nullptr && memory != nullptr) {
+        block->*array = reinterpret_cast<Pointer>(memory + end);
+      }
       end += 4 * static_cast<std::size_t>(count);
     };
     const SlotKind kind = slot_kind(desc);
-    const std::int64_t rows = desc.rows();
-    if (kind == SlotKind::top_k) take(&RoutingBlock::slot_scores, rows);
-    if (kind != SlotKind::given) take(&RoutingBlock::slot_experts, rows);
-    if (kind == SlotKind::rounded) take(&RoutingBlock::slot_tokens, rows);
-    take(&RoutingBlock::row_scores, rows);
-    take(&RoutingBlock::row_tokens, rows);
-    take(&RoutingBlock::slot_rows, rows);
+    const std::int64_t rows = desc.row_capacity();
+    if (kind == SlotKind::top_k) take(&RoutedRows::slot_scores, rows);
+    if (kind != SlotKind::given) take(&RoutedRows::slot_experts, rows);
+    if (kind == SlotKind::rounded) take(&RoutedRows::slot_tokens, rows);
+    take(&RoutedRows::row_scores, rows);
+    take(&RoutedRows::row_tokens, rows);
+    take(&RoutedRows::slot_rows, rows);
     if (kind != SlotKind::top_k) {
-      take(&RoutingBlock::token_slots, rows);
-      take(&RoutingBlock::token_offsets, desc.tokens + 1);
+      take(&RoutedRows::token_slots, rows);
+      take(&RoutedRows::token_offsets, desc.tokens + 1);
     }
-    take(&RoutingBlock::offsets, desc.router.experts + 1);
-    take(&RoutingBlock::expert_order, desc.router.experts);
+    take(&RoutedRows::offsets, desc.experts + 1);
+    take(&RoutedRows::expert_order, desc.experts);
     return end;
   }
 };

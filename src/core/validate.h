@@ -2,8 +2,10 @@
 
 #include <cstddef>
 
+#include "sonicmoe/experts.h"
 #include "sonicmoe/layer.h"
 #include "sonicmoe/ops.h"
+#include "sonicmoe/router.h"
 #include "sonicmoe/status.h"
 #include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"
@@ -13,6 +15,8 @@
 namespace sonicmoe {
 
 Status validate(const LayerDesc& desc);
+Status validate(const RoutingDesc& desc);
+Status validate(const GroupedDesc& desc);
 Status validate(const RouterGemmDesc& desc);
 Status validate(const TopKDesc& desc);
 Status validate(const MetadataDesc& desc);
@@ -26,6 +30,10 @@ Status validate(const TokenRoundingGradDesc& desc);
 
 Status validate(const LayerDesc& desc, const ForwardArgs& args);
 Status validate(const LayerDesc& desc, const BackwardArgs& args);
+Status validate(const RoutingDesc& desc, const RouterForwardArgs& args);
+Status validate(const RoutingDesc& desc, const RouterBackwardArgs& args);
+Status validate(const GroupedDesc& desc, const ExpertsForwardArgs& args);
+Status validate(const GroupedDesc& desc, const ExpertsBackwardArgs& args);
 Status validate(const RouterGemmDesc& desc, const RouterGemmArgs& args);
 Status validate(const TopKDesc& desc, const TopKArgs& args);
 Status validate(const MetadataDesc& desc, const MetadataArgs& args);
@@ -38,6 +46,8 @@ Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args);
 Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args);
 
 Status validate(Device device);
+/// Whether a plan has a backward.
+Status validate_backward(bool inference);
 Status validate(const Options& options);
 Status validate(Workspace workspace, std::size_t needed);
 

@@ -115,14 +115,9 @@ TEST(BadOp, GroupedGemmPointers) {
   good.x = good.dout = good.w1 = good.w1_up = good.b1 = good.b1_up = good.w2 = good.b2 = p;
   good.preact = good.act = good.expert_out = good.dpreact = good.scaled_act = p;
   good.dx_rows = good.dw1 = good.dw1_up = good.dw2 = p;
-  good.tile_counter = static_cast<std::int32_t*>(p);
-  good.next_tile_counter = good.tile_counter + 1;
   const auto offsets = pointer_row("offsets", &A::offsets, "(E+1) int32", 4);
   const auto tokens = pointer_row("row_tokens", &A::row_tokens, "(R) int32", 4);
   const auto order = pointer_row("expert_order", &A::expert_order, "", 4, true);
-  const auto tile_counter = pointer_row("tile_counter", &A::tile_counter, "", 4, true);
-  const auto next_tile_counter =
-      pointer_row("next_tile_counter", &A::next_tile_counter, "", 4, true);
   const auto scores = pointer_row("row_scores", &A::row_scores, "(R) float", 4);
   const auto x = pointer_row("x", &A::x, "(T, d)");
   const auto dout = pointer_row("dout", &A::dout, "(T, d)");
@@ -135,13 +130,12 @@ TEST(BadOp, GroupedGemmPointers) {
   const auto scaled = pointer_row("scaled_act", &A::scaled_act, "(R, n)");
   const std::vector<std::vector<PointerRow<A>>> rows = {
       {offsets, tokens, x, w1, w1_up, pointer_row("b1", &A::b1, "the gate biases (E, n)"),
-       pointer_row("b1_up", &A::b1_up, "the up biases (E, n)"), preact, act, tile_counter,
-       next_tile_counter},
-      {offsets, act, tile_counter, w2, pointer_row("b2", &A::b2, "(E, d)"),
+       pointer_row("b1_up", &A::b1_up, "the up biases (E, n)"), preact, act},
+      {offsets, act, w2, pointer_row("b2", &A::b2, "(E, d)"),
        pointer_row("expert_out", &A::expert_out, "(R, d)")},
-      {offsets, tokens, scores, dout, w2, preact, dpreact, scaled, tile_counter, next_tile_counter,
+      {offsets, tokens, scores, dout, w2, preact, dpreact, scaled,
        pointer_row("row_dscores", &A::row_dscores, "(R) float", 4)},
-      {offsets, dpreact, w1, w1_up, tile_counter, pointer_row("dx_rows", &A::dx_rows, "(R, d)")},
+      {offsets, dpreact, w1, w1_up, pointer_row("dx_rows", &A::dx_rows, "(R, d)")},
       {offsets, tokens, order, dout, scaled, pointer_row("dw2", &A::dw2, "(E, d, n)")},
       {offsets, tokens, order, x, dpreact, pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
        pointer_row("dw1_up", &A::dw1_up, "the up rows (E, n, d)")}};
@@ -152,10 +146,6 @@ TEST(BadOp, GroupedGemmPointers) {
     desc.bias = op < 2;
     SCOPED_TRACE(op);
     expect_pointers(desc, good, rows[op]);
-    A same = good;
-    same.next_tile_counter = good.tile_counter;
-    EXPECT_STREQ(make_plan(desc).value().run(same, {}).message(),
-                 "next_tile_counter: got tile_counter, allowed: another word, or null");
   }
   EXPECT_TRUE(memory.untouched());
 }
@@ -234,12 +224,10 @@ TEST(BadOp, TopK) {
   good.logits = memory.data();
   good.scores = static_cast<float*>(memory.data());
   good.ids = static_cast<std::int32_t*>(memory.data());
-  good.block_counts = static_cast<std::uint8_t*>(memory.data());
   expect_pointers(desc, good,
                   std::vector{pointer_row("logits", &A::logits, "(T, E)"),
                               pointer_row("scores", &A::scores, "(T, K) float", 4),
-                              pointer_row("ids", &A::ids, "(T, K) int32", 4),
-                              pointer_row("block_counts", &A::block_counts, "", 16, true)});
+                              pointer_row("ids", &A::ids, "(T, K) int32", 4)});
 }
 
 MetadataDesc metadata_desc() {
@@ -269,9 +257,8 @@ TEST(BadOp, Metadata) {
   A good;
   good.slot_experts = good.slot_tokens = ints;
   good.slot_scores = good.row_scores = static_cast<float*>(memory.data());
-  good.block_counts = static_cast<const std::uint8_t*>(memory.data());
   good.counts = good.offsets = good.row_tokens = good.row_slots = good.slot_rows = ints;
-  good.token_offsets = good.token_slots = good.expert_order = good.next_tile_counter = ints;
+  good.token_offsets = good.token_slots = good.expert_order = ints;
   expect_pointers(metadata_desc(), good,
                   std::vector{pointer_row("slot_experts", &A::slot_experts, "(S) int32", 4),
                               pointer_row("slot_tokens", &A::slot_tokens, "(S) int32", 4),
@@ -284,9 +271,7 @@ TEST(BadOp, Metadata) {
                               pointer_row("row_scores", &A::row_scores, "", 4, true),
                               pointer_row("token_offsets", &A::token_offsets, "(T+1) int32", 4),
                               pointer_row("token_slots", &A::token_slots, "(S) int32", 4),
-                              pointer_row("expert_order", &A::expert_order, "", 4, true),
-                              pointer_row("next_tile_counter", &A::next_tile_counter, "", 4, true),
-                              pointer_row("block_counts", &A::block_counts, "", 16, true)});
+                              pointer_row("expert_order", &A::expert_order, "", 4, true)});
 }
 
 TEST(BadOp, MetadataIds) {

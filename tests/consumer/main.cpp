@@ -61,7 +61,7 @@ int main() {
   }
   // One operation by itself.
   const auto top_k = sonicmoe::make_plan(
-      sonicmoe::TopKDesc{.tokens = T, .experts = E, .top_k = 1, .dtype = desc.dtype});
+      sonicmoe::TopKDesc{{.experts = E, .top_k = 1}, T, desc.experts.dtype});
   if (!top_k.ok()) return std::fprintf(stderr, "%s\n", top_k.status().message()), 1;
   std::vector<std::int32_t> ids(T, -1);
   Tensor scores(T);

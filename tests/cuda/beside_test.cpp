@@ -1,4 +1,4 @@
-// GroupedGemmArgs::beside_previous moves work in time and must not move a bit: whoever waits for an
+// Handoff::overlap_previous moves work in time and must not move a bit: whoever waits for an
 // operation that began early has waited for all that it ran beside, in a stream and in a graph.
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/kernel.h"
+#include "core/op_plan.h"
 #include "sonicmoe/ops.h"
 #include "tests/device.h"
 #include "verify/buffer.h"
@@ -244,8 +244,9 @@ class Backward {
 
   /// Without workspace, which two operations beside each other could not share.
   template <class Plan>
-  static void run(const Plan& plan, const typename Plan::Args& args, Stream stream) {
-    check(plan.run(args, {}, stream));
+  static void run(const Plan& plan, const typename Plan::Args& args, Stream stream,
+                  const Handoff& handoff = {}) {
+    check(run_operation(plan, args, handoff, {}, stream));
   }
   void down_proj_dgrad(Stream stream) const {
     check(down_proj_dgrad_.run(args_, workspace_, stream));
@@ -253,16 +254,13 @@ class Backward {
   void score_grad(Stream stream) const { run(score_grad_, score_args_, stream); }
   void up_proj_dgrad(Stream stream) const { check(up_proj_dgrad_.run(args_, workspace_, stream)); }
   void down_proj_wgrad(Stream stream, bool beside) const {
-    GroupedGemmArgs args = args_;
-    args.beside_previous = beside;
-    run(down_proj_wgrad_, args, stream);
+    run(down_proj_wgrad_, args_, stream, {.overlap_previous = beside});
   }
   void up_proj_wgrad(Stream stream, bool beside, void* dw1) const {
     GroupedGemmArgs args = args_;
     args.offsets = dw1_offsets_;
     args.dw1 = dw1;
-    args.beside_previous = beside;
-    run(up_proj_wgrad_, args, stream);
+    run(up_proj_wgrad_, args, stream, {.overlap_previous = beside});
   }
 
   Shape shape_;

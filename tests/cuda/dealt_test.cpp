@@ -37,7 +37,7 @@ class ExactDealt : public testing::TestWithParam<KernelInfo> {
   }
   /// Operands with as many tiles for a pair of CTAs as `least`, for a counter that is `given` or
   /// one in the workspace. Sets dealt->tiles.
-  std::pair<LayerDesc, GemmInputs> operands(Dealt* dealt, int least, bool given) {
+  std::pair<LayerDesc, HandedInputs> operands(Dealt* dealt, int least, bool given) {
     const GemmOp op = op_of(GetParam());
     Shape shape = {400, dealt->hidden, dealt->intermediate, dealt->experts, 0};
     const int every = dealt->across == 1 ? 20 : 60;
@@ -69,7 +69,7 @@ TEST_P(ExactDealt, AllTiles) {
   if (gathers()) all = {{2048, 8, 1400, 1}, {2048, op == GemmOp::up_proj ? 264 : 520, 270, 3}};
   for (Dealt& dealt : all) {
     const auto [desc, inputs] = operands(&dealt, dealt.across == 1 ? 17 : 4, false);
-    const GemmRun run = expect_exact(op, desc, inputs, GetParam().name);
+    const HandedRun run = expect_exact(op, desc, inputs, GetParam().name);
     std::int32_t drawn = 0;  // the last word
     ASSERT_GE(run.workspace.size(), sizeof drawn);
     std::memcpy(&drawn, run.workspace.data() + run.workspace.size() - sizeof drawn, sizeof drawn);
@@ -81,7 +81,7 @@ TEST_P(ExactDealt, CountsWhereItIsTold) {
   Dealt dealt = shortest();
   auto [desc, inputs] = operands(&dealt, 7, true);
   inputs.tile_counter = 0;
-  const GemmRun run = expect_exact(op_of(GetParam()), desc, inputs, GetParam().name);
+  const HandedRun run = expect_exact(op_of(GetParam()), desc, inputs, GetParam().name);
   EXPECT_EQ(run.tile_counter, dealt.tiles);
   const GuardedBuffer poison(run.workspace.size());  // nothing else in the workspace
   EXPECT_TRUE(std::ranges::equal(run.workspace, poison.bytes()));
@@ -94,7 +94,7 @@ TEST_P(ExactDealt, WrongCountLeadsNowhere) {
   for (const std::int32_t wrong : {-1'000'000, INT32_MAX - 5, INT32_MIN}) {
     SCOPED_TRACE(wrong);
     inputs.tile_counter = wrong;
-    const GemmRun run = run_kernel(op_of(GetParam()), desc, inputs, GetParam().name);
+    const HandedRun run = run_kernel(op_of(GetParam()), desc, inputs, GetParam().name);
     ASSERT_EQ(run.failure, "");
     const std::uint32_t drawn =
         static_cast<std::uint32_t>(run.tile_counter) - static_cast<std::uint32_t>(wrong);
@@ -125,7 +125,7 @@ class ExactHalved : public testing::TestWithParam<KernelInfo> {
     std::int64_t least, most;  ///< tiles in the last round
   };
   /// What was run, and how many tiles that has.
-  std::pair<GemmRun, std::int64_t> expect_exact_with(const Halved& halved) {
+  std::pair<HandedRun, std::int64_t> expect_exact_with(const Halved& halved) {
     Shape shape = {400, halved.hidden, 128 * (halved.across - 1) + 8, halved.experts, 0};
     const auto tiles = [&] { return tiles_of(shape.experts, halved.across); };
     const auto last = [&] { return tiles() % cuda::pairs_of(traits()); };
@@ -138,7 +138,7 @@ class ExactHalved : public testing::TestWithParam<KernelInfo> {
         cuda::halves_last(cuda::rounds(traits(), shape.list_length, shape.experts, halved.across),
                           shape.list_length, shape.experts));
     const LayerDesc desc = layer_of(shape, DType::bf16);
-    GemmInputs inputs = integer_inputs(desc, lists, 3);
+    HandedInputs inputs = integer_inputs(desc, lists, 3);
     inputs.tile_counter = 0;
     return {expect_exact(op_of(GetParam()), desc, inputs, GetParam().name), tiles()};
   }
@@ -176,7 +176,7 @@ class ExactTall : public testing::TestWithParam<KernelInfo> {
   };
   /// What was run with a counter that is `given` or one in the workspace, and how many tiles that
   /// has. They are dealt, if `dealt`.
-  std::pair<GemmRun, std::int64_t> expect_exact_with(const Tall& tall, bool given, bool dealt) {
+  std::pair<HandedRun, std::int64_t> expect_exact_with(const Tall& tall, bool given, bool dealt) {
     Shape shape = {400, tall.hidden, 128 * (tall.across - 1) + 8, tall.experts, 0};
     const auto rows_of = [&](std::int64_t e) {
       if (e % tall.every != 0) return static_cast<int>(e % 4);
@@ -195,7 +195,7 @@ class ExactTall : public testing::TestWithParam<KernelInfo> {
       tiles += cuda::pair_tiles(cuda::tiles(rows_of(e), e < low_from ? 192 : 128), tall.across);
     }
     const LayerDesc desc = layer_of(shape, tall.dtype);
-    GemmInputs inputs = integer_inputs(desc, lists, 3);
+    HandedInputs inputs = integer_inputs(desc, lists, 3);
     if (given) inputs.tile_counter = 0;
     return {expect_exact(GemmOp::up_proj, desc, inputs, GetParam().name), tiles};
   }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/op_plan.h"
 #include "sonicmoe/ops.h"
 #include "tests/device.h"
 #include "tests/plain_layer.h"
@@ -288,8 +289,8 @@ std::pair<std::vector<std::int32_t>, std::int32_t> run(const MetadataCall& call,
   MetadataArgs args;
   args.slot_experts = arena.input("slot_experts", call.experts);
   args.slot_tokens = arena.input("slot_tokens", call.tokens);
-  args.block_counts = static_cast<const std::uint8_t*>(
-      arena.input("block_counts", std::span<const std::byte>(call.counts)));
+  const Handoff handoff{.block_counts = static_cast<std::uint8_t*>(const_cast<void*>(
+                            arena.input("block_counts", std::span<const std::byte>(call.counts))))};
   args.counts = arena.output_int32("counts", d.experts);
   args.offsets = arena.output_int32("offsets", d.experts + 1);
   args.row_tokens = arena.output_int32("row_tokens", d.slots());
@@ -304,7 +305,8 @@ std::pair<std::vector<std::int32_t>, std::int32_t> run(const MetadataCall& call,
   const auto plan = make_plan(d, kDevice);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   const std::size_t bytes = plan.value().workspace_bytes();
-  Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
+  Status status = run_operation(plan.value(), args, handoff,
+                                {arena.output("workspace", bytes, 256), bytes}, {});
   if (status.ok()) status = synchronize(kDevice);
   EXPECT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(arena.damage(), "");

@@ -4,14 +4,18 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "core/op_plan.h"
 #include "sonicmoe/info.h"
 #include "tests/device.h"
 #include "tests/test_names.h"
+#include "verify/buffer.h"
 #include "verify/run.h"
 
 /// Integer-coded operands, and bit for bit what comes out of a GEMM operation's kernel.
@@ -31,12 +35,42 @@ struct Shape {
   std::int64_t tokens, hidden, intermediate, experts, list_length;
 };
 
-inline GemmRun run_kernel(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
-                          const std::string& kernel) {
+/// What operations hand to each other beside tensors (core/handoff.h).
+struct HandedInputs : GemmInputs {
+  HandedInputs(GemmInputs inputs) : GemmInputs(std::move(inputs)) {}  // NOLINT: implicit by design
+  std::optional<std::int32_t> tile_counter;  ///< Handoff::tile_counter begins so; empty: null
+};
+struct HandedRun : GemmRun {
+  std::int32_t tile_counter = 0;  ///< what the operation left there
+};
+
+/// On CUDA an operation that resets the counter of a later one has one to reset.
+inline HandedRun run_kernel(GemmOp op, const LayerDesc& desc, const HandedInputs& inputs,
+                            const std::string& kernel) {
   Options options;
   options.kernel = kernel;
   options.threads = 2;
-  return run_gemm(op, desc, inputs, kDevice, options);
+  Arena words(kDevice);
+  Handoff handoff;
+  if (inputs.tile_counter) {
+    handoff.tile_counter = words.output_int32("tile_counter", 1);
+    words["tile_counter"].put(std::as_bytes(std::span(&*inputs.tile_counter, 1)));
+  }
+  const bool resets = !kOnCpu && inputs.routing.slots() > 0 &&
+                      (op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad);
+  if (resets) handoff.next_tile_counter = words.output_int32("next_tile_counter", 1);
+  GemmInputs handed = inputs;
+  handed.run = [&](const auto& plan, const auto& args, Workspace workspace) {
+    return run_operation(plan, args, handoff, workspace, {});
+  };
+  HandedRun run{run_gemm(op, desc, handed, kDevice, options)};
+  if (!run.failure.empty()) return run;
+  run.failure = words.damage();
+  if (inputs.tile_counter) run.tile_counter = words.int32("tile_counter").front();
+  if (resets && words.int32("next_tile_counter").front() != 0) {
+    run.failure = "did not reset next_tile_counter";
+  }
+  return run;
 }
 
 inline void compare_exactly(const GemmRun& run, GemmOp op, const LayerDesc& desc,
@@ -51,9 +85,9 @@ inline void compare_exactly(const GemmRun& run, GemmOp op, const LayerDesc& desc
 }
 
 /// What was run.
-inline GemmRun expect_exact(GemmOp op, const LayerDesc& desc, const GemmInputs& inputs,
-                            const std::string& kernel) {
-  GemmRun run = run_kernel(op, desc, inputs, kernel);
+inline HandedRun expect_exact(GemmOp op, const LayerDesc& desc, const HandedInputs& inputs,
+                              const std::string& kernel) {
+  HandedRun run = run_kernel(op, desc, inputs, kernel);
   compare_exactly(run, op, desc, inputs);
   return run;
 }

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/block_counts.h"
+#include "core/op_plan.h"
 #include "sonicmoe/ops.h"
 #include "tests/device.h"
 #include "verify/buffer.h"
@@ -26,18 +28,19 @@ Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& sco
   const auto slots = static_cast<std::size_t>(desc.slots());
   Arena arena(kDevice);
   MetadataArgs args;
+  Handoff handoff;
   args.slot_experts = arena.input("slot_experts", routing.experts);
   args.slot_scores = static_cast<const float*>(arena.input("slot_scores", scores, DType::f32));
   if (!block_counts.empty()) {
-    args.block_counts = static_cast<const std::uint8_t*>(
-        arena.input("block_counts", std::span<const std::byte>(block_counts), 16));
+    handoff.block_counts = static_cast<std::uint8_t*>(const_cast<void*>(
+        arena.input("block_counts", std::span<const std::byte>(block_counts), 16)));
   }
   args.counts = arena.output_int32("counts", desc.experts);
   args.offsets = arena.output_int32("offsets", desc.experts + 1);
   args.row_tokens = arena.output_int32("row_tokens", slots);
   args.row_slots = arena.output_int32("row_slots", slots);
   args.slot_rows = arena.output_int32("slot_rows", slots);
-  if (!kOnCpu) args.next_tile_counter = arena.output_int32("next_tile_counter", 1);
+  if (!kOnCpu) handoff.next_tile_counter = arena.output_int32("next_tile_counter", 1);
   if (wants_order) args.expert_order = arena.output_int32("expert_order", desc.experts);
   if (!scores.empty()) args.row_scores = arena.output_float("row_scores", slots);
   if (desc.top_k == 0) {
@@ -48,7 +51,8 @@ Metadata run(const MetadataDesc& desc, const Routing& routing, const Tensor& sco
   const auto plan = make_plan(desc, kDevice, kChecked);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   const std::size_t bytes = plan.value().workspace_bytes();
-  const Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
+  const Status status = run_operation(plan.value(), args, handoff,
+                                      {arena.output("workspace", bytes, 256), bytes}, {});
   EXPECT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(arena.damage(), "");
   if (!kOnCpu) {

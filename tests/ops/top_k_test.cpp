@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "core/block_counts.h"
+#include "core/op_plan.h"
 #include "sonicmoe/ops.h"
 #include "tests/device.h"
 #include "verify/buffer.h"
@@ -40,13 +42,15 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode 
   args.scores = arena.output_float("scores", desc.tokens * k);
   args.ids = arena.output_int32("ids", desc.tokens * k);
   const std::size_t counted = block_counts_bytes(desc, kDevice);
-  args.block_counts = static_cast<std::uint8_t*>(arena.output("block_counts", counted, 16));
+  const Handoff handoff{.block_counts =
+                            static_cast<std::uint8_t*>(arena.output("block_counts", counted, 16))};
   const auto plan = make_plan(desc, kDevice, kChecked);
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   Arena workspace(kDevice);
   const std::size_t bytes = plan.value().workspace_bytes();
   TopK out;
-  out.status = plan.value().run(args, {workspace.output("workspace", bytes, 256), bytes});
+  out.status = run_operation(plan.value(), args, handoff,
+                             {workspace.output("workspace", bytes, 256), bytes}, {});
   EXPECT_EQ(arena.damage() + workspace.damage(), "");
   out.untouched = arena.outputs_untouched();
   out.ids = arena.int32("ids");

@@ -121,7 +121,7 @@ struct ToOrder {
 
 /// What becomes of the last sort.
 struct ToRows {
-  MetadataArgs a;
+  HandedMetadata a;
   std::uint32_t top_k;  ///< 0: lists
   math::LoadClass load_class;
 
@@ -586,7 +586,9 @@ std::size_t workspace(const MetadataDesc& desc, const Exec&) {
   return Memory::layout(desc, nullptr, nullptr);
 }
 
-Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exec& exec) noexcept {
+Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
+           const Exec& exec) noexcept {
+  const HandedMetadata a(args, exec.handoff);
   const cudaStream_t stream = stream_of(exec);
   if (exec.checked) {
     if (Status status = check_ids(d, a, memory, stream); !status.ok()) return status;

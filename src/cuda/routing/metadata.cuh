@@ -7,8 +7,19 @@
 /// What the two ways to metadata share.
 namespace sonicmoe::cuda {
 
+/// Arguments with what is handed on beside them.
+struct HandedMetadata : MetadataArgs {
+  const std::uint8_t* block_counts;
+  std::int32_t* next_tile_counter;  ///< set to 0, or null
+
+  HandedMetadata(const MetadataArgs& args, const Handoff& handoff)
+      : MetadataArgs(args),
+        block_counts(handoff.block_counts),
+        next_tile_counter(handoff.next_tile_counter) {}
+};
+
 /// All of metadata for the slots of top_k, with what it counted, in one launch.
-void place_counted(const MetadataDesc& d, const MetadataArgs& a, const BlockCounts& counts,
+void place_counted(const MetadataDesc& d, const HandedMetadata& a, const BlockCounts& counts,
                    cudaStream_t stream);
 
 /// order[i] = the expert that has i others before it: of a higher class, or of the same and with a
@@ -44,7 +55,7 @@ __device__ __forceinline__ void empty_row(const MetadataArgs& a, std::int64_t ro
 }
 
 /// By one thread.
-__device__ __forceinline__ void clear_next_counter(const MetadataArgs& a) {
+__device__ __forceinline__ void clear_next_counter(const HandedMetadata& a) {
   if (a.next_tile_counter != nullptr) *a.next_tile_counter = 0;
 }
 

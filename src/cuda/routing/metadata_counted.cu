@@ -26,7 +26,7 @@ struct SmallDivisor {
 /// What the kernel works on.
 struct Counted {
   BlockCounts counts;
-  MetadataArgs a;
+  HandedMetadata a;
   std::int32_t slots;
   std::int32_t top_k;
   std::int32_t experts;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
   __shared__ std::int32_t base[kExperts];   // where the block's slots go, in all
   __shared__ std::int32_t begin[kExperts];  // and in the block
   __shared__ std::int32_t all[kExperts];
-  const MetadataArgs& a = p.a;
+  const HandedMetadata& a = p.a;
   const int thread = static_cast<int>(threadIdx.x);
   const int words = 2 * static_cast<int>(p.counts.each);
   const int first_row = static_cast<int>(blockIdx.x * p.counts.each);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
 
 }  // namespace
 
-void place_counted(const MetadataDesc& d, const MetadataArgs& a, const BlockCounts& counts,
+void place_counted(const MetadataDesc& d, const HandedMetadata& a, const BlockCounts& counts,
                    cudaStream_t stream) {
   const Counted counted{counts,
                         a,

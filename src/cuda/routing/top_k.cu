@@ -238,7 +238,7 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
   }
   const Route route = Route::of(d);
   const BlockCounts counts = BlockCounts::of(d.tokens, d.experts, d.top_k);
-  std::uint8_t* const block_counts = counts.bytes() > 0 ? a.block_counts : nullptr;
+  std::uint8_t* const block_counts = counts.bytes() > 0 ? exec.handoff.block_counts : nullptr;
   const auto stride = static_cast<std::int32_t>(counts.stride);
   if (!fits_warp_row(d.experts, d.top_k)) {
     launch_early(top_k_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, stream, logits, route,

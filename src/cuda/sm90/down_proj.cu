@@ -24,7 +24,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.offsets = a.offsets;
-  p.beside_previous = a.beside_previous;
+  p.beside_previous = exec.handoff.overlap_previous;
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(d.hidden, kN);
   p.k_blocks = p.k_half = tiles(n, kK);
@@ -34,7 +34,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.columns = static_cast<int>(d.hidden);
   e.biased = d.bias;
   e.bias = a.b2;
-  return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "down_proj: launch");
+  return launch_dealt<Config>(d, p, e, workspace, exec, "down_proj: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>

@@ -44,8 +44,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
   p.offsets = a.offsets;
-  p.beside_previous = a.beside_previous;
-  p.next_tile_counter = a.next_tile_counter;
+  p.beside_previous = exec.handoff.overlap_previous;
+  p.next_tile_counter = exec.handoff.next_tile_counter;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
@@ -65,8 +65,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.intermediate = static_cast<int>(n);
   e.activations = e.activations.of(d.activation);
   char* const counter = static_cast<char*>(workspace) + partials_bytes(d, p.shared_tiles);
-  Status status =
-      launch_dealt<Config>(d, p, e, a.tile_counter, counter, exec, "down_proj_dgrad: launch");
+  Status status = launch_dealt<Config>(d, p, e, counter, exec, "down_proj_dgrad: launch");
   if (!status.ok() || p.shared_tiles == 1) return status;
   constexpr int kThreads = 256;
   sum_partials<<<tiles(d.rows, kThreads), kThreads, 0, stream_of(exec)>>>(

@@ -78,12 +78,13 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
 inline constexpr std::size_t kDealerBytes = sizeof(std::int32_t);
 inline std::size_t dealer_workspace(const GroupedGemmDesc&, const Exec&) { return kDealerBytes; }
 
-/// launch(), with tiles dealt where deals() says so: counted in `tile_counter`, or if that is null
-/// in the workspace.
+/// launch(), with tiles dealt where deals() says so: counted where Handoff::tile_counter says, or
+/// if that is null in the workspace.
 template <class Traits>
 Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
-                    const typename Traits::Epilogue::Params& epilogue, std::int32_t* tile_counter,
-                    void* workspace, const Exec& exec, const char* what) {
+                    const typename Traits::Epilogue::Params& epilogue, void* workspace,
+                    const Exec& exec, const char* what) {
+  std::int32_t* const tile_counter = exec.handoff.tile_counter;
   if constexpr (Traits::kDealt) {
     static_assert(Dealer<Traits>::kTellAt < kLeastDealtBlocks);
     if (deals(rounds(exec.traits, d.rows, d.experts, params.shared_tiles, Traits::kOwn),

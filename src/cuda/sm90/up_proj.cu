@@ -40,8 +40,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
   p.offsets = a.offsets;
-  p.beside_previous = a.beside_previous;
-  p.next_tile_counter = a.next_tile_counter;
+  p.beside_previous = exec.handoff.overlap_previous;
+  p.next_tile_counter = exec.handoff.next_tile_counter;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
@@ -71,7 +71,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.bias_expert_stride = b1.expert_stride;
   e.intermediate = static_cast<int>(d.intermediate);
   e.activations = e.activations.of(d.activation);
-  return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj: launch");
+  return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj: launch");
 }
 
 /// Whether there is a kernel with a bias. Wide tiles have it for SwiGLU alone, which is what models
@@ -133,13 +133,11 @@ std::string reject_tall(const GroupedGemmDesc& d, const DeviceTraits& device) {
   return reject_tokens(d, "up_proj in tiles of 192 rows");
 }
 
-/// Wide tiles have a bias for SwiGLU alone, which is what models with biases have: another kernel
-/// for each of the other activations would be compiled for nobody.
 std::string reject_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  if (std::string reason = reject_gemm(d, device); !reason.empty()) return reason;
-  return d.bias && d.activation != Activation::swiglu
-             ? "bias: got true, allowed: false (but for swiglu)"
-             : "";
+  if (std::string reason = reject_gemm(d, device); !reason.empty() || !d.bias) return reason;
+  const bool compiled = visit_activations<true>(
+      d.activation, [](auto activations) { return kCompiledWithBias<256, decltype(activations)>; });
+  return compiled ? "" : "bias: got true, allowed: false for " + to_string(d.activation);
 }
 
 std::string defer_tall(const GroupedGemmDesc& d, const DeviceTraits& device) {

@@ -35,7 +35,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.offsets = a.offsets;
-  p.beside_previous = a.beside_previous;
+  p.beside_previous = exec.handoff.overlap_previous;
   p.experts = static_cast<int>(d.experts);
   p.shared_tiles = tiles(d.hidden, Config::kN);
   p.shared_last = last_chunk(d.hidden);
@@ -45,7 +45,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.out[0] = a.dx_rows;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
-  return launch_dealt<Config>(d, p, e, a.tile_counter, workspace, exec, "up_proj_dgrad: launch");
+  return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj_dgrad: launch");
 }
 
 template <int kN, Schedule kSchedule, int kStages>

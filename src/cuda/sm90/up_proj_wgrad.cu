@@ -35,7 +35,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
   p.offsets = a.offsets;
-  p.beside_previous = a.beside_previous;
+  p.beside_previous = exec.handoff.overlap_previous;
   p.row_tokens = a.row_tokens;
   p.expert_order = a.expert_order;
   p.gathered_width = static_cast<int>(d.hidden);

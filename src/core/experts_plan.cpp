@@ -1,0 +1,214 @@
+// The experts alone: rows of x to rows of Y, and back to dX~, dS and the gradients of the weights.
+#include "core/experts_plan.h"
+
+#include <new>
+
+#include "core/validate.h"
+
+namespace sonicmoe {
+
+void ExpertsPlan::Impl::plan_forward(PlanBuilder* build, std::size_t* scratch) {
+  build->add(&up_proj, {{desc}, GemmOp::up_proj}, scratch);
+  build->add(&down_proj, {{desc}, GemmOp::down_proj}, scratch);
+}
+
+void ExpertsPlan::Impl::plan_backward(PlanBuilder* build, std::size_t* scratch) {
+  build->add(&down_proj_dgrad, {{desc}, GemmOp::down_proj_dgrad}, scratch);
+  if (desc.bias) build->add(&bias_grad, {{desc}}, scratch);
+  build->add(&down_proj_wgrad, {{desc}, GemmOp::down_proj_wgrad}, scratch);
+  build->add(&up_proj_wgrad, {{desc}, GemmOp::up_proj_wgrad}, scratch);
+  build->add(&up_proj_dgrad, {{desc}, GemmOp::up_proj_dgrad}, scratch);
+}
+
+std::size_t ExpertsPlan::Impl::scaled_act_bytes() const {
+  return static_cast<std::size_t>(desc.rows * desc.intermediate) * size_of(desc.dtype);
+}
+
+ExpertsPlan::Impl::Forward ExpertsPlan::Impl::book_forward(Ledger* ledger) const {
+  Forward at;
+  at.tile_counters = ledger->book("tile_counters", counts_tiles() ? 8 : 0);
+  at.act = ledger->book("act", scaled_act_bytes());
+  return at;
+}
+
+ExpertsPlan::Impl::Backward ExpertsPlan::Impl::book_backward(Ledger* ledger) const {
+  Backward at;
+  const auto preact = static_cast<std::size_t>(desc.rows * desc.preact_width());
+  at.dpreact =
+      ledger->book("dpreact", desc.dpreact_in_workspace ? preact * size_of(desc.dtype) : 0);
+  at.tile_counter = ledger->book("tile_counter", counts_tiles() ? 4 : 0);
+  return at;
+}
+
+std::int32_t* ExpertsPlan::Impl::up_proj_tile_counter(const Sequence& seq,
+                                                      const Forward& at) const {
+  if (!counts_tiles()) return nullptr;
+  return seq.region(at.tile_counters);
+}
+
+void ExpertsPlan::Impl::forward(Sequence* seq, const ExpertsForwardArgs& args,
+                                const Forward& at) const {
+  std::int32_t* const up_tiles = up_proj_tile_counter(*seq, at);
+  std::int32_t* const down_tiles = up_tiles == nullptr ? nullptr : up_tiles + 1;
+  seq->run("up_proj", up_proj,
+           {.offsets = args.offsets,
+            .row_tokens = args.row_tokens,
+            .x = args.x,
+            .w1 = args.w1,
+            .w1_up = args.w1_up,
+            .b1 = args.b1,
+            .b1_up = args.b1_up,
+            .preact = args.preact,
+            .act = seq->region(at.act)},
+           {.tile_counter = up_tiles, .next_tile_counter = down_tiles});
+  seq->run("down_proj", down_proj,
+           {.offsets = args.offsets,
+            .w2 = args.w2,
+            .b2 = args.b2,
+            .act = seq->region(at.act),
+            .expert_out = args.expert_out},
+           {.tile_counter = down_tiles});
+}
+
+void* ExpertsPlan::Impl::dpreact(const Sequence& seq, const ExpertsBackwardArgs& args,
+                                 const Backward& at) const {
+  if (!desc.dpreact_in_workspace) return args.dpreact;
+  return seq.region(at.dpreact);
+}
+
+void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& args,
+                                      const Backward& at) const {
+  std::int32_t* dx_tiles = nullptr;
+  if (counts_tiles()) dx_tiles = seq->region(at.tile_counter);
+  seq->run("down_proj_dgrad", down_proj_dgrad,
+           {.offsets = args.offsets,
+            .row_tokens = args.row_tokens,
+            .row_scores = args.row_scores,
+            .dout = args.dout,
+            .w2 = args.w2,
+            .preact = const_cast<void*>(args.preact),
+            .dpreact = dpreact(*seq, args, at),
+            .scaled_act = seq->region(at.scaled_act),
+            .row_dscores = args.row_dscores},
+           {.next_tile_counter = dx_tiles});
+  seq->run("bias_grad", bias_grad,
+           {.offsets = args.offsets,
+            .row_tokens = args.row_tokens,
+            .row_scores = args.row_scores,
+            .dpreact = dpreact(*seq, args, at),
+            .dout = args.dout,
+            .b2 = args.b2,
+            .row_dscores = args.row_dscores,
+            .db1 = args.db1,
+            .db1_up = args.db1_up,
+            .db2 = args.db2});
+}
+
+void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArgs& args,
+                                         const Backward& at, bool apart) const {
+  // They need dH and A', not what the operation right before each of them makes.
+  const bool overlaps = desc.rows > 0;
+  seq->run_for(args.dw2, "down_proj_wgrad", down_proj_wgrad,
+               {.offsets = args.offsets,
+                .row_tokens = args.row_tokens,
+                .expert_order = args.expert_order,
+                .dout = args.dout,
+                .scaled_act = seq->region(at.scaled_act),
+                .dw2 = args.dw2},
+               {.overlap_previous = overlaps && apart});
+  seq->run_for(args.dw1, "up_proj_wgrad", up_proj_wgrad,
+               {.offsets = args.offsets,
+                .row_tokens = args.row_tokens,
+                .expert_order = args.expert_order,
+                .x = args.x,
+                .dpreact = dpreact(*seq, args, at),
+                .dw1 = args.dw1,
+                .dw1_up = args.dw1_up},
+               {.overlap_previous = overlaps && (apart || args.dw2 != nullptr)});
+  std::int32_t* dx_tiles = nullptr;  // down_proj_dgrad has reset it
+  if (counts_tiles()) dx_tiles = seq->region(at.tile_counter);
+  seq->run_for(args.dx_rows, "up_proj_dgrad", up_proj_dgrad,
+               {.offsets = args.offsets,
+                .w1 = args.w1,
+                .w1_up = args.w1_up,
+                .dpreact = dpreact(*seq, args, at),
+                .dx_rows = args.dx_rows},
+               {.tile_counter = dx_tiles});
+}
+
+Result<ExpertsPlan> make_plan(const GroupedDesc& desc, Device device, const Options& options) try {
+  Result<Exec> exec = make_exec(device, options);
+  if (!exec.ok()) return exec.status();
+  if (Status status = validate(desc); !status.ok()) return status;
+  auto impl = std::make_shared<ExpertsPlan::Impl>();
+  impl->desc = desc;
+  impl->exec = exec.value();
+  PlanBuilder build(impl->exec, options);
+  std::size_t scratch = 0;
+  impl->plan_forward(&build, &scratch);
+  impl->fwd = impl->book_forward(&impl->forward_ledger);
+  impl->fwd.scratch = impl->forward_ledger.book("scratch", scratch);
+  if (!desc.inference) {
+    scratch = 0;
+    impl->plan_backward(&build, &scratch);
+    impl->bwd = impl->book_backward(&impl->backward_ledger);
+    impl->bwd.scaled_act = impl->backward_ledger.book("scaled_act", impl->scaled_act_bytes());
+    impl->bwd.scratch = impl->backward_ledger.book("scratch", scratch);
+  }
+  if (Status status = build.finish(); !status.ok()) return status;
+  impl->walk = build.walk();
+  return ExpertsPlan(std::move(impl));
+} catch (const std::bad_alloc&) {
+  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+}
+
+const GroupedDesc& ExpertsPlan::desc() const noexcept { return impl_->desc; }
+std::size_t ExpertsPlan::forward_workspace_bytes() const noexcept {
+  return impl_->forward_ledger.size();
+}
+std::size_t ExpertsPlan::backward_workspace_bytes() const noexcept {
+  return impl_->backward_ledger.size();
+}
+std::string ExpertsPlan::explain() const {
+  return "experts\n" + impl_->walk + impl_->forward_ledger.explain("forward") +
+         impl_->backward_ledger.explain("backward");
+}
+
+std::vector<const char*> ExpertsPlan::forward_operations() const {
+  std::vector<const char*> names;
+  Sequence seq(&names);
+  impl_->forward(&seq, {}, impl_->fwd);
+  return names;
+}
+std::vector<const char*> ExpertsPlan::backward_operations() const {
+  std::vector<const char*> names;
+  Sequence seq(&names);
+  impl_->row_gradients(&seq, {}, impl_->bwd);
+  impl_->weight_gradients(&seq, {}, impl_->bwd, false);
+  return names;
+}
+
+Status ExpertsPlan::forward(const ExpertsForwardArgs& args, Workspace workspace, Stream stream,
+                            OperationMask operations) const noexcept {
+  const Impl& p = *impl_;
+  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(workspace, forward_workspace_bytes()); !status.ok()) return status;
+  const DeviceGuard guard(p.exec.device);
+  Sequence seq(workspace, p.fwd.scratch, stream, operations);
+  p.forward(&seq, args, p.fwd);
+  return seq.status();
+}
+
+Status ExpertsPlan::backward(const ExpertsBackwardArgs& args, Workspace workspace, Stream stream,
+                             OperationMask operations) const noexcept {
+  const Impl& p = *impl_;
+  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
+  const DeviceGuard guard(p.exec.device);
+  Sequence seq(workspace, p.bwd.scratch, stream, operations);
+  p.row_gradients(&seq, args, p.bwd);
+  p.weight_gradients(&seq, args, p.bwd, false);
+  return seq.status();
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/op_plan.h"
+
+namespace sonicmoe {
+
+/// Makes the plans of the operations of a larger plan; the first refusal stops it.
+class PlanBuilder {
+ public:
+  PlanBuilder(const Exec& exec, const Options& options) : exec_(exec), options_(options) {}
+
+  /// A kernel or backend that the options name binds the operations that have such an entry.
+  template <class Desc>
+  void add(std::optional<OpPlan<Desc>>* plan, const Desc& desc, std::size_t* scratch) {
+    if (!status_.ok()) return;
+    Options options = options_;
+    if (!offers(desc, options_.kernel)) options.kernel.clear();
+    found_ |= options.kernel == options_.kernel;
+    Result<OpPlan<Desc>> made = make_plan(desc, exec_.device, options);
+    if (!made.ok()) {
+      status_ = made.status();
+      return;
+    }
+    *scratch = std::max(*scratch, made->workspace_bytes());
+    walk_ += made->explain();
+    *plan = std::move(made).value();
+  }
+
+  const Status& status() const { return status_; }
+  /// Which kernels run and why the others do not.
+  const std::string& walk() const { return walk_; }
+
+  /// After the last operation: a kernel that none has was named in vain.
+  Status finish() const {
+    if (status_.ok() && !found_) {
+      return Status::error(StatusCode::unsupported,
+                           "kernel: got %s, allowed: a name or backend of sonicmoe::kernels()",
+                           options_.kernel.c_str());
+    }
+    return status_;
+  }
+
+ private:
+  template <class Desc>
+  bool offers(const Desc& desc, const std::string& wanted) const {
+    for (const Kernel<Desc>* kernel : kernel_list<Desc>()) {
+      if (is_candidate(*kernel, desc, exec_.traits) &&
+          kernel_matches(wanted, kernel->name, kernel->arch)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  const Exec& exec_;
+  const Options& options_;
+  Status status_;
+  std::string walk_;
+  bool found_ = false;
+};
+
+}  // namespace sonicmoe

@@ -1,0 +1,223 @@
+// From tokens to grouped rows and back: the router's product, top-K or token rounding, metadata.
+#include "core/router_plan.h"
+
+#include <new>
+
+#include "core/block_counts.h"
+#include "core/validate.h"
+
+namespace sonicmoe {
+
+void RouterPlan::Impl::plan_forward(PlanBuilder* build, std::size_t* scratch) {
+  const RoutingDesc& d = desc;
+  if (!given()) {
+    build->add(&router_gemm, {GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype}, scratch);
+  }
+  if (!lists()) build->add(&top_k, {{d}, d.tokens, d.dtype}, scratch);
+  if (rounded()) {
+    build->add(&token_rounding, {{d}, d.tokens, d.dtype, d.rounding.rule, d.rounding.tile},
+               scratch);
+  }
+  build->add(&metadata,
+             {d.tokens, d.experts, lists() ? 0 : d.top_k, lists() ? d.row_capacity() : 0,
+              d.assume_sorted || rounded()},
+             scratch);
+}
+
+void RouterPlan::Impl::plan_backward(PlanBuilder* build, std::size_t* scratch) {
+  const RoutingDesc& d = desc;
+  ScoreGradDesc score{{d}, d.tokens, d.row_capacity(), d.dtype};
+  if (lists()) {  // given or made, they take their gradients in slot order
+    static_cast<RouterDesc&>(score) = {.experts = d.experts, .mode = RouterMode::given};
+  }
+  build->add(&score_grad, score, scratch);
+  if (rounded()) {
+    TokenRoundingGradDesc rounding{{d}, d.tokens, d.dtype};
+    rounding.list_length = d.row_capacity();
+    build->add(&token_rounding_grad, rounding, scratch);
+  }
+  if (given()) return;
+  build->add(&router_dgrad, {GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype}, scratch);
+  build->add(&router_wgrad, {GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype}, scratch);
+}
+
+RouterPlan::Impl::Forward RouterPlan::Impl::book_forward(Ledger* ledger) const {
+  Forward at;
+  at.row_slots = ledger->book("row_slots", 4 * static_cast<std::size_t>(desc.row_capacity()));
+  at.block_counts =
+      ledger->book("block_counts", top_k ? block_counts_bytes(top_k->desc(), exec.device) : 0);
+  return at;
+}
+
+RouterPlan::Impl::Backward RouterPlan::Impl::book_backward(Ledger* ledger) const {
+  Backward at;
+  const auto rows = static_cast<std::size_t>(desc.row_capacity());
+  at.dscores = ledger->book("dscores", rounded() ? 4 * rows : 0);
+  return at;
+}
+
+void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, const Forward& at,
+                               std::int32_t* next_tile_counter) const {
+  const RoutedRows rows = RoutingBlock::at(desc, args.routing);
+  float* const made_scores = rounded() ? args.slot_scores : rows.slot_scores;
+  Handoff counted;
+  if (top_k && block_counts_bytes(top_k->desc(), exec.device) > 0) {
+    counted.block_counts = seq->region(at.block_counts);
+  }
+  seq->run("router_gemm", router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
+  seq->run("top_k", top_k,
+           {.logits = args.logits,
+            .scores = made_scores,
+            .ids = rows.slot_experts,
+            .error_word = args.error_word},
+           counted);
+  seq->run("token_rounding", token_rounding,
+           {.logits = args.logits,
+            .seed = args.seed,
+            .offset = args.offset,
+            .draws = args.draws,
+            .scores = made_scores,
+            .token_ids = rows.slot_tokens,
+            .expert_ids = rows.slot_experts,
+            .counts = args.counts,
+            .frequency = args.frequency,
+            .error_word = args.error_word});
+  counted.next_tile_counter = next_tile_counter;
+  seq->run("metadata", metadata,
+           {.slot_experts = given() ? args.list_experts : rows.slot_experts,
+            .slot_tokens = given() ? args.list_tokens : rows.slot_tokens,
+            .slot_scores = given() ? args.list_scores : made_scores,
+            .counts = args.counts,
+            .offsets = rows.offsets,
+            .row_tokens = rows.row_tokens,
+            .row_slots = seq->region(at.row_slots),
+            .slot_rows = rows.slot_rows,
+            .row_scores = rows.row_scores,
+            .token_offsets = rows.token_offsets,
+            .token_slots = rows.token_slots,
+            .expert_order = rows.expert_order,
+            .error_word = args.error_word},
+           counted);
+}
+
+void RouterPlan::Impl::copy_out(Sequence* seq, const RouterForwardArgs& args) const {
+  if (lists()) return;
+  const RoutedRows rows = RoutingBlock::at(desc, args.routing);
+  const std::size_t bytes = 4 * static_cast<std::size_t>(desc.row_capacity());
+  seq->copy(args.scores, rows.slot_scores, bytes, exec);
+  seq->copy(args.expert_ids, rows.slot_experts, bytes, exec);
+}
+
+void RouterPlan::Impl::score_gradients(Sequence* seq, const RouterBackwardArgs& args,
+                                       const Backward& at) const {
+  // Backward only reads the block; the operations' arguments are the same as forward's.
+  const RoutedRows rows = RoutingBlock::at(desc, const_cast<void*>(args.routing));
+  float* const dscores = rounded() ? seq->region(at.dscores) : args.dscores;
+  seq->run("score_grad", score_grad,
+           {.row_dscores = args.row_dscores,
+            .slot_rows = rows.slot_rows,
+            .slot_scores = rows.slot_scores,
+            .slot_experts = rows.slot_experts,
+            .logits = args.logits,
+            .dlogits_in = args.dlogits_in,
+            .dlogits = args.dlogits,
+            .dscores = dscores});
+  seq->run("token_rounding_grad", token_rounding_grad,
+           {.logits = args.logits,
+            .token_ids = rows.slot_tokens,
+            .expert_ids = rows.slot_experts,
+            .dscores = dscores,
+            .dlogits_in = args.dlogits_in,
+            .dlogits = args.dlogits});
+}
+
+void RouterPlan::Impl::weight_gradients(Sequence* seq, const RouterBackwardArgs& args) const {
+  const RouterGemmArgs products{.x = args.x,
+                                .w = args.router_w,
+                                .dlogits = args.dlogits,
+                                .dx = args.dx,
+                                .dw = args.drouter_w};
+  seq->run_for(args.dx, "router_dgrad", router_dgrad, products);
+  seq->run_for(args.drouter_w, "router_wgrad", router_wgrad, products);
+}
+
+Result<RouterPlan> make_plan(const RoutingDesc& desc, Device device, const Options& options) try {
+  Result<Exec> exec = make_exec(device, options);
+  if (!exec.ok()) return exec.status();
+  if (Status status = validate(desc); !status.ok()) return status;
+  auto impl = std::make_shared<RouterPlan::Impl>();
+  impl->desc = desc;
+  impl->exec = exec.value();
+  PlanBuilder build(impl->exec, options);
+  std::size_t scratch = 0;
+  impl->plan_forward(&build, &scratch);
+  impl->fwd = impl->book_forward(&impl->forward_ledger);
+  impl->fwd.scratch = impl->forward_ledger.book("scratch", scratch);
+  if (!desc.inference) {
+    scratch = 0;
+    impl->plan_backward(&build, &scratch);
+    impl->bwd = impl->book_backward(&impl->backward_ledger);
+    impl->bwd.scratch = impl->backward_ledger.book("scratch", scratch);
+  }
+  if (Status status = build.finish(); !status.ok()) return status;
+  impl->walk = build.walk();
+  return RouterPlan(std::move(impl));
+} catch (const std::bad_alloc&) {
+  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+}
+
+const RoutingDesc& RouterPlan::desc() const noexcept { return impl_->desc; }
+std::size_t RouterPlan::forward_workspace_bytes() const noexcept {
+  return impl_->forward_ledger.size();
+}
+std::size_t RouterPlan::backward_workspace_bytes() const noexcept {
+  return impl_->backward_ledger.size();
+}
+std::size_t RouterPlan::routing_bytes() const noexcept { return RoutingBlock::bytes(impl_->desc); }
+RoutedRows RouterPlan::routed_rows(void* routing) const noexcept {
+  return RoutingBlock::at(impl_->desc, routing);
+}
+std::string RouterPlan::explain() const {
+  return "router\n" + impl_->walk + impl_->forward_ledger.explain("forward") +
+         impl_->backward_ledger.explain("backward");
+}
+
+std::vector<const char*> RouterPlan::forward_operations() const {
+  std::vector<const char*> names;
+  Sequence seq(&names);
+  impl_->forward(&seq, {}, impl_->fwd, nullptr);
+  return names;
+}
+std::vector<const char*> RouterPlan::backward_operations() const {
+  std::vector<const char*> names;
+  Sequence seq(&names);
+  impl_->score_gradients(&seq, {}, impl_->bwd);
+  impl_->weight_gradients(&seq, {});
+  return names;
+}
+
+Status RouterPlan::forward(const RouterForwardArgs& args, Workspace workspace, Stream stream,
+                           OperationMask operations) const noexcept {
+  const Impl& p = *impl_;
+  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(workspace, forward_workspace_bytes()); !status.ok()) return status;
+  const DeviceGuard guard(p.exec.device);
+  Sequence seq(workspace, p.fwd.scratch, stream, operations);
+  p.forward(&seq, args, p.fwd, nullptr);
+  p.copy_out(&seq, args);
+  return seq.status();
+}
+
+Status RouterPlan::backward(const RouterBackwardArgs& args, Workspace workspace, Stream stream,
+                            OperationMask operations) const noexcept {
+  const Impl& p = *impl_;
+  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
+  const DeviceGuard guard(p.exec.device);
+  Sequence seq(workspace, p.bwd.scratch, stream, operations);
+  p.score_gradients(&seq, args, p.bwd);
+  p.weight_gradients(&seq, args);
+  return seq.status();
+}
+
+}  // namespace sonicmoe

@@ -1,0 +1,317 @@
+// The pointers of a call: null where something is read or written, or misaligned.
+#include "core/checker.h"
+#include "core/validate.h"
+
+namespace sonicmoe {
+
+Status validate(const LayerDesc& d, const ForwardArgs& a) {
+  const bool given = d.router.mode == RouterMode::given;
+  Checker check;
+  check.tensor("x", a.x, d.tokens, "(T, d)");
+  if (given) {
+    check.ints("list_tokens", a.list_tokens, d.router.list_length, "(L) int32");
+    check.ints("list_experts", a.list_experts, d.router.list_length, "(L) int32");
+    check.ints("list_scores", a.list_scores, d.router.list_length, "(L) float");
+  } else {
+    check.tensor("router_w", a.router_w, 1, "(E, d)");
+  }
+  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.experts.w1_layout)
+      .tensor("w2", a.w2, 1, "(E, d, n)");
+  if (d.experts.bias) {
+    check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.experts.w1_layout)
+        .tensor("b2", a.b2, 1, "(E, d)");
+  }
+  check.tensor("o", a.o, d.tokens, "(T, d)");
+  if (!given) {
+    check.tensor("logits", a.logits, d.tokens, "(T, E)");
+    if (d.rounding.tile > 0) {
+      check.optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
+    } else {
+      check.optional("scores", a.scores, d.tokens, 4);
+      check.optional("expert_ids", a.expert_ids, d.tokens, 4);
+    }
+  }
+  check.optional("error_word", a.error_word, 1, 4);
+  check.ints("counts", a.counts, 1, "(E) int32");
+  if (!d.experts.inference) {
+    check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
+    check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
+  }
+  return check.status();
+}
+
+Status validate(const LayerDesc& d, const BackwardArgs& a) {
+  const bool given = d.router.mode == RouterMode::given;
+  if (Status status = validate_backward(d.experts.inference); !status.ok()) return status;
+  Checker check;
+  check.tensor("x", a.x, d.tokens, "(T, d)");
+  if (!given) check.tensor("router_w", a.router_w, 1, "(E, d)");
+  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.experts.w1_layout)
+      .tensor("w2", a.w2, 1, "(E, d, n)");
+  if (d.experts.bias) check.tensor("b2", a.b2, 1, "(E, d)");
+  if (d.needs_logits()) {
+    check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  }
+  check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
+  check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
+  check.tensor("dout", a.dout, d.tokens, "(T, d)");
+  if (!given) check.optional("dlogits", a.dlogits, d.tokens);
+  check.optional("dx", a.dx, d.tokens);
+  if (given) {
+    check.ints("dscores", a.dscores, d.router.list_length, "(L) float");
+  } else {
+    check.optional("drouter_w", a.drouter_w, 1);
+  }
+  const bool separate = d.experts.w1_layout == W1Layout::separate;
+  if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
+    check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.experts.w1_layout);
+  }
+  check.optional("dw2", a.dw2, 1);
+  if (d.experts.bias) {
+    check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.experts.w1_layout)
+        .tensor("db2", a.db2, 1, "(E, d)");
+  }
+  if (!d.experts.dpreact_in_workspace) check.tensor("dpreact", a.dpreact, d.rows(), "(R, 2n or n)");
+  return check.status();
+}
+
+Status validate(const RoutingDesc& d, const RouterForwardArgs& a) {
+  Checker check;
+  if (d.given()) {
+    check.ints("list_tokens", a.list_tokens, d.list_length, "(L) int32");
+    check.ints("list_experts", a.list_experts, d.list_length, "(L) int32");
+    check.ints("list_scores", a.list_scores, d.list_length, "(L) float");
+  } else {
+    check.tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
+    check.tensor("logits", a.logits, d.tokens, "(T, E)");
+    if (d.rounding.tile > 0) {
+      check.optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
+      check.ints("slot_scores", a.slot_scores, d.row_capacity(), "(R) float");
+    } else {
+      check.optional("scores", a.scores, d.tokens, 4);
+      check.optional("expert_ids", a.expert_ids, d.tokens, 4);
+    }
+  }
+  check.ints("counts", a.counts, 1, "(E) int32").ints("routing", a.routing, 1, "routing_bytes()");
+  return check.optional("error_word", a.error_word, 1, 4).status();
+}
+
+Status validate(const RoutingDesc& d, const RouterBackwardArgs& a) {
+  if (Status status = validate_backward(d.inference); !status.ok()) return status;
+  Checker check;
+  check.ints("routing", a.routing, 1, "routing_bytes()");
+  check.ints("row_dscores", a.row_dscores, d.row_capacity(), "(R) float");
+  if (d.given()) return check.ints("dscores", a.dscores, d.list_length, "(L) float").status();
+  check.tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
+  if (d.needs_logits()) check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  check.optional("dlogits_in", a.dlogits_in, d.tokens);
+  check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
+  return check.optional("dx", a.dx, d.tokens).optional("drouter_w", a.drouter_w, 1).status();
+}
+
+Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a) {
+  Checker check;
+  check.ints("offsets", a.offsets, 1, "(E+1) int32");
+  check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
+  check.tensor("x", a.x, d.rows * d.tokens, "(T, d)");
+  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
+  if (d.bias) {
+    check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.w1_layout).tensor("b2", a.b2, 1, "(E, d)");
+  }
+  if (!d.inference) check.tensor("preact", a.preact, d.rows, "(R, 2n or n)");
+  return check.tensor("expert_out", a.expert_out, d.rows, "(R, d)").status();
+}
+
+Status validate(const GroupedDesc& d, const ExpertsBackwardArgs& a) {
+  if (Status status = validate_backward(d.inference); !status.ok()) return status;
+  Checker check;
+  check.ints("offsets", a.offsets, 1, "(E+1) int32");
+  check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
+  check.ints("row_scores", a.row_scores, d.rows, "(R) float");
+  check.optional("expert_order", a.expert_order, 1, 4);
+  check.tensor("x", a.x, d.rows * d.tokens, "(T, d)");
+  check.tensor("dout", a.dout, d.rows * d.tokens, "(T, d)");
+  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
+  if (d.bias) check.tensor("b2", a.b2, 1, "(E, d)");
+  check.tensor("preact", a.preact, d.rows, "(R, 2n or n)");
+  check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
+  check.optional("dx_rows", a.dx_rows, d.rows);
+  const bool separate = d.w1_layout == W1Layout::separate;
+  if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
+    check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
+  }
+  check.optional("dw2", a.dw2, 1);
+  if (d.bias) {
+    check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout).tensor("db2", a.db2, 1, "(E, d)");
+  }
+  if (!d.dpreact_in_workspace) check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
+  return check.status();
+}
+
+Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a) {
+  Checker check;
+  if (d.pass != GemmPass::dgrad) check.tensor("x", a.x, d.tokens, "(T, d)");
+  if (d.pass != GemmPass::wgrad) check.tensor("w", a.w, 1, "(E, d)");
+  if (d.pass != GemmPass::forward) check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
+  if (d.pass == GemmPass::forward) check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  if (d.pass == GemmPass::dgrad) check.tensor("dx", a.dx, d.tokens, "(T, d)");
+  if (d.pass == GemmPass::wgrad) check.tensor("dw", a.dw, 1, "(E, d)");
+  return check.status();
+}
+
+Status validate(const TopKDesc& d, const TopKArgs& a) {
+  Checker check;
+  check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  check.ints("scores", a.scores, d.tokens, "(T, K) float");
+  check.ints("ids", a.ids, d.tokens, "(T, K) int32");
+  return check.optional("error_word", a.error_word, 1, 4).status();
+}
+
+Status validate(const MetadataDesc& d, const MetadataArgs& a) {
+  const std::int64_t slots = d.slots();
+  Checker check;
+  check.ints("slot_experts", a.slot_experts, slots, "(S) int32");
+  if (d.top_k == 0) check.ints("slot_tokens", a.slot_tokens, slots, "(S) int32");
+  check.ints("counts", a.counts, 1, "(E) int32").ints("offsets", a.offsets, 1, "(E+1) int32");
+  check.ints("row_tokens", a.row_tokens, slots, "(S) int32");
+  check.ints("row_slots", a.row_slots, slots, "(S) int32");
+  check.ints("slot_rows", a.slot_rows, slots, "(S) int32");
+  if (a.row_scores != nullptr) check.ints("slot_scores", a.slot_scores, slots, "(S) float");
+  check.optional("row_scores", a.row_scores, slots, 4);
+  if (d.top_k == 0) {
+    check.ints("token_offsets", a.token_offsets, 1, "(T+1) int32");
+    check.ints("token_slots", a.token_slots, slots, "(S) int32");
+  }
+  check.optional("expert_order", a.expert_order, 1, 4);
+  return check.optional("error_word", a.error_word, 1, 4).status();
+}
+
+Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
+  const GemmOp op = d.op;
+  const bool gathers = op != GemmOp::down_proj && op != GemmOp::up_proj_dgrad;
+  const bool up = op == GemmOp::up_proj || op == GemmOp::up_proj_wgrad;
+  Checker check;
+  check.ints("offsets", a.offsets, 1, "(E+1) int32");
+  check.optional("expert_order", a.expert_order, 1, 4);
+  if (gathers) {
+    check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
+    check.tensor(up ? "x" : "dout", up ? a.x : a.dout, d.rows * d.tokens, "(T, d)");
+  }
+  switch (op) {
+    case GemmOp::up_proj:
+      check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout);
+      if (d.bias) check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.w1_layout);
+      if (!d.inference) check.tensor("preact", a.preact, d.rows, "(R, 2n or n)");
+      check.tensor("act", a.act, d.rows, "(R, n)");
+      break;
+    case GemmOp::down_proj:
+      check.tensor("act", a.act, d.rows, "(R, n)").tensor("w2", a.w2, 1, "(E, d, n)");
+      if (d.bias) check.tensor("b2", a.b2, 1, "(E, d)");
+      check.tensor("expert_out", a.expert_out, d.rows, "(R, d)");
+      break;
+    case GemmOp::down_proj_dgrad:
+      check.ints("row_scores", a.row_scores, d.rows, "(R) float");
+      check.tensor("w2", a.w2, 1, "(E, d, n)").tensor("preact", a.preact, d.rows, "(R, 2n or n)");
+      check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
+      check.tensor("scaled_act", a.scaled_act, d.rows, "(R, n)");
+      check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
+      break;
+    case GemmOp::up_proj_dgrad:
+      check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
+      check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout);
+      check.tensor("dx_rows", a.dx_rows, d.rows, "(R, d)");
+      break;
+    case GemmOp::down_proj_wgrad:
+      check.tensor("scaled_act", a.scaled_act, d.rows, "(R, n)");
+      check.tensor("dw2", a.dw2, 1, "(E, d, n)");
+      break;
+    case GemmOp::up_proj_wgrad:
+      check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
+      check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
+      break;
+  }
+  return check.status();
+}
+
+Status validate(const BiasGradDesc& d, const BiasGradArgs& a) {
+  Checker check;
+  check.ints("offsets", a.offsets, 1, "(E+1) int32");
+  check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
+  check.ints("row_scores", a.row_scores, d.rows, "(R) float");
+  check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
+  check.tensor("dout", a.dout, d.rows * d.tokens, "(T, d)").tensor("b2", a.b2, 1, "(E, d)");
+  check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
+  check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout);
+  return check.tensor("db2", a.db2, 1, "(E, d)").status();
+}
+
+Status validate(const AggregateDesc& d, const AggregateArgs& a) {
+  Checker check;
+  check.tensor("rows", a.rows, d.rows, "(R, d)");
+  check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
+  if (d.top_k == 0) {
+    check.ints("token_offsets", a.token_offsets, 1, "(T+1) int32");
+    check.ints("token_slots", a.token_slots, d.rows, "(R) int32");
+  }
+  check.optional("slot_scores", a.slot_scores, d.rows, 4);
+  check.optional("addend", a.addend, d.tokens);
+  if (a.router_w != nullptr) {
+    check.require(d.experts > 0, "router_w", "a pointer", "null without experts");
+    check.require(a.slot_scores == nullptr, "slot_scores", "a pointer", "null with router_w");
+    check.tensor("router_w", a.router_w, d.experts, "(E, d)");
+    check.ints("slot_experts", a.slot_experts, d.rows, "(R) int32");
+    check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
+  }
+  return check.tensor("out", a.out, d.tokens, "(T, d)").status();
+}
+
+Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
+  Checker check;
+  check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
+  check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
+  if (d.mode == RouterMode::given) {
+    return check.ints("dscores", a.dscores, d.rows, "(R) float").status();
+  }
+  check.ints("slot_scores", a.slot_scores, d.rows, "(R) float");
+  check.ints("slot_experts", a.slot_experts, d.rows, "(R) int32");
+  if (d.reaches_all_experts()) {
+    check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  }
+  check.optional("dlogits_in", a.dlogits_in, d.tokens);
+  return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
+}
+
+Status validate(const AuxLossDesc& d, const AuxLossArgs& a) {
+  Checker check;
+  check.tensor("logits", a.logits, d.tokens, "(T, E)").ints("counts", a.counts, 1, "(E) int32");
+  if (d.backward) {
+    check.ints("dloss", a.dloss, 1, "(1) float");
+    check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
+  } else {
+    check.ints("loss", a.loss, 1, "(1) float");
+  }
+  return check.status();
+}
+
+Status validate(const TokenRoundingDesc& d, const TokenRoundingArgs& a) {
+  Checker check;
+  check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  check.ints("scores", a.scores, d.tokens, "(capacity) float");
+  check.ints("token_ids", a.token_ids, d.tokens, "(capacity) int32");
+  check.ints("expert_ids", a.expert_ids, d.tokens, "(capacity) int32");
+  check.ints("counts", a.counts, 1, "(E) int32");
+  check.optional("draws", a.draws, 1, 8).optional("frequency", a.frequency, 1, 4);
+  return check.optional("error_word", a.error_word, 1, 4).status();
+}
+
+Status validate(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a) {
+  Checker check;
+  check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  check.ints("token_ids", a.token_ids, d.list_length, "(capacity) int32");
+  check.ints("expert_ids", a.expert_ids, d.list_length, "(capacity) int32");
+  check.ints("dscores", a.dscores, d.list_length, "(capacity) float");
+  check.optional("dlogits_in", a.dlogits_in, d.tokens);
+  return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
+}
+
+}  // namespace sonicmoe
