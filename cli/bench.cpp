@@ -26,8 +26,9 @@ constexpr const char* kHelp =
     "threads inside a GEMM; on CUDA cuBLAS in the layer's type, strided-batched or what\n"
     "cuBLASLt's heuristics propose. On the CPU forward and backward are the whole layer. On\n"
     "CUDA they start from given scores and experts: metadata, all kernels and all gradients,\n"
-    "but not router and top-K, which layer_forward, layer_backward and layer add; 'host' is\n"
-    "how long the calls of layer keep the host, 'routing' all from logits to metadata. Times\n"
+    "but no products of the router and no top-K, which layer_forward, layer_backward and layer\n"
+    "add; 'host' is how long the calls of layer keep the host, 'routing' all from logits to "
+    "metadata. Times\n"
     "on CUDA are between two events.\n"
     "With --sustained everything is timed by itself, what takes most work first, after 5 s in\n"
     "which that has kept the chip busy: a GEMM then runs at the clock that the power cap leaves\n"
@@ -44,8 +45,7 @@ constexpr const char* kHelp =
     "Threads of OpenMP spin while they wait: on a CPU that others use too, give fewer --threads\n"
     "or set OMP_WAIT_POLICY=passive.\n"
     "JSON: version, command, device, threads, multiprocessors (0: all), seed, skew, repeats,\n"
-    "sustained_ms, interrupted, layer {thiek, dtype, activation, w1_layout, router,\n"
-    "norm_topk_probs, rounding {rule, tile} or null, bias, inference}, rows, fewest_rows,\n"
+    "sustained_ms, interrupted, layer {text, thiek, each field of the text}, rows, fewest_rows,\n"
     "most_rows (of an expert), results [{what, runs, ms, mad_ms, tflops, gbps, bound_ms,\n"
     "of_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}],\n"
     "saved_bytes {x, preact, routing, logits, total}, workspace_bytes {forward, backward}. A\n"
@@ -215,7 +215,7 @@ class Bench {
     if (!status.ok()) throw std::runtime_error(std::string("forward: ") + status.message());
     layer_ = layer_groups(plan_, tensors_, workspace_.workspace());
     if (settings.operations || settings.on_cuda()) {
-      operations_ = std::make_unique<Operations>(settings, tensors_, settings.every_kernel);
+      operations_ = std::make_unique<Operations>(settings, plan_, tensors_, settings.every_kernel);
     }
     if (settings.on_cuda()) {
       add_cuda();
@@ -393,6 +393,13 @@ Json run_one(const BenchSettings& settings) {
 
 int run_bench(BenchSettings& settings) {
   settings.resolve();
+  // Its tensors are those of a layer with a router and one W1.
+  if (settings.desc.router.given()) {
+    throw UsageError("--layer: got router=given, allowed: a router that chooses by logits");
+  }
+  if (settings.desc.experts.w1_layout == W1Layout::separate) {
+    throw UsageError("--layer: got w1_layout=separate, allowed: interleaved, concatenated");
+  }
   if (settings.sustained > 0 && !settings.on_cuda()) {
     throw UsageError("--sustained: got --device cpu, allowed: --device cuda");
   }
@@ -435,10 +442,12 @@ Subcommand add_bench(CLI::App& app) {
   auto* one =
       parser->add_option_function<std::string>("--case", set_case, "--thiek of a published table");
   one->check(one_of(shapes))->type_name(join(shapes))->excludes(parser->get_option("--thiek"));
+  one->excludes(parser->get_option("--layer"));
   parser->add_option("--configs", settings->configs, "All twelve shapes of published tables")
       ->check(one_of({"targets"}))
       ->type_name("targets")
       ->excludes(parser->get_option("--thiek"))
+      ->excludes(parser->get_option("--layer"))
       ->excludes(one);
   parser->add_flag("--ops", settings->operations, "Time each operation by itself, too")
       ->check(no_value());
