@@ -1,5 +1,6 @@
 """What changed since the rules for prose and commit subjects began, as far as git can tell."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -19,7 +20,8 @@ def git(root: Path, *args: str) -> str | None:
 
 def touched_documents(root: Path, base: str = BASE) -> list[Path] | None:
     """Markdown files of the working tree that differ from `base`, untracked ones included; None
-    without history. A page of findings that only moved is left out."""
+    without history. Left out are a page of findings that only moved, and pages in which nothing but
+    digits differs, as after tools/figures.py."""
     new = git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.md")
     changed = git(root, "diff", "-z", "--relative", "--name-status", "--find-renames=100%",
                   "--diff-filter=d", base, "--", "*.md")  # fmt: skip
@@ -33,7 +35,14 @@ def touched_documents(root: Path, base: str = BASE) -> list[Path] | None:
         name = next(fields, "")
         if name and not (status.startswith("R") and name.startswith("docs/findings/")):
             names.add(name)
-    return sorted(root / name for name in names)
+    return sorted(root / name for name in names if not only_digits_differ(root, name, base))
+
+
+def only_digits_differ(root: Path, name: str, base: str) -> bool:
+    before = git(root, "show", f"{base}:./{name}")
+    words = [re.sub(r"[\d.]+", "0", text).split() for text in
+             (before or "", (root / name).read_text())]  # fmt: skip
+    return before is not None and words[0] == words[1]
 
 
 def subjects(root: Path, base: str = BASE) -> list[tuple[str, str]] | None:

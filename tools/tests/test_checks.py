@@ -179,6 +179,18 @@ def test_prose_is_checked_in_documents_that_changed(history):
     assert names == ["README.md", "docs/findings/mended.md", "docs/moved.md", "new.md"]
 
 
+def test_prose_is_not_checked_where_only_figures_changed(history):
+    root, base, git = history
+    plant(root, {"README.md": f"17.25 us, 3 %: {LONG}\n"})
+    git("add", ".")
+    git("commit", "-q", "-m", "docs: say how long")
+    before = git("rev-parse", "HEAD")
+    plant(root, {"README.md": f"9.1 us, 10 %: {LONG}\n"})
+    assert check_docs.check_prose(root, before)[1] == []
+    plant(root, {"README.md": f"9.1 ms, 10 %: {LONG}\n"})
+    assert len(check_docs.check_prose(root, before)[1]) == 1
+
+
 def test_prose_is_not_checked_without_history(history, tmp_path, monkeypatch):
     root, base, _ = history
     checked, problems = check_docs.check_prose(root, "0" * 40)  # as in a shallow clone
