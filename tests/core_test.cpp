@@ -78,7 +78,8 @@ TEST(Ledger, BooksAlignedRegionsAndReusesThem) {
   ledger.restart_at(shared);
   EXPECT_EQ(ledger.book("d", 10), shared);  // over c
   EXPECT_EQ(ledger.size(), 768u + 1024u);   // the highest end seen
-  EXPECT_NE(ledger.explain("forward").find("768 + 1000 c"), std::string::npos) << ledger.explain("forward");
+  EXPECT_NE(ledger.explain("forward").find("768 + 1000 c"), std::string::npos)
+      << ledger.explain("forward");
 }
 
 TEST(Explain, NamesEveryOperationRegionAndTerm) {

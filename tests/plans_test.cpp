@@ -262,6 +262,21 @@ TEST(Plans, OperationsOneByOneGiveTheLayersBits) {
   }
 }
 
+#if !SONICMOE_TEST_CUDA  // the order of operations is the same everywhere
+TEST(Plans, OperationsThatAreNotWantedDoNotRun) {
+  const LayerDesc desc = top_k_layer();
+  Tensors t(desc);
+  const LayerPlan plan = plan_of(desc);
+  t.routing(plan.saved_bytes().routing);
+  const Workspace workspace = t.workspace("forward", plan.forward_workspace_bytes());
+  expect_ok(plan.forward(t.fwd, workspace, {}, 0));
+  EXPECT_TRUE(t.arena.outputs_untouched());
+  expect_ok(plan.forward(t.fwd, workspace, {}, 1));  // router_gemm
+  EXPECT_FALSE(t.arena["logits"].untouched());
+  for (const char* name : {"counts", "preact", "o"}) EXPECT_TRUE(t.arena[name].untouched()) << name;
+}
+#endif
+
 using Names = std::vector<std::string>;
 Names strings(const std::vector<const char*>& names) { return {names.begin(), names.end()}; }
 

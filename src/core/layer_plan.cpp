@@ -239,11 +239,11 @@ std::string LayerPlan::explain() const {
   if (exec.device.type == DeviceType::cuda) {
     text += ", " + std::to_string(exec.traits.multiprocessors) + " multiprocessors";
   }
-  return text + "\n  " + to_string(impl_->desc) + "\n" + impl_->walk + impl_->forward_ledger.explain("forward") +
-         impl_->backward_ledger.explain("backward") + "saved for backward, " +
-         std::to_string(saved.total()) + " bytes\n  x " + std::to_string(saved.x) + ", preact " +
-         std::to_string(saved.preact) + ", routing " + std::to_string(saved.routing) + ", logits " +
-         std::to_string(saved.logits) + "\n";
+  return text + "\n  " + to_string(impl_->desc) + "\n" + impl_->walk +
+         impl_->forward_ledger.explain("forward") + impl_->backward_ledger.explain("backward") +
+         "saved for backward, " + std::to_string(saved.total()) + " bytes\n  x " +
+         std::to_string(saved.x) + ", preact " + std::to_string(saved.preact) + ", routing " +
+         std::to_string(saved.routing) + ", logits " + std::to_string(saved.logits) + "\n";
 }
 
 std::vector<const char*> LayerPlan::forward_operations() const {

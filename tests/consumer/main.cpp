@@ -60,8 +60,8 @@ int main() {
                             lent);
   }
   // One operation by itself.
-  const auto top_k = sonicmoe::make_plan(
-      sonicmoe::TopKDesc{{.experts = E, .top_k = 1}, T, desc.experts.dtype});
+  const auto top_k =
+      sonicmoe::make_plan(sonicmoe::TopKDesc{{.experts = E, .top_k = 1}, T, desc.experts.dtype});
   if (!top_k.ok()) return std::fprintf(stderr, "%s\n", top_k.status().message()), 1;
   std::vector<std::int32_t> ids(T, -1);
   Tensor scores(T);
