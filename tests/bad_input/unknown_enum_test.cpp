@@ -70,6 +70,16 @@ TEST(UnknownEnum, Layer) {
   EXPECT_KNOWN(LayerDesc, "rounding_rule", 6, rounding.rule);
 }
 
+TEST(UnknownEnum, PlansOfALayer) {
+  EXPECT_KNOWN(RoutingDesc, "dtype", 3, dtype);
+  EXPECT_KNOWN(RoutingDesc, "router", 3, mode);
+  EXPECT_KNOWN(RoutingDesc, "rounding_rule", 6, rounding.rule);
+  EXPECT_KNOWN(GroupedDesc, "dtype", 3, dtype);
+  EXPECT_KNOWN(GroupedDesc, "activation", 9, activation.kind);
+  EXPECT_KNOWN(GroupedDesc, "w1_layout", 3, w1_layout);
+  EXPECT_KNOWN(CombineDesc, "dtype", 3, dtype);
+}
+
 TEST(UnknownEnum, RouterGemm) {
   EXPECT_KNOWN(RouterGemmDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(RouterGemmDesc, "pass", 3, pass);
