@@ -41,7 +41,7 @@ struct LayerDesc {
 /// A description as text: "tokens=4096 hidden=512 ... router=topk_over_softmax", items apart by
 /// spaces, in the order of layer_fields(), without those that a LayerDesc has of itself.
 /// parse_layer() gives the same description back, whatever the sizes and whether a plan would take
-/// them; only an enum's value that has no name is written as a number, which is refused.
+/// them; only an enum's value without a name does not come back: its text is refused.
 SONICMOE_API std::string to_string(const LayerDesc& desc);
 /// Items in any order. Unknown keys, keys that come twice and values that are none are refused.
 SONICMOE_API Result<LayerDesc> parse_layer(const std::string& text);

@@ -173,12 +173,18 @@ LayerDesc options_of(const std::string& layer) {
   }
   const Result<LayerDesc> options = parse_layer(layer);
   check(options.status());
-  const LayerDesc initial;
+  if (options.value().experts.w1_layout == W1Layout::separate) {
+    refuse("w1_layout", "separate", "interleaved, concatenated (as an operator)");
+  }
+  if (options.value().router.given()) {
+    refuse("router", "given", "softmax_over_topk, topk_over_softmax (lists have an operator)");
+  }
+  // What the tensors and the other arguments say, whatever value the text has for it.
   for (const char* key :
-       {"tokens", "hidden", "intermediate", "experts", "dtype", "list_length", "bias"}) {
-    const std::string value = layer_field(options.value(), key);
-    if (value != layer_field(initial, key)) {
-      refuse("layer", std::string(key) + "=" + value, "options, for the tensors say that");
+       {"tokens", "hidden", "intermediate", "experts", "dtype", "list_length", "bias",
+        "f32_weight_grads", "accumulate_weight_grads", "dpreact_in_workspace"}) {
+    if ((" " + layer).find(std::string(" ") + key + "=") != std::string::npos) {
+      refuse("layer", key, "options, for the other arguments say that");
     }
   }
   const std::lock_guard lock(mutex);

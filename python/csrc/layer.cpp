@@ -35,6 +35,11 @@ LayerDesc describe(const std::string& layer, const Tensor& x, const Tensor& w2, 
   check_dims("x", x, 2, "(T, d)");
   check_dims("w2", w2, 3, "(E, d, n)");
   LayerDesc desc = options_of(layer);
+  if (desc.rounding.tile != 0) {
+    check(Status::error(StatusCode::invalid_argument,
+                        "rounding_tile: got %lld, allowed: 0 (token_rounding makes lists)",
+                        static_cast<long long>(desc.rounding.tile)));
+  }
   desc.tokens = x.size(0);
   desc.experts.hidden = w2.size(1);
   desc.experts.intermediate = w2.size(2);

@@ -345,8 +345,18 @@ def test_operators_refuse_in_the_same_words():
         forward(*tensors, "top_k=two")
     with refused(ValueError, "layer: got 'topk=2', allowed: KEY=VALUE with a key of layer_fields(): tokens, hidden, ..."):
         forward(*tensors, "topk=2")
-    with refused(ValueError, "layer: got experts=4, allowed: options, for the tensors say that"):
-        forward(*tensors, "top_k=2 experts=4")
+    for key, value in (("experts", 4), ("tokens", 0), ("dtype", "bf16"), ("bias", "false")):
+        message = f"layer: got {key}, allowed: options, for the other arguments say that"
+        with refused(ValueError, message):
+            forward(*tensors, f"{key}={value} top_k=2")
+    with refused(ValueError, "rounding_tile: got 8, allowed: 0 (token_rounding makes lists)"):
+        forward(*tensors, "top_k=2 rounding_tile=8")
+    layouts = "interleaved, concatenated (as an operator)"
+    with refused(ValueError, f"w1_layout: got separate, allowed: {layouts}"):
+        forward(*tensors, "top_k=2 w1_layout=separate")
+    routers = "softmax_over_topk, topk_over_softmax (lists have an operator)"
+    with refused(ValueError, f"router: got given, allowed: {routers}"):
+        forward(*tensors, "router=given")
     with refused(ValueError, "layer: got top_k twice, allowed: once"):
         forward(*tensors, "top_k=2 top_k=2")
 
