@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/activation_table.h"
+#include "core/enum_names.h"
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
 #include "sonicmoe/types.h"
@@ -70,16 +71,18 @@ class Checker {
     return status_.ok() ? range("rows", value, tokens * top_k, tokens * top_k) : *this;
   }
 
+  /// `allowed` stands in place of all_names() where a descriptor takes some of the values only.
   template <class Enum>
-  Checker& known(const char* argument, Enum value, const char* allowed) {
+  Checker& known(const char* argument, Enum value, const char* allowed = nullptr) {
     if (status_.ok() && name(value)[0] == '?') {
       status_ = Status::error(StatusCode::invalid_argument, "%s: got %d, allowed: %s", argument,
-                              static_cast<int>(value), allowed);
+                              static_cast<int>(value),
+                              allowed != nullptr ? allowed : all_names<Enum>().c_str());
     }
     return *this;
   }
 
-  Checker& dtype(DType value) { return known("dtype", value, "f32, bf16, f16"); }
+  Checker& dtype(DType value) { return known("dtype", value); }
   Checker& activation(const ActivationSpec& value) {
     if (!status_.ok()) return *this;
     const std::string reason = refusal(value);
@@ -88,14 +91,12 @@ class Checker {
     return *this;
   }
   Checker& layout(W1Layout value, const ActivationSpec& activation) {
-    known("w1_layout", value, "interleaved, concatenated, separate");
+    known("w1_layout", value);
     require(value != W1Layout::separate || is_glu(activation), "w1_layout", "separate",
             "interleaved or concatenated for an activation without a gate");
     return *this;
   }
-  Checker& router(RouterMode value) {
-    return known("router", value, "softmax_over_topk, topk_over_softmax, given");
-  }
+  Checker& router(RouterMode value) { return known("router", value); }
 
   Checker& require(bool condition, const char* argument, const char* value, const char* allowed) {
     if (status_.ok() && !condition) {

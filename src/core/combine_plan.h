@@ -1,24 +1,19 @@
 #pragma once
 
-#include "core/ledger.h"
-#include "core/plan_builder.h"
-#include "core/sequence.h"
+#include "core/composed_plan.h"
 #include "sonicmoe/combine.h"
 
 namespace sonicmoe {
 
-/// What LayerPlan composes: the two sums, without regions of their own.
-struct CombinePlan::Impl {
+/// What LayerPlan composes: the two sums, without regions but what they share with all operations.
+struct CombinePlan::Impl : ComposedPlan {
   CombineDesc desc;
-  Exec exec;
-  std::string walk;
-  std::size_t workspace_bytes = 0;
 
   std::optional<OpPlan<AggregateDesc>> aggregate_o;
   std::optional<OpPlan<AggregateDesc>> aggregate_dx;
 
-  void plan_forward(PlanBuilder* build, std::size_t* scratch);
-  void plan_backward(PlanBuilder* build, std::size_t* scratch);
+  void plan_forward(PlanBuilder* build);
+  void plan_backward(PlanBuilder* build);
   void forward(Sequence* seq, const AggregateArgs& args) const;
   void backward(Sequence* seq, const AggregateArgs& args) const;
 };

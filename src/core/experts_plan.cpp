@@ -1,23 +1,19 @@
 // The experts alone: rows of x to rows of Y, and back to dX~, dS and the gradients of the weights.
 #include "core/experts_plan.h"
 
-#include <new>
-
-#include "core/validate.h"
-
 namespace sonicmoe {
 
-void ExpertsPlan::Impl::plan_forward(PlanBuilder* build, std::size_t* scratch) {
-  build->add(&up_proj, {{desc}, GemmOp::up_proj}, scratch);
-  build->add(&down_proj, {{desc}, GemmOp::down_proj}, scratch);
+void ExpertsPlan::Impl::plan_forward(PlanBuilder* build) {
+  build->add(&up_proj, {{desc}, GemmOp::up_proj});
+  build->add(&down_proj, {{desc}, GemmOp::down_proj});
 }
 
-void ExpertsPlan::Impl::plan_backward(PlanBuilder* build, std::size_t* scratch) {
-  build->add(&down_proj_dgrad, {{desc}, GemmOp::down_proj_dgrad}, scratch);
-  if (desc.bias) build->add(&bias_grad, {{desc}}, scratch);
-  build->add(&down_proj_wgrad, {{desc}, GemmOp::down_proj_wgrad}, scratch);
-  build->add(&up_proj_wgrad, {{desc}, GemmOp::up_proj_wgrad}, scratch);
-  build->add(&up_proj_dgrad, {{desc}, GemmOp::up_proj_dgrad}, scratch);
+void ExpertsPlan::Impl::plan_backward(PlanBuilder* build) {
+  build->add(&down_proj_dgrad, {{desc}, GemmOp::down_proj_dgrad});
+  if (desc.bias) build->add(&bias_grad, {{desc}});
+  build->add(&down_proj_wgrad, {{desc}, GemmOp::down_proj_wgrad});
+  build->add(&up_proj_wgrad, {{desc}, GemmOp::up_proj_wgrad});
+  build->add(&up_proj_dgrad, {{desc}, GemmOp::up_proj_dgrad});
 }
 
 std::size_t ExpertsPlan::Impl::scaled_act_bytes() const {
@@ -136,30 +132,19 @@ void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArg
                {.tile_counter = dx_tiles});
 }
 
-Result<ExpertsPlan> make_plan(const GroupedDesc& desc, Device device, const Options& options) try {
-  Result<Exec> exec = make_exec(device, options);
-  if (!exec.ok()) return exec.status();
-  if (Status status = validate(desc); !status.ok()) return status;
-  auto impl = std::make_shared<ExpertsPlan::Impl>();
-  impl->desc = desc;
-  impl->exec = exec.value();
-  PlanBuilder build(impl->exec, options);
-  std::size_t scratch = 0;
-  impl->plan_forward(&build, &scratch);
-  impl->fwd = impl->book_forward(&impl->forward_ledger);
-  impl->fwd.scratch = impl->forward_ledger.book("scratch", scratch);
-  if (!desc.inference) {
-    scratch = 0;
-    impl->plan_backward(&build, &scratch);
-    impl->bwd = impl->book_backward(&impl->backward_ledger);
-    impl->bwd.scaled_act = impl->backward_ledger.book("scaled_act", impl->scaled_act_bytes());
-    impl->bwd.scratch = impl->backward_ledger.book("scratch", scratch);
-  }
-  if (Status status = build.finish(); !status.ok()) return status;
-  impl->walk = build.walk();
-  return ExpertsPlan(std::move(impl));
-} catch (const std::bad_alloc&) {
-  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+Result<ExpertsPlan> make_plan(const GroupedDesc& desc, Device device, const Options& options) {
+  return compose<ExpertsPlan>(
+      desc, device, options, [&](ExpertsPlan::Impl* impl, PlanBuilder* build) {
+        impl->plan_forward(build);
+        impl->fwd = impl->book_forward(&impl->forward_ledger);
+        impl->fwd.scratch = impl->forward_ledger.book("scratch", build->take_scratch());
+        if (!desc.inference) {
+          impl->plan_backward(build);
+          impl->bwd = impl->book_backward(&impl->backward_ledger);
+          impl->bwd.scaled_act = impl->backward_ledger.book("scaled_act", impl->scaled_act_bytes());
+          impl->bwd.scratch = impl->backward_ledger.book("scratch", build->take_scratch());
+        }
+      });
 }
 
 const GroupedDesc& ExpertsPlan::desc() const noexcept { return impl_->desc; }
@@ -169,46 +154,35 @@ std::size_t ExpertsPlan::forward_workspace_bytes() const noexcept {
 std::size_t ExpertsPlan::backward_workspace_bytes() const noexcept {
   return impl_->backward_ledger.size();
 }
-std::string ExpertsPlan::explain() const {
-  return "experts\n" + impl_->walk + impl_->forward_ledger.explain("forward") +
-         impl_->backward_ledger.explain("backward");
-}
+std::string ExpertsPlan::explain() const { return "experts\n" + impl_->explain(); }
 
 std::vector<const char*> ExpertsPlan::forward_operations() const {
-  std::vector<const char*> names;
-  Sequence seq(&names);
-  impl_->forward(&seq, {}, impl_->fwd);
-  return names;
+  return names_of([&](Sequence* seq) { impl_->forward(seq, {}, impl_->fwd); });
 }
 std::vector<const char*> ExpertsPlan::backward_operations() const {
-  std::vector<const char*> names;
-  Sequence seq(&names);
-  impl_->row_gradients(&seq, {}, impl_->bwd);
-  impl_->weight_gradients(&seq, {}, impl_->bwd, false);
-  return names;
+  return names_of([&](Sequence* seq) {
+    impl_->row_gradients(seq, {}, impl_->bwd);
+    impl_->weight_gradients(seq, {}, impl_->bwd, false);
+  });
 }
 
 Status ExpertsPlan::forward(const ExpertsForwardArgs& args, Workspace workspace, Stream stream,
                             OperationMask operations) const noexcept {
   const Impl& p = *impl_;
   if (Status status = validate(p.desc, args); !status.ok()) return status;
-  if (Status status = validate(workspace, forward_workspace_bytes()); !status.ok()) return status;
-  const DeviceGuard guard(p.exec.device);
-  Sequence seq(workspace, p.fwd.scratch, stream, operations);
-  p.forward(&seq, args, p.fwd);
-  return seq.status();
+  return call(p, p.forward_ledger, p.fwd.scratch, workspace, stream, operations,
+              [&](Sequence* seq) { p.forward(seq, args, p.fwd); });
 }
 
 Status ExpertsPlan::backward(const ExpertsBackwardArgs& args, Workspace workspace, Stream stream,
                              OperationMask operations) const noexcept {
   const Impl& p = *impl_;
   if (Status status = validate(p.desc, args); !status.ok()) return status;
-  if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
-  const DeviceGuard guard(p.exec.device);
-  Sequence seq(workspace, p.bwd.scratch, stream, operations);
-  p.row_gradients(&seq, args, p.bwd);
-  p.weight_gradients(&seq, args, p.bwd, false);
-  return seq.status();
+  return call(p, p.backward_ledger, p.bwd.scratch, workspace, stream, operations,
+              [&](Sequence* seq) {
+                p.row_gradients(seq, args, p.bwd);
+                p.weight_gradients(seq, args, p.bwd, false);
+              });
 }
 
 }  // namespace sonicmoe

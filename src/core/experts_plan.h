@@ -1,14 +1,12 @@
 #pragma once
 
-#include "core/ledger.h"
-#include "core/plan_builder.h"
-#include "core/sequence.h"
+#include "core/composed_plan.h"
 #include "sonicmoe/experts.h"
 
 namespace sonicmoe {
 
 /// What LayerPlan composes: operations, the regions they want in a workspace, and their order.
-struct ExpertsPlan::Impl {
+struct ExpertsPlan::Impl : ComposedPlan {
   struct Forward {
     std::size_t tile_counters = 0;  // of up_proj and down_proj
     std::size_t act = 0;
@@ -22,9 +20,6 @@ struct ExpertsPlan::Impl {
   };
 
   GroupedDesc desc;
-  Exec exec;
-  std::string walk;
-  Ledger forward_ledger, backward_ledger;  // of a plan that stands alone
   Forward fwd;
   Backward bwd;
 
@@ -36,8 +31,8 @@ struct ExpertsPlan::Impl {
   std::optional<OpPlan<GroupedGemmDesc>> up_proj_wgrad;
   std::optional<OpPlan<GroupedGemmDesc>> up_proj_dgrad;
 
-  void plan_forward(PlanBuilder* build, std::size_t* scratch);
-  void plan_backward(PlanBuilder* build, std::size_t* scratch);
+  void plan_forward(PlanBuilder* build);
+  void plan_backward(PlanBuilder* build);
   Forward book_forward(Ledger* ledger) const;
   /// All but scaled_act, which a caller may want to share with dx_rows.
   Backward book_backward(Ledger* ledger) const;

@@ -19,13 +19,15 @@ struct Handoff {
   /// have each expert. It saves metadata two passes over the experts' ids. With counts of other ids
   /// some rows get no token, and operations that gather by them read arbitrary addresses.
   std::uint8_t* block_counts = nullptr;
-  /// CUDA: a promise that the operation before this one in the stream (all its kernels) writes
-  /// nothing that this one reads or writes, and reads nothing that this one writes; likewise the
-  /// one before that, if the same was promised of it, and so on. This operation may then begin
-  /// where they leave multiprocessors free; its own end still implies the end of all before it. The
-  /// operation before must launch a kernel (ours do unless there are no rows or tokens). If that
-  /// kernel lets its successor start early, it must have waited for its own predecessor by then, as
-  /// ours do, or have been promised the same. Without effect where tiles are scheduled dynamically.
+  /// CUDA: a promise about the operation before this one in the stream, with all its kernels. It
+  /// writes nothing that this one reads or writes, and reads nothing that this one writes. If the
+  /// same was promised of it, the promise covers the operation before it, too, and so on.
+  ///
+  /// This operation may then begin where they leave multiprocessors free. Its own end still implies
+  /// the end of all before it. The operation before must launch a kernel (ours do unless there are
+  /// no rows or tokens). If that kernel lets its successor start early, it must have waited for its
+  /// own predecessor by then, as ours do, or have been promised the same. Without effect where
+  /// tiles are scheduled dynamically.
   bool overlap_previous = false;
 };
 

@@ -1,16 +1,14 @@
 // A layer is a router, experts and a sum over one workspace; no backend has code of its own here.
 #include <algorithm>
-#include <new>
 
 #include "core/combine_plan.h"
 #include "core/experts_plan.h"
 #include "core/router_plan.h"
-#include "core/validate.h"
 #include "sonicmoe/layer.h"
 
 namespace sonicmoe {
 
-struct LayerPlan::Impl {
+struct LayerPlan::Impl : ComposedPlan {
   struct Forward {
     std::size_t routing = 0;      // inference only: otherwise the caller keeps it
     std::size_t slot_scores = 0;  // token rounding: backward does not need them
@@ -29,24 +27,23 @@ struct LayerPlan::Impl {
   };
 
   LayerDesc desc;
-  Exec exec;
   SavedBytes saved;
-  std::string walk;
-  Ledger forward_ledger, backward_ledger;
   Forward fwd;
   Backward bwd;
   RouterPlan::Impl router;
   ExpertsPlan::Impl experts;
   CombinePlan::Impl combine;
 
-  Impl(const LayerDesc& d, const Exec& e) : desc(d), exec(e) {
+  /// Makes the three plans' descriptors from the layer's.
+  void divide() {
+    const LayerDesc& d = desc;
     router.desc = d.routing();
     experts.desc = d.grouped();
     combine.desc = {d.tokens,           d.rows(),
                     d.experts.hidden,   router.lists() ? 0 : d.router.top_k,
                     d.experts.dtype,    router.reaches_own_experts() ? d.router.experts : 0,
                     d.experts.inference};
-    router.exec = experts.exec = combine.exec = e;
+    router.exec = experts.exec = combine.exec = exec;
   }
 
   void plan_forward(PlanBuilder* build);
@@ -56,10 +53,9 @@ struct LayerPlan::Impl {
 };
 
 void LayerPlan::Impl::plan_forward(PlanBuilder* build) {
-  std::size_t scratch = 0;
-  router.plan_forward(build, &scratch);
-  experts.plan_forward(build, &scratch);
-  combine.plan_forward(build, &scratch);
+  router.plan_forward(build);
+  experts.plan_forward(build);
+  combine.plan_forward(build);
 
   const auto rows = static_cast<std::size_t>(desc.rows());
   const auto hidden = static_cast<std::size_t>(desc.experts.hidden);
@@ -70,14 +66,13 @@ void LayerPlan::Impl::plan_forward(PlanBuilder* build) {
   fwd.router = router.book_forward(&ledger);
   fwd.experts = experts.book_forward(&ledger);
   fwd.expert_out = ledger.book("expert_out", rows * hidden * size_of(desc.experts.dtype));
-  fwd.scratch = ledger.book("scratch", scratch);
+  fwd.scratch = ledger.book("scratch", build->take_scratch());
 }
 
 void LayerPlan::Impl::plan_backward(PlanBuilder* build) {
-  std::size_t scratch = 0;
-  experts.plan_backward(build, &scratch);
-  router.plan_backward(build, &scratch);
-  combine.plan_backward(build, &scratch);
+  experts.plan_backward(build);
+  router.plan_backward(build);
+  combine.plan_backward(build);
 
   const std::size_t size = size_of(desc.experts.dtype);
   const auto rows = static_cast<std::size_t>(desc.rows());
@@ -88,7 +83,7 @@ void LayerPlan::Impl::plan_backward(PlanBuilder* build) {
   bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
   bwd.router = router.book_backward(&ledger);
   bwd.dlogits = ledger.book("dlogits", router.given() ? 0 : logits);
-  bwd.scratch = ledger.book("scratch", scratch);
+  bwd.scratch = ledger.book("scratch", build->take_scratch());
   const std::size_t shared = ledger.end();
   bwd.experts.scaled_act = ledger.book("scaled_act", experts.scaled_act_bytes());
   ledger.restart_at(shared);
@@ -200,19 +195,12 @@ void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
                          .out = args.dx});
 }
 
-Result<LayerPlan> make_plan(const LayerDesc& desc, Device device, const Options& options) try {
-  Result<Exec> exec = make_exec(device, options);
-  if (!exec.ok()) return exec.status();
-  if (Status status = validate(desc); !status.ok()) return status;
-  auto impl = std::make_shared<LayerPlan::Impl>(desc, exec.value());
-  PlanBuilder build(impl->exec, options);
-  impl->plan_forward(&build);
-  if (!desc.experts.inference) impl->plan_backward(&build);
-  if (Status status = build.finish(); !status.ok()) return status;
-  impl->walk = build.walk();
-  return LayerPlan(std::move(impl));
-} catch (const std::bad_alloc&) {
-  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+Result<LayerPlan> make_plan(const LayerDesc& desc, Device device, const Options& options) {
+  return compose<LayerPlan>(desc, device, options, [&](LayerPlan::Impl* impl, PlanBuilder* build) {
+    impl->divide();
+    impl->plan_forward(build);
+    if (!desc.experts.inference) impl->plan_backward(build);
+  });
 }
 
 const LayerDesc& LayerPlan::desc() const noexcept { return impl_->desc; }
@@ -239,47 +227,34 @@ std::string LayerPlan::explain() const {
   if (exec.device.type == DeviceType::cuda) {
     text += ", " + std::to_string(exec.traits.multiprocessors) + " multiprocessors";
   }
-  return text + "\n  " + to_string(impl_->desc) + "\n" + impl_->walk +
-         impl_->forward_ledger.explain("forward") + impl_->backward_ledger.explain("backward") +
-         "saved for backward, " + std::to_string(saved.total()) + " bytes\n  x " +
-         std::to_string(saved.x) + ", preact " + std::to_string(saved.preact) + ", routing " +
-         std::to_string(saved.routing) + ", logits " + std::to_string(saved.logits) + "\n";
+  return text + "\n  " + to_string(impl_->desc) + "\n" + impl_->explain() + "saved for backward, " +
+         std::to_string(saved.total()) + " bytes\n  x " + std::to_string(saved.x) + ", preact " +
+         std::to_string(saved.preact) + ", routing " + std::to_string(saved.routing) + ", logits " +
+         std::to_string(saved.logits) + "\n";
 }
 
 std::vector<const char*> LayerPlan::forward_operations() const {
-  std::vector<const char*> names;
-  Sequence seq(&names);
-  impl_->forward(&seq, {});
-  return names;
+  return names_of([&](Sequence* seq) { impl_->forward(seq, {}); });
 }
 
 std::vector<const char*> LayerPlan::backward_operations() const {
-  std::vector<const char*> names;
-  Sequence seq(&names);
-  impl_->backward(&seq, {});
-  return names;
+  return names_of([&](Sequence* seq) { impl_->backward(seq, {}); });
 }
 
 Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace, Stream stream,
                           OperationMask operations) const noexcept {
   const Impl& p = *impl_;
   if (Status status = validate(p.desc, args); !status.ok()) return status;
-  if (Status status = validate(workspace, forward_workspace_bytes()); !status.ok()) return status;
-  const DeviceGuard guard(p.exec.device);
-  Sequence seq(workspace, p.fwd.scratch, stream, operations);
-  p.forward(&seq, args);
-  return seq.status();
+  return call(p, p.forward_ledger, p.fwd.scratch, workspace, stream, operations,
+              [&](Sequence* seq) { p.forward(seq, args); });
 }
 
 Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace, Stream stream,
                            OperationMask operations) const noexcept {
   const Impl& p = *impl_;
   if (Status status = validate(p.desc, args); !status.ok()) return status;
-  if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
-  const DeviceGuard guard(p.exec.device);
-  Sequence seq(workspace, p.bwd.scratch, stream, operations);
-  p.backward(&seq, args);
-  return seq.status();
+  return call(p, p.backward_ledger, p.bwd.scratch, workspace, stream, operations,
+              [&](Sequence* seq) { p.backward(seq, args); });
 }
 
 }  // namespace sonicmoe

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "core/enum_names.h"
 #include "sonicmoe/layer.h"
 
 namespace sonicmoe {
@@ -29,11 +30,7 @@ std::string allowed(const bool&) { return "true, false"; }
 
 std::string write(const ActivationSpec& value) { return to_string(value); }
 bool read(const std::string& text, ActivationSpec* out) { return parse(text, out); }
-std::string allowed(const ActivationSpec&) {
-  std::string list;
-  for (const Activation kind : activations()) list += (list.empty() ? "" : ", ") + write(kind);
-  return list;
-}
+std::string allowed(const ActivationSpec&) { return all_names<Activation>(); }
 
 template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
 std::string write(Enum value) {  // a value that is no enumerator has no name, only a number
@@ -42,19 +39,11 @@ std::string write(Enum value) {  // a value that is no enumerator has no name, o
 }
 template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
 bool read(const std::string& text, Enum* out) {
-  for (int i = 0; std::string_view(name(static_cast<Enum>(i))) != "?"; ++i) {
-    *out = static_cast<Enum>(i);
-    if (text == name(*out)) return true;
-  }
-  return false;
+  return parse_name(text, out);
 }
 template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
 std::string allowed(const Enum&) {
-  std::string list;
-  for (int i = 0; std::string_view(name(static_cast<Enum>(i))) != "?"; ++i) {
-    list += (i > 0 ? ", " : "") + std::string(name(static_cast<Enum>(i)));
-  }
-  return list;
+  return all_names<Enum>();
 }
 
 struct Row {

@@ -16,7 +16,7 @@ class PlanBuilder {
 
   /// A kernel or backend that the options name binds the operations that have such an entry.
   template <class Desc>
-  void add(std::optional<OpPlan<Desc>>* plan, const Desc& desc, std::size_t* scratch) {
+  void add(std::optional<OpPlan<Desc>>* plan, const Desc& desc) {
     if (!status_.ok()) return;
     Options options = options_;
     if (!offers(desc, options_.kernel)) options.kernel.clear();
@@ -26,12 +26,13 @@ class PlanBuilder {
       status_ = made.status();
       return;
     }
-    *scratch = std::max(*scratch, made->workspace_bytes());
+    scratch_ = std::max(scratch_, made->workspace_bytes());
     walk_ += made->explain();
     *plan = std::move(made).value();
   }
 
-  const Status& status() const { return status_; }
+  /// Bytes of workspace for any one of the operations added since it was last taken.
+  std::size_t take_scratch() { return std::exchange(scratch_, 0); }
   /// Which kernels run and why the others do not.
   const std::string& walk() const { return walk_; }
 
@@ -60,6 +61,7 @@ class PlanBuilder {
   const Exec& exec_;
   const Options& options_;
   Status status_;
+  std::size_t scratch_ = 0;
   std::string walk_;
   bool found_ = false;
 };

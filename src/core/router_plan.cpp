@@ -1,51 +1,48 @@
 // From tokens to grouped rows and back: the router's product, top-K or token rounding, metadata.
 #include "core/router_plan.h"
 
-#include <new>
-
 #include "core/block_counts.h"
-#include "core/validate.h"
 
 namespace sonicmoe {
 
-void RouterPlan::Impl::plan_forward(PlanBuilder* build, std::size_t* scratch) {
+void RouterPlan::Impl::plan_forward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
   if (!given()) {
-    build->add(&router_gemm, {GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype}, scratch);
+    build->add(&router_gemm, {GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype});
   }
-  if (!lists()) build->add(&top_k, {{d}, d.tokens, d.dtype}, scratch);
+  if (!lists()) {
+    const TopKDesc chosen{{d}, d.tokens, d.dtype};
+    build->add(&top_k, chosen);
+    block_counts = block_counts_bytes(chosen, exec.device);
+  }
   if (rounded()) {
-    build->add(&token_rounding, {{d}, d.tokens, d.dtype, d.rounding.rule, d.rounding.tile},
-               scratch);
+    build->add(&token_rounding, {{d}, d.tokens, d.dtype, d.rounding.rule, d.rounding.tile});
   }
-  build->add(&metadata,
-             {d.tokens, d.experts, lists() ? 0 : d.top_k, lists() ? d.row_capacity() : 0,
-              d.assume_sorted || rounded()},
-             scratch);
+  build->add(&metadata, {d.tokens, d.experts, lists() ? 0 : d.top_k, lists() ? d.row_capacity() : 0,
+                         d.assume_sorted || rounded()});
 }
 
-void RouterPlan::Impl::plan_backward(PlanBuilder* build, std::size_t* scratch) {
+void RouterPlan::Impl::plan_backward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
   ScoreGradDesc score{{d}, d.tokens, d.row_capacity(), d.dtype};
   if (lists()) {  // given or made, they take their gradients in slot order
     static_cast<RouterDesc&>(score) = {.experts = d.experts, .mode = RouterMode::given};
   }
-  build->add(&score_grad, score, scratch);
+  build->add(&score_grad, score);
   if (rounded()) {
     TokenRoundingGradDesc rounding{{d}, d.tokens, d.dtype};
     rounding.list_length = d.row_capacity();
-    build->add(&token_rounding_grad, rounding, scratch);
+    build->add(&token_rounding_grad, rounding);
   }
   if (given()) return;
-  build->add(&router_dgrad, {GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype}, scratch);
-  build->add(&router_wgrad, {GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype}, scratch);
+  build->add(&router_dgrad, {GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype});
+  build->add(&router_wgrad, {GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype});
 }
 
 RouterPlan::Impl::Forward RouterPlan::Impl::book_forward(Ledger* ledger) const {
   Forward at;
   at.row_slots = ledger->book("row_slots", 4 * static_cast<std::size_t>(desc.row_capacity()));
-  at.block_counts =
-      ledger->book("block_counts", top_k ? block_counts_bytes(top_k->desc(), exec.device) : 0);
+  at.block_counts = ledger->book("block_counts", block_counts);
   return at;
 }
 
@@ -61,9 +58,7 @@ void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, con
   const RoutedRows rows = RoutingBlock::at(desc, args.routing);
   float* const made_scores = rounded() ? args.slot_scores : rows.slot_scores;
   Handoff counted;
-  if (top_k && block_counts_bytes(top_k->desc(), exec.device) > 0) {
-    counted.block_counts = seq->region(at.block_counts);
-  }
+  if (block_counts > 0) counted.block_counts = seq->region(at.block_counts);
   seq->run("router_gemm", router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
   seq->run("top_k", top_k,
            {.logits = args.logits,
@@ -141,29 +136,18 @@ void RouterPlan::Impl::weight_gradients(Sequence* seq, const RouterBackwardArgs&
   seq->run_for(args.drouter_w, "router_wgrad", router_wgrad, products);
 }
 
-Result<RouterPlan> make_plan(const RoutingDesc& desc, Device device, const Options& options) try {
-  Result<Exec> exec = make_exec(device, options);
-  if (!exec.ok()) return exec.status();
-  if (Status status = validate(desc); !status.ok()) return status;
-  auto impl = std::make_shared<RouterPlan::Impl>();
-  impl->desc = desc;
-  impl->exec = exec.value();
-  PlanBuilder build(impl->exec, options);
-  std::size_t scratch = 0;
-  impl->plan_forward(&build, &scratch);
-  impl->fwd = impl->book_forward(&impl->forward_ledger);
-  impl->fwd.scratch = impl->forward_ledger.book("scratch", scratch);
-  if (!desc.inference) {
-    scratch = 0;
-    impl->plan_backward(&build, &scratch);
-    impl->bwd = impl->book_backward(&impl->backward_ledger);
-    impl->bwd.scratch = impl->backward_ledger.book("scratch", scratch);
-  }
-  if (Status status = build.finish(); !status.ok()) return status;
-  impl->walk = build.walk();
-  return RouterPlan(std::move(impl));
-} catch (const std::bad_alloc&) {
-  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+Result<RouterPlan> make_plan(const RoutingDesc& desc, Device device, const Options& options) {
+  return compose<RouterPlan>(
+      desc, device, options, [&](RouterPlan::Impl* impl, PlanBuilder* build) {
+        impl->plan_forward(build);
+        impl->fwd = impl->book_forward(&impl->forward_ledger);
+        impl->fwd.scratch = impl->forward_ledger.book("scratch", build->take_scratch());
+        if (!desc.inference) {
+          impl->plan_backward(build);
+          impl->bwd = impl->book_backward(&impl->backward_ledger);
+          impl->bwd.scratch = impl->backward_ledger.book("scratch", build->take_scratch());
+        }
+      });
 }
 
 const RoutingDesc& RouterPlan::desc() const noexcept { return impl_->desc; }
@@ -177,47 +161,38 @@ std::size_t RouterPlan::routing_bytes() const noexcept { return RoutingBlock::by
 RoutedRows RouterPlan::routed_rows(void* routing) const noexcept {
   return RoutingBlock::at(impl_->desc, routing);
 }
-std::string RouterPlan::explain() const {
-  return "router\n" + impl_->walk + impl_->forward_ledger.explain("forward") +
-         impl_->backward_ledger.explain("backward");
-}
+std::string RouterPlan::explain() const { return "router\n" + impl_->explain(); }
 
 std::vector<const char*> RouterPlan::forward_operations() const {
-  std::vector<const char*> names;
-  Sequence seq(&names);
-  impl_->forward(&seq, {}, impl_->fwd, nullptr);
-  return names;
+  return names_of([&](Sequence* seq) { impl_->forward(seq, {}, impl_->fwd, nullptr); });
 }
 std::vector<const char*> RouterPlan::backward_operations() const {
-  std::vector<const char*> names;
-  Sequence seq(&names);
-  impl_->score_gradients(&seq, {}, impl_->bwd);
-  impl_->weight_gradients(&seq, {});
-  return names;
+  return names_of([&](Sequence* seq) {
+    impl_->score_gradients(seq, {}, impl_->bwd);
+    impl_->weight_gradients(seq, {});
+  });
 }
 
 Status RouterPlan::forward(const RouterForwardArgs& args, Workspace workspace, Stream stream,
                            OperationMask operations) const noexcept {
   const Impl& p = *impl_;
   if (Status status = validate(p.desc, args); !status.ok()) return status;
-  if (Status status = validate(workspace, forward_workspace_bytes()); !status.ok()) return status;
-  const DeviceGuard guard(p.exec.device);
-  Sequence seq(workspace, p.fwd.scratch, stream, operations);
-  p.forward(&seq, args, p.fwd, nullptr);
-  p.copy_out(&seq, args);
-  return seq.status();
+  return call(p, p.forward_ledger, p.fwd.scratch, workspace, stream, operations,
+              [&](Sequence* seq) {
+                p.forward(seq, args, p.fwd, nullptr);
+                p.copy_out(seq, args);
+              });
 }
 
 Status RouterPlan::backward(const RouterBackwardArgs& args, Workspace workspace, Stream stream,
                             OperationMask operations) const noexcept {
   const Impl& p = *impl_;
   if (Status status = validate(p.desc, args); !status.ok()) return status;
-  if (Status status = validate(workspace, backward_workspace_bytes()); !status.ok()) return status;
-  const DeviceGuard guard(p.exec.device);
-  Sequence seq(workspace, p.bwd.scratch, stream, operations);
-  p.score_gradients(&seq, args, p.bwd);
-  p.weight_gradients(&seq, args);
-  return seq.status();
+  return call(p, p.backward_ledger, p.bwd.scratch, workspace, stream, operations,
+              [&](Sequence* seq) {
+                p.score_gradients(seq, args, p.bwd);
+                p.weight_gradients(seq, args);
+              });
 }
 
 }  // namespace sonicmoe

@@ -1,16 +1,14 @@
 #pragma once
 
-#include "core/ledger.h"
-#include "core/plan_builder.h"
+#include "core/composed_plan.h"
 #include "core/routing_block.h"
-#include "core/sequence.h"
 #include "sonicmoe/router.h"
 #include "sonicmoe/token_rounding.h"
 
 namespace sonicmoe {
 
 /// What LayerPlan composes: operations, the regions they want in a workspace, and their order.
-struct RouterPlan::Impl {
+struct RouterPlan::Impl : ComposedPlan {
   struct Forward {
     std::size_t row_slots = 0;
     std::size_t block_counts = 0;
@@ -22,11 +20,9 @@ struct RouterPlan::Impl {
   };
 
   RoutingDesc desc;
-  Exec exec;
-  std::string walk;
-  Ledger forward_ledger, backward_ledger;  // of a plan that stands alone
   Forward fwd;
   Backward bwd;
+  std::size_t block_counts = 0;  ///< bytes that top_k hands to metadata; 0: none
 
   std::optional<OpPlan<RouterGemmDesc>> router_gemm;
   std::optional<OpPlan<TopKDesc>> top_k;
@@ -46,8 +42,8 @@ struct RouterPlan::Impl {
     return !lists() && !desc.needs_logits() && desc.top_k <= kMaxRoutedTopK;
   }
 
-  void plan_forward(PlanBuilder* build, std::size_t* scratch);
-  void plan_backward(PlanBuilder* build, std::size_t* scratch);
+  void plan_forward(PlanBuilder* build);
+  void plan_backward(PlanBuilder* build);
   Forward book_forward(Ledger* ledger) const;
   Backward book_backward(Ledger* ledger) const;
 

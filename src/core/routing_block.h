@@ -20,9 +20,14 @@ inline SlotKind slot_kind(const RoutingDesc& desc) {
   return desc.rounding.tile > 0 ? SlotKind::rounded : SlotKind::top_k;
 }
 
-/// Lays out the opaque block that carries a call's routing from forward to backward: 20 bytes a row
-/// and 4(2E+1) for top-K; 16 (given) or 24 (rounded) bytes a row and 4(2E+1) + 4(T+1) for lists.
-/// Arrays follow each other without padding; R is the row capacity.
+/// Lays out the opaque block that carries a call's routing from forward to backward. Arrays follow
+/// each other without padding; R is the row capacity.
+///
+/// | routing | bytes |
+/// |---|---|
+/// | top-K | 20R + 4(2E+1) |
+/// | lists, given | 16R + 4(2E+1) + 4(T+1) |
+/// | lists, rounded | 24R + 4(2E+1) + 4(T+1) |
 class RoutingBlock {
  public:
   static std::size_t bytes(const RoutingDesc& desc) { return lay_out(desc, nullptr, nullptr); }

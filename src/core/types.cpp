@@ -2,27 +2,9 @@
 
 #include <cstddef>
 
+#include "core/enum_names.h"
+
 namespace sonicmoe {
-namespace {
-
-constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
-constexpr RoundingRule kRules[] = {
-    RoundingRule::nearest, RoundingRule::stochastic, RoundingRule::nearest_scores,
-    RoundingRule::balance, RoundingRule::up,         RoundingRule::down};
-
-template <class Enum, std::size_t kCount>
-bool parse_any(const std::string& text, const Enum (&values)[kCount], Enum* out) {
-  for (Enum value : values) {
-    if (text == name(value)) {
-      *out = value;
-      return true;
-    }
-  }
-  return false;
-}
-
-}  // namespace
-
 const char* name(DType value) noexcept {
   switch (value) {
     case DType::f32:
@@ -81,7 +63,7 @@ std::size_t size_of(DType value) noexcept {
   return 0;
 }
 
-bool parse(const std::string& text, DType* out) { return parse_any(text, kDTypes, out); }
+bool parse(const std::string& text, DType* out) { return parse_name(text, out); }
 
 const char* name(RoundingRule value) noexcept {
   switch (value) {
@@ -101,6 +83,6 @@ const char* name(RoundingRule value) noexcept {
   return "?";
 }
 
-bool parse(const std::string& text, RoundingRule* out) { return parse_any(text, kRules, out); }
+bool parse(const std::string& text, RoundingRule* out) { return parse_name(text, out); }
 
 }  // namespace sonicmoe

@@ -9,7 +9,6 @@
 namespace sonicmoe {
 namespace {
 
-constexpr const char* kRules = "nearest, stochastic, nearest_scores, balance, up, down";
 constexpr std::size_t kWorkspaceAlignment = 256;
 
 /// What the grouped descriptors share.
@@ -28,7 +27,7 @@ Checker routed(const Desc& d) {
   check.tokens(d.tokens).experts(d.experts).top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
   constexpr const char* kModes = "softmax_over_topk, topk_over_softmax";
   check.dtype(d.dtype).known("mode", d.mode, kModes);
-  check.require(d.mode != RouterMode::given, "mode", "given", kModes);
+  check.require(!d.given(), "mode", "given", kModes);
   check.require(!d.assume_sorted, "assume_sorted", "true", "false");
   return check;
 }
@@ -47,7 +46,7 @@ Checker routing(const RoutingDesc& d) {
   check.require(!d.norm_topk_probs || !d.given(), "norm_topk_probs", "true",
                 "false when the routing is given");
   check.range("rounding_tile", d.rounding.tile, 0, d.given() ? 0 : 1024);
-  check.known("rounding_rule", d.rounding.rule, kRules);
+  check.known("rounding_rule", d.rounding.rule);
   if (check.status().ok()) check.range("rows", d.row_capacity(), 0, kMaxIndex);
   return check.dtype(d.dtype);
 }
@@ -56,7 +55,7 @@ Checker routing(const RoutingDesc& d) {
 
 Status validate(Device device) {
   Checker check;
-  check.known("device.type", device.type, "cpu, cuda");
+  check.known("device.type", device.type);
   if (device.type == DeviceType::cpu) check.range("device.index", device.index, 0, 0);
   return check.range("device.index", device.index, 0, kMaxIndex).status();
 }
@@ -134,10 +133,14 @@ Status validate(const AggregateDesc& d) {
   return check.dtype(d.dtype).status();
 }
 
+Status validate(const CombineDesc& d) {
+  return validate(AggregateDesc{d.tokens, d.rows, d.hidden, d.top_k, d.dtype, d.experts});
+}
+
 Status validate(const ScoreGradDesc& d) {
   Checker check;
   check.tokens(d.tokens).experts(d.experts).router(d.mode).dtype(d.dtype);
-  if (d.mode == RouterMode::given) {
+  if (d.given()) {
     check.range("top_k", d.top_k, 0, 0).range("rows", d.rows, 0, kMaxIndex);
   } else {
     check.top_k(d.top_k, d.experts).rows(d.tokens, d.top_k).all_rows(d.rows, d.tokens, d.top_k);
@@ -151,7 +154,7 @@ Status validate(const AuxLossDesc& d) {
 
 Status validate(const TokenRoundingDesc& d) {
   Checker check = routed(d);
-  check.range("list_length", d.list_length, 0, 0).known("rule", d.rule, kRules);
+  check.range("list_length", d.list_length, 0, 0).known("rule", d.rule);
   check.range("tile", d.tile, 1, 1024);
   if (check.status().ok()) check.range("capacity", d.capacity(), 0, kMaxIndex);
   return check.status();

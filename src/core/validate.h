@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "sonicmoe/combine.h"
 #include "sonicmoe/experts.h"
 #include "sonicmoe/layer.h"
 #include "sonicmoe/ops.h"
@@ -17,6 +18,7 @@ namespace sonicmoe {
 Status validate(const LayerDesc& desc);
 Status validate(const RoutingDesc& desc);
 Status validate(const GroupedDesc& desc);
+Status validate(const CombineDesc& desc);
 Status validate(const RouterGemmDesc& desc);
 Status validate(const TopKDesc& desc);
 Status validate(const MetadataDesc& desc);

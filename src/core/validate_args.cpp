@@ -4,96 +4,94 @@
 
 namespace sonicmoe {
 
-Status validate(const LayerDesc& d, const ForwardArgs& a) {
-  const bool given = d.router.mode == RouterMode::given;
-  Checker check;
-  check.tensor("x", a.x, d.tokens, "(T, d)");
-  if (given) {
-    check.ints("list_tokens", a.list_tokens, d.router.list_length, "(L) int32");
-    check.ints("list_experts", a.list_experts, d.router.list_length, "(L) int32");
-    check.ints("list_scores", a.list_scores, d.router.list_length, "(L) float");
+namespace {
+
+// A layer's arguments hold those of its router and of its experts, under the same names.
+
+template <class Args>
+void check_routing(const RoutingDesc& d, const Args& a, Checker* check) {
+  if (d.given()) {
+    check->ints("list_tokens", a.list_tokens, d.list_length, "(L) int32");
+    check->ints("list_experts", a.list_experts, d.list_length, "(L) int32");
+    check->ints("list_scores", a.list_scores, d.list_length, "(L) float");
   } else {
-    check.tensor("router_w", a.router_w, 1, "(E, d)");
-  }
-  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.experts.w1_layout)
-      .tensor("w2", a.w2, 1, "(E, d, n)");
-  if (d.experts.bias) {
-    check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.experts.w1_layout)
-        .tensor("b2", a.b2, 1, "(E, d)");
-  }
-  check.tensor("o", a.o, d.tokens, "(T, d)");
-  if (!given) {
-    check.tensor("logits", a.logits, d.tokens, "(T, E)");
+    check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
+    check->tensor("logits", a.logits, d.tokens, "(T, E)");
     if (d.rounding.tile > 0) {
-      check.optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
+      check->optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
     } else {
-      check.optional("scores", a.scores, d.tokens, 4);
-      check.optional("expert_ids", a.expert_ids, d.tokens, 4);
+      check->optional("scores", a.scores, d.tokens, 4);
+      check->optional("expert_ids", a.expert_ids, d.tokens, 4);
     }
   }
-  check.optional("error_word", a.error_word, 1, 4);
-  check.ints("counts", a.counts, 1, "(E) int32");
-  if (!d.experts.inference) {
-    check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
-    check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
+  check->ints("counts", a.counts, 1, "(E) int32").optional("error_word", a.error_word, 1, 4);
+}
+
+template <class Args>
+void check_routing_grad(const RoutingDesc& d, const Args& a, Checker* check) {
+  if (d.given()) {
+    check->ints("dscores", a.dscores, d.list_length, "(L) float");
+    return;
   }
+  check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
+  if (d.needs_logits()) check->tensor("logits", a.logits, d.tokens, "(T, E)");
+  check->optional("drouter_w", a.drouter_w, 1);
+}
+
+template <class Args>
+void check_experts(const ExpertsDesc& d, std::int64_t rows, const Args& a, Checker* check) {
+  check->up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
+  if (d.bias) {
+    check->up_bias("b1", "b1_up", a.b1, a.b1_up, d.w1_layout).tensor("b2", a.b2, 1, "(E, d)");
+  }
+  if (!d.inference) check->tensor("preact", a.preact, rows, "(R, 2n or n)");
+}
+
+template <class Args>
+void check_experts_grad(const ExpertsDesc& d, std::int64_t rows, const Args& a, Checker* check) {
+  check->up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
+  check->tensor("preact", a.preact, rows, "(R, 2n or n)");
+  const bool separate = d.w1_layout == W1Layout::separate;
+  if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
+    check->up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
+  }
+  check->optional("dw2", a.dw2, 1);
+  if (d.bias) {
+    check->tensor("b2", a.b2, 1, "(E, d)").tensor("db2", a.db2, 1, "(E, d)");
+    check->up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout);
+  }
+  if (!d.dpreact_in_workspace) check->tensor("dpreact", a.dpreact, rows, "(R, 2n or n)");
+}
+
+}  // namespace
+
+Status validate(const LayerDesc& d, const ForwardArgs& a) {
+  Checker check;
+  check_routing(d.routing(), a, &check);
+  check_experts(d.experts, d.rows(), a, &check);
+  check.tensor("x", a.x, d.tokens, "(T, d)").tensor("o", a.o, d.tokens, "(T, d)");
+  if (!d.experts.inference) check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
   return check.status();
 }
 
 Status validate(const LayerDesc& d, const BackwardArgs& a) {
-  const bool given = d.router.mode == RouterMode::given;
   if (Status status = validate_backward(d.experts.inference); !status.ok()) return status;
   Checker check;
-  check.tensor("x", a.x, d.tokens, "(T, d)");
-  if (!given) check.tensor("router_w", a.router_w, 1, "(E, d)");
-  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.experts.w1_layout)
-      .tensor("w2", a.w2, 1, "(E, d, n)");
-  if (d.experts.bias) check.tensor("b2", a.b2, 1, "(E, d)");
-  if (d.needs_logits()) {
-    check.tensor("logits", a.logits, d.tokens, "(T, E)");
-  }
-  check.tensor("preact", a.preact, d.rows(), "(R, 2n or n)");
-  check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
-  check.tensor("dout", a.dout, d.tokens, "(T, d)");
-  if (!given) check.optional("dlogits", a.dlogits, d.tokens);
+  check_routing_grad(d.routing(), a, &check);
+  check_experts_grad(d.experts, d.rows(), a, &check);
+  check.tensor("x", a.x, d.tokens, "(T, d)").tensor("dout", a.dout, d.tokens, "(T, d)");
   check.optional("dx", a.dx, d.tokens);
-  if (given) {
-    check.ints("dscores", a.dscores, d.router.list_length, "(L) float");
-  } else {
-    check.optional("drouter_w", a.drouter_w, 1);
-  }
-  const bool separate = d.experts.w1_layout == W1Layout::separate;
-  if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
-    check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.experts.w1_layout);
-  }
-  check.optional("dw2", a.dw2, 1);
-  if (d.experts.bias) {
-    check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.experts.w1_layout)
-        .tensor("db2", a.db2, 1, "(E, d)");
-  }
-  if (!d.experts.dpreact_in_workspace) check.tensor("dpreact", a.dpreact, d.rows(), "(R, 2n or n)");
-  return check.status();
+  if (!d.router.given()) check.optional("dlogits", a.dlogits, d.tokens);
+  return check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes").status();
 }
 
 Status validate(const RoutingDesc& d, const RouterForwardArgs& a) {
   Checker check;
-  if (d.given()) {
-    check.ints("list_tokens", a.list_tokens, d.list_length, "(L) int32");
-    check.ints("list_experts", a.list_experts, d.list_length, "(L) int32");
-    check.ints("list_scores", a.list_scores, d.list_length, "(L) float");
-  } else {
-    check.tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
-    check.tensor("logits", a.logits, d.tokens, "(T, E)");
-    if (d.rounding.tile > 0) {
-      check.optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
-      check.ints("slot_scores", a.slot_scores, d.row_capacity(), "(R) float");
-    } else {
-      check.optional("scores", a.scores, d.tokens, 4);
-      check.optional("expert_ids", a.expert_ids, d.tokens, 4);
-    }
+  check_routing(d, a, &check);
+  if (d.rounding.tile > 0) {
+    check.ints("slot_scores", a.slot_scores, d.row_capacity(), "(R) float");
   }
-  check.ints("counts", a.counts, 1, "(E) int32").ints("routing", a.routing, 1, "routing_bytes()");
-  return check.optional("error_word", a.error_word, 1, 4).status();
+  return check.ints("routing", a.routing, 1, "routing_bytes()").status();
 }
 
 Status validate(const RoutingDesc& d, const RouterBackwardArgs& a) {
@@ -101,12 +99,10 @@ Status validate(const RoutingDesc& d, const RouterBackwardArgs& a) {
   Checker check;
   check.ints("routing", a.routing, 1, "routing_bytes()");
   check.ints("row_dscores", a.row_dscores, d.row_capacity(), "(R) float");
-  if (d.given()) return check.ints("dscores", a.dscores, d.list_length, "(L) float").status();
-  check.tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
-  if (d.needs_logits()) check.tensor("logits", a.logits, d.tokens, "(T, E)");
-  check.optional("dlogits_in", a.dlogits_in, d.tokens);
-  check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
-  return check.optional("dx", a.dx, d.tokens).optional("drouter_w", a.drouter_w, 1).status();
+  check_routing_grad(d, a, &check);
+  if (d.given()) return check.status();
+  check.optional("dx", a.dx, d.tokens).optional("dlogits_in", a.dlogits_in, d.tokens);
+  return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
 }
 
 Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a) {
@@ -114,11 +110,7 @@ Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a) {
   check.ints("offsets", a.offsets, 1, "(E+1) int32");
   check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
   check.tensor("x", a.x, d.rows * d.tokens, "(T, d)");
-  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
-  if (d.bias) {
-    check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.w1_layout).tensor("b2", a.b2, 1, "(E, d)");
-  }
-  if (!d.inference) check.tensor("preact", a.preact, d.rows, "(R, 2n or n)");
+  check_experts(d, d.rows, a, &check);
   return check.tensor("expert_out", a.expert_out, d.rows, "(R, d)").status();
 }
 
@@ -131,21 +123,9 @@ Status validate(const GroupedDesc& d, const ExpertsBackwardArgs& a) {
   check.optional("expert_order", a.expert_order, 1, 4);
   check.tensor("x", a.x, d.rows * d.tokens, "(T, d)");
   check.tensor("dout", a.dout, d.rows * d.tokens, "(T, d)");
-  check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
-  if (d.bias) check.tensor("b2", a.b2, 1, "(E, d)");
-  check.tensor("preact", a.preact, d.rows, "(R, 2n or n)");
+  check_experts_grad(d, d.rows, a, &check);
   check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
-  check.optional("dx_rows", a.dx_rows, d.rows);
-  const bool separate = d.w1_layout == W1Layout::separate;
-  if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
-    check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
-  }
-  check.optional("dw2", a.dw2, 1);
-  if (d.bias) {
-    check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout).tensor("db2", a.db2, 1, "(E, d)");
-  }
-  if (!d.dpreact_in_workspace) check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
-  return check.status();
+  return check.optional("dx_rows", a.dx_rows, d.rows).status();
 }
 
 Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a) {
@@ -269,7 +249,7 @@ Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
   Checker check;
   check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
   check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
-  if (d.mode == RouterMode::given) {
+  if (d.given()) {
     return check.ints("dscores", a.dscores, d.rows, "(R) float").status();
   }
   check.ints("slot_scores", a.slot_scores, d.rows, "(R) float");

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/ledger.h"
+#include "core/plan_builder.h"
+#include "core/sequence.h"
+#include "core/validate.h"
+
+/// What the plans of several operations share: LayerPlan and the three that it is made of.
+namespace sonicmoe {
+
+/// The part of an Impl that is the same in all of them. An Impl adds `desc` and its operations.
+struct ComposedPlan {
+  Exec exec;
+  std::string walk;                        ///< which kernels run and why the others do not
+  Ledger forward_ledger, backward_ledger;  ///< of a plan that stands alone
+
+  std::string explain() const {
+    return walk + forward_ledger.explain("forward") + backward_ledger.explain("backward");
+  }
+};
+
+/// make_plan(): checks `desc`, then `add(impl, build)` adds the operations of the plan.
+template <class Plan, class Desc, class Add>
+Result<Plan> compose(const Desc& desc, Device device, const Options& options, Add add) try {
+  Result<Exec> exec = make_exec(device, options);
+  if (!exec.ok()) return exec.status();
+  if (Status status = validate(desc); !status.ok()) return status;
+  auto impl = std::make_shared<typename Plan::Impl>();
+  impl->desc = desc;
+  impl->exec = exec.value();
+  PlanBuilder build(impl->exec, options);
+  add(impl.get(), &build);
+  if (Status status = build.finish(); !status.ok()) return status;
+  impl->walk = build.walk();
+  return Plan(std::move(impl));
+} catch (const std::bad_alloc&) {
+  return Status::error(StatusCode::out_of_memory, "make_plan: out of host memory");
+}
+
+/// The names of the operations that `run(&sequence)` runs.
+template <class Run>
+std::vector<const char*> names_of(Run run) {
+  std::vector<const char*> names;
+  Sequence seq(&names);
+  run(&seq);
+  return names;
+}
+
+/// One call, whose arguments are validated: `run(&sequence)` on the plan's device, in a workspace
+/// with the regions of `ledger`. Operations share what lies from `scratch` on.
+template <class Run>
+Status call(const ComposedPlan& plan, const Ledger& ledger, std::size_t scratch,
+            Workspace workspace, Stream stream, OperationMask operations, Run run) noexcept {
+  if (Status status = validate(workspace, ledger.size()); !status.ok()) return status;
+  const DeviceGuard guard(plan.exec.device);
+  Sequence seq(workspace, scratch, stream, operations);
+  run(&seq);
+  return seq.status();
+}
+
+}  // namespace sonicmoe
