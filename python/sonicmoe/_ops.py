@@ -28,7 +28,7 @@ def require() -> None:
 
 
 def layer_text(**options: int | bool | str) -> str:
-    """ "top_k=8 activation=geglu inference=true" of layer_text(top_k=8, activation="geglu", ...)."""
+    """The items that the options are: layer_text(top_k=8, bias=True) is `top_k=8 bias=true`."""
     # Tracing makes a text once anyhow, and warns of a cache.
     return _text(**options) if torch.compiler.is_compiling() else _cached_text(**options)
 

@@ -63,7 +63,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.dscores = p.shared_tiles == 1 ? a.row_dscores : static_cast<float*>(workspace);
   e.capacity = d.rows;
   e.intermediate = static_cast<int>(n);
-  e.activations = e.activations.of(d.activation);
+  e.activations = decltype(e.activations)::of(d.activation);
   char* const counter = static_cast<char*>(workspace) + partials_bytes(d, p.shared_tiles);
   Status status = launch_dealt<Config>(d, p, e, counter, exec, "down_proj_dgrad: launch");
   if (!status.ok() || p.shared_tiles == 1) return status;

@@ -45,9 +45,9 @@ inline std::string defer_to_small(std::int64_t rows, std::int64_t experts,
 /// Pairs of CTAs at work at a time, one CTA on each multiprocessor.
 inline int pairs_of(const DeviceTraits& device) { return std::max(device.multiprocessors / 2, 1); }
 
-/// Bytes of L2 that operands may count on. The limits below were fitted on an H200, which has 60
-/// MiB, as if it had these 50 MB, and hold on an H100, which has 50 MiB. What more would change is
-/// not measured, so it changes nothing; less does.
+/// Bytes of L2 that operands may count on. The limits below were fitted on an H200 with this number
+/// in place of the size that its driver reports, which is larger, as an H100's is. More L2 changes
+/// no choice, for nobody has measured that; less does.
 inline std::int64_t counted_l2(const DeviceTraits& device) {
   return std::min<std::int64_t>(device.l2_bytes, 50'000'000);
 }

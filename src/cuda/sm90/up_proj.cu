@@ -70,7 +70,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   e.bias_stride = b1.row_stride;
   e.bias_expert_stride = b1.expert_stride;
   e.intermediate = static_cast<int>(d.intermediate);
-  e.activations = e.activations.of(d.activation);
+  e.activations = decltype(e.activations)::of(d.activation);
   return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj: launch");
 }
 
