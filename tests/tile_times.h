@@ -6,7 +6,7 @@
 /// between them is judged by. Measured on an H200, bf16, SwiGLU, random routing, with
 /// `sonicmoe bench --device cuda --thiek T,H,I,E,K --ops --every-kernel`; how, and with which
 /// kernels: docs/findings/tile-choice.md. tools/tile_times.py makes it from
-/// receipts/tile-times.log.
+/// docs/findings/tile-times.log.
 namespace sonicmoe {
 
 struct TileTimes {

@@ -20,8 +20,8 @@ def git(root: Path, *args: str) -> str | None:
 
 def touched_documents(root: Path, base: str = BASE) -> list[Path] | None:
     """Markdown files of the working tree that differ from `base`, untracked ones included; None
-    without history. Left out are a page of findings that only moved, and pages in which nothing but
-    digits differs, as after tools/figures.py."""
+    without history. Left out are a page of findings that only moved, and pages in which nothing
+    differs but digits, as after tools/figures.py, and names of files, as after a move."""
     new = git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.md")
     changed = git(root, "diff", "-z", "--relative", "--name-status", "--find-renames=100%",
                   "--diff-filter=d", base, "--", "*.md")  # fmt: skip
@@ -35,12 +35,17 @@ def touched_documents(root: Path, base: str = BASE) -> list[Path] | None:
         name = next(fields, "")
         if name and not (status.startswith("R") and name.startswith("docs/findings/")):
             names.add(name)
-    return sorted(root / name for name in names if not only_digits_differ(root, name, base))
+    return sorted(root / name for name in names if not same_words(root, name, base))
 
 
-def only_digits_differ(root: Path, name: str, base: str) -> bool:
+# `a/b.h`, [b.h](../a/b.h), [log](b.log)
+NAME_OF_FILE = re.compile(r"\]\([\w./-]+\)|[\w./-]+\.[a-z]+\b")
+
+
+def same_words(root: Path, name: str, base: str) -> bool:
+    """Does a page differ from `base` in nothing but digits and names of files?"""
     before = git(root, "show", f"{base}:./{name}")
-    words = [re.sub(r"[\d.]+", "0", text).split() for text in
+    words = [re.sub(r"[\d.]+", "0", NAME_OF_FILE.sub("file", text)).split() for text in
              (before or "", (root / name).read_text())]  # fmt: skip
     return before is not None and words[0] == words[1]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the table of tests/tile_times.h from receipts/tile-times.log; with --check, only compares.
+"""Writes the table of tests/tile_times.h from docs/findings/tile-times.log; --check only compares.
 
 The log holds, for each shape after a line "## T,H,I,E,K", the rows of compiled kernels that
 `sonicmoe bench --device cuda --thiek T,H,I,E,K --ops --every-kernel` prints: name, ms, +-, TFLOP/s,
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG = ROOT / "receipts" / "tile-times.log"
+LOG = ROOT / "docs" / "findings" / "tile-times.log"
 HEADER = ROOT / "tests" / "tile_times.h"
 BEGIN = "inline constexpr TileTimes kTileTimes[] = {\n"
 END = "};\n// clang-format on\n"

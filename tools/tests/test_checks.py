@@ -352,10 +352,10 @@ def test_tile_times_come_from_flops_and_leave_broken_shapes_out():
 
 
 def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
-    header, log = tmp_path / "tests/tile_times.h", tmp_path / "receipts/tile-times.log"
+    header, log = tmp_path / "tests/tile_times.h", tmp_path / "docs/findings/tile-times.log"
     names = ", ".join("{" + ", ".join(f'"{word}"' for word in words) + "}" for words in TILES)
     text = f"{names}\n{tile_times.BEGIN}{TILE_TIMES}{tile_times.END}after\n"
-    plant(tmp_path, {"tests/tile_times.h": text, "receipts/tile-times.log": TILE_TIMES_LOG})
+    plant(tmp_path, {"tests/tile_times.h": text, "docs/findings/tile-times.log": TILE_TIMES_LOG})
     for name, path in [("ROOT", tmp_path), ("HEADER", header), ("LOG", log)]:
         monkeypatch.setattr(tile_times, name, path)
     monkeypatch.setattr(sys, "argv", ["tile_times.py", "--check"])
@@ -364,7 +364,8 @@ def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
     header.write_text(changed)
     assert tile_times.main() == 1
     assert header.read_text() == changed
-    assert "tests/tile_times.h is not what receipts/tile-times.log says" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tests/tile_times.h is not what docs/findings/tile-times.log says" in printed
     monkeypatch.setattr(sys, "argv", ["tile_times.py"])
     assert tile_times.main() == 0
     assert header.read_text() == text
