@@ -1,6 +1,6 @@
 // Y = A W2^T + b2: M = rows, N = d, K = n.
 #include "core/backends.h"
-#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {

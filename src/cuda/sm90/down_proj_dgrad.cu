@@ -1,7 +1,7 @@
 // dA' = dO[tokens] W2 stays in registers: M = rows (gathered), N = n, K = d. With A recomputed from
 // H: dH = dAct(s dA', H), A' = s A, dS = <dA', A>.
 #include "core/backends.h"
-#include "cuda/epilogue/activation_grad.cuh"
+#include "cuda/sm90/epilogue/activation_grad.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {

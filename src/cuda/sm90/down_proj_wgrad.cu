@@ -1,6 +1,6 @@
 // dW2 = dO[tokens]^T (s A): M = d (dO gathered along K), N = n, K = rows.
 #include "core/backends.h"
-#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {

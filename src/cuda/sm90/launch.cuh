@@ -1,8 +1,8 @@
 #pragma once
 
 #include "core/kernel.h"
-#include "cuda/epilogue/dispatch.cuh"
 #include "cuda/runtime.h"
+#include "cuda/sm90/epilogue/dispatch.cuh"
 #include "cuda/sm90/grouped_gemm.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/tile_choice.h"

@@ -4,9 +4,9 @@
 
 #include "core/backends.h"
 #include "core/ledger.h"
-#include "cuda/epilogue/store_tile.cuh"
-#include "cuda/epilogue/store_transposed.cuh"
 #include "cuda/launch_early.cuh"
+#include "cuda/sm90/epilogue/store_tile.cuh"
+#include "cuda/sm90/epilogue/store_transposed.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {

@@ -1,7 +1,7 @@
 // H = x[tokens] W1^T + b1 and A = act(H): M = rows (gathered), N = gate and up columns, K = d.
 #include "core/backends.h"
-#include "cuda/epilogue/activation.cuh"
-#include "cuda/epilogue/activation_tall.cuh"
+#include "cuda/sm90/epilogue/activation.cuh"
+#include "cuda/sm90/epilogue/activation_tall.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {

@@ -1,6 +1,6 @@
 // dX~ = dH W1: M = rows, N = d, K = 2n as gate columns, then up columns (n without a gate).
 #include "core/backends.h"
-#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {

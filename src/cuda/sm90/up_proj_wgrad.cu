@@ -1,7 +1,7 @@
 // dW1 = dH^T x[tokens], computed as its transpose: M = d (x gathered along K), N = n (gate rows,
 // then up rows), K = rows.
 #include "core/backends.h"
-#include "cuda/epilogue/store_transposed.cuh"
+#include "cuda/sm90/epilogue/store_transposed.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {

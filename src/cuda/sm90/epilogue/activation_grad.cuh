@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/device/warp_tile.cuh"
-#include "cuda/epilogue/dispatch.cuh"
+#include "cuda/sm90/epilogue/dispatch.cuh"
 #include "cuda/sm90/grouped_gemm.cuh"
 
 /// Epilogue of down_proj_dgrad. The accumulators are dA' (unscaled). With H read back and A

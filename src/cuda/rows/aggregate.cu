@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "core/backends.h"
+#include "cuda/device/warp.cuh"
 #include "cuda/device/warp_tile.cuh"
-#include "cuda/routing/routing.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/device/warp_tile.cuh"
-#include "cuda/epilogue/dispatch.cuh"
+#include "cuda/sm90/epilogue/dispatch.cuh"
 #include "cuda/sm90/grouped_gemm.cuh"
 
 /// Epilogue of up_proj: H = acc + b1 is stored for backward (unless for inference), A = act(H) from

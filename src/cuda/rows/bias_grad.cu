@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "core/backends.h"
-#include "cuda/routing/routing.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/device/warp_tile.cuh"
-#include "cuda/epilogue/store_tile.cuh"
+#include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/grouped_gemm.cuh"
 
 /// Epilogue for outputs in which the own axis is contiguous, though it is M of the products: stores

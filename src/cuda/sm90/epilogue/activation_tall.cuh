@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/epilogue/activation.cuh"
+#include "cuda/sm90/epilogue/activation.cuh"
 
 /// Epilogue of up_proj for tall tiles: as StoreActivation, from a consumer's own 64 rows and its
 /// half of the third stripe.

@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/ptx.cuh"
+#include "cuda/launch_early.cuh"
+#include "cuda/runtime.h"
+#include "cuda/storage.cuh"
+#include "math/ieee.h"
+
+/// What the kernels over rows and the routing kernels share: conversions, sums over a warp and a
+/// block, loads of 16 bytes.
+namespace sonicmoe::cuda {
+
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+inline constexpr int kWarp = 32;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+
+/// Eight 16-bit values, moved as one 16-byte access.
+template <class T>
+struct alignas(16) Eight {
+  T value[8];
+};
+
+/// Blocks of `per_block` items each.
+inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
+  return static_cast<unsigned>((items + per_block - 1) / per_block);
+}
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+/// Sum over a warp at distance 16, 8, 4, 2, 1, as in math::lane_sum32; every lane gets it.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1) {
+    x = math::add(x, __shfl_xor_sync(kAllLanes, x, distance));
+  }
+  return x;
+}
+
+/// put(i, value(0) + ... + value(i-1)) for i below n, by one block of kThreads; the whole sum to
+/// all.
+template <int kThreads, class Value, class Put>
+__device__ std::int32_t exclusive_sums(int n, Value value, Put put) {
+  __shared__ std::int32_t of_warp[kThreads / kWarp];
+  std::int32_t carry = 0;
+  for (int first = 0; first < n; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    const std::int32_t own = i < n ? value(i) : 0;
+    std::int32_t sum = own;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const std::int32_t before = __shfl_up_sync(kAllLanes, sum, distance);
+      if (lane_id() >= distance) sum += before;
+    }
+    if (lane_id() == kWarp - 1) of_warp[threadIdx.x / kWarp] = sum;
+    __syncthreads();
+    std::int32_t all = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / kWarp; ++w) {
+      if (w < static_cast<int>(threadIdx.x) / kWarp) sum += of_warp[w];
+      all += of_warp[w];
+    }
+    if (i < n) put(i, carry + sum - own);
+    carry += all;
+    __syncthreads();
+  }
+  return carry;
+}
+
+// 16 bytes if `wanted`; else zeros. One instruction under a predicate: a branch would wait for one
+// load before the next. Volatile, and not through the read-only path: what an earlier kernel
+// writes must not be read before wait_for_previous().
+
+/// What is read once goes past L1, and through L2 by a policy. Without one it would leave L2 first:
+/// that is what no_allocate does.
+__device__ __forceinline__ uint4 load_once(const void* from, bool wanted, std::uint64_t policy) {
+  uint4 bits = {};
+  asm volatile(
+      "{ .reg .pred wanted;\n"
+      "  setp.ne.s32 wanted, %5, 0;\n"
+      "  @wanted ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6; }"
+      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+      : "l"(from), "r"(static_cast<int>(wanted)), "l"(policy));
+  return bits;
+}
+/// What other threads read, too.
+__device__ __forceinline__ uint4 load_kept(const void* from, bool wanted) {
+  uint4 bits = {};
+  asm volatile(
+      "{ .reg .pred wanted;\n"
+      "  setp.ne.s32 wanted, %5, 0;\n"
+      "  @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+      : "l"(from), "r"(static_cast<int>(wanted)));
+  return bits;
+}
+
+/// Or-ed into the error word, if there is one.
+__device__ __forceinline__ void report(std::int32_t* error_word, std::int32_t bit) {
+  if (error_word != nullptr) atomicOr(error_word, bit);
+}
+
+}  // namespace sonicmoe::cuda
