@@ -14,7 +14,7 @@ CUDA ?= AUTO
 export CUDA
 WITH_CUDA = -DSONICMOE_CUDA=$(CUDA) -DCMAKE_CUDA_COMPILER_LAUNCHER=$(CURDIR)/tools/compile_device.py
 JOBS := $(shell nproc)
-CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src tests verify \
+CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src testkit tests \
               -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 SECONDS ?= 60

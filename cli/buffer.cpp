@@ -6,8 +6,8 @@
 #include <new>
 #include <random>
 
-#include "verify/device_memory.h"
-#include "verify/numbers.h"
+#include "testkit/device_memory.h"
+#include "testkit/numbers.h"
 
 namespace sonicmoe::cli {
 
@@ -17,19 +17,19 @@ Buffer::Buffer(std::size_t bytes, Device device)
   constexpr std::size_t kAlignment = 256;
   const std::size_t padded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   const bool host = device.type == DeviceType::cpu;
-  data_.reset(host ? std::aligned_alloc(kAlignment, padded) : verify::allocate(device, padded));
+  data_.reset(host ? std::aligned_alloc(kAlignment, padded) : testkit::allocate(device, padded));
   if (data_ == nullptr) throw std::bad_alloc();
-  verify::zero(device, data(), padded);
+  testkit::zero(device, data(), padded);
 }
 
-void Buffer::Free::operator()(void* data) const { verify::release(device, data); }
+void Buffer::Free::operator()(void* data) const { testkit::release(device, data); }
 
 void Buffer::upload(const void* from, std::size_t bytes, std::size_t offset) const {
-  verify::copy(device_, as<std::byte>() + offset, from, bytes);
+  testkit::copy(device_, as<std::byte>() + offset, from, bytes);
 }
 
 void Buffer::download(void* to, std::size_t bytes) const {
-  verify::copy(device_, to, data(), bytes);
+  testkit::copy(device_, to, data(), bytes);
 }
 
 Buffer make_tensor(std::int64_t elements, DType dtype, Device device) {
@@ -46,11 +46,11 @@ Buffer make_random(std::int64_t elements, DType dtype, double scale, std::uint64
   constexpr std::int64_t kDrawn = (1 << 22) - 3;
   const std::int64_t drawn = device.type == DeviceType::cpu ? elements : std::min(elements, kDrawn);
   // In pieces: the doubles of a whole weight tensor would be four times its size.
-  verify::Tensor piece;
+  testkit::Tensor piece;
   for (std::int64_t done = 0; done < drawn; done += static_cast<std::int64_t>(piece.size())) {
     piece.resize(static_cast<std::size_t>(std::min<std::int64_t>(drawn - done, 1 << 16)));
     for (double& value : piece) value = normal(engine);
-    const auto bytes = verify::encode(piece, dtype);
+    const auto bytes = testkit::encode(piece, dtype);
     buffer.upload(bytes.data(), bytes.size(), static_cast<std::size_t>(done) * size_of(dtype));
   }
   for (std::int64_t done = drawn; done < elements;) {

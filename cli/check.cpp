@@ -4,8 +4,8 @@
 #include "interrupt.h"
 #include "progress.h"
 #include "subcommands.h"
-#include "verify/cases.h"
-#include "verify/run.h"
+#include "testkit/cases.h"
+#include "testkit/run.h"
 
 namespace sonicmoe::cli {
 namespace {
@@ -27,18 +27,18 @@ struct CheckSettings : Settings {
 };
 
 int list_cases(Device device) {
-  for (const auto& item : verify::full_cases(device)) std::printf("%s\n", item.name.c_str());
+  for (const auto& item : testkit::full_cases(device)) std::printf("%s\n", item.name.c_str());
   return 0;
 }
 
-std::vector<verify::Case> chosen_cases(const CheckSettings& settings) {
-  if (settings.has_shape) return {verify::custom_case(settings.desc, settings.seed)};
-  if (settings.case_name.empty()) return verify::smoke_cases(settings.device);
-  return {*verify::find_case(settings.case_name)};
+std::vector<testkit::Case> chosen_cases(const CheckSettings& settings) {
+  if (settings.has_shape) return {testkit::custom_case(settings.desc, settings.seed)};
+  if (settings.case_name.empty()) return testkit::smoke_cases(settings.device);
+  return {*testkit::find_case(settings.case_name)};
 }
 
 /// Prints the report and counts its tensors as passed or failed.
-Json print_report(const verify::Report& report, int* passed, int* failed) {
+Json print_report(const testkit::Report& report, int* passed, int* failed) {
   Json checks = Json::array();
   if (!report.failure.empty()) {
     std::printf("  %s: %s FAIL\n", report.name.c_str(), report.failure.c_str());
@@ -64,7 +64,7 @@ Json print_report(const verify::Report& report, int* passed, int* failed) {
 int run_check(CheckSettings& settings) {
   if (settings.list_cases) return list_cases(settings.device);
   settings.resolve();
-  const std::vector<verify::Case> cases = chosen_cases(settings);
+  const std::vector<testkit::Case> cases = chosen_cases(settings);
   // A case that the library refuses is a matter of options, not of wrong results.
   for (const auto& item : cases) {
     const std::string blame = "--case " + item.name + settings.device_line();
@@ -78,20 +78,20 @@ int run_check(CheckSettings& settings) {
   for (const auto& item : cases) {
     if (interrupted()) break;
     const int failed_before = failed;
-    const std::string repro = verify::repro_command(item, settings.threads, settings.device) +
+    const std::string repro = testkit::repro_command(item, settings.threads, settings.device) +
                               settings.multiprocessors_line();
     Json reports = Json::array();
     std::printf("%s\n", settings.has_shape ? settings.layer_line().c_str() : item.name.c_str());
-    const auto print_all = [&](const std::vector<verify::Report>& all) {
+    const auto print_all = [&](const std::vector<testkit::Report>& all) {
       progress.clear();
       for (const auto& report : all) reports.push_back(print_report(report, &passed, &failed));
       std::fflush(stdout);
     };
     progress.show("checking the layer of " + item.name);
-    print_all({verify::check_layer(item, settings.device, settings.options())});
+    print_all({testkit::check_layer(item, settings.device, settings.options())});
     if (!interrupted()) {
       progress.show("checking the operations of " + item.name);
-      print_all(verify::check_ops(item, settings.device, settings.options()));
+      print_all(testkit::check_ops(item, settings.device, settings.options()));
     }
     if (failed > failed_before) std::printf("  to repeat: %s\n", repro.c_str());
     list.push_back({{"name", item.name}, {"repro", repro}, {"reports", reports}});
@@ -119,7 +119,7 @@ Subcommand add_check(CLI::App& app) {
   auto settings = std::make_shared<CheckSettings>();
   settings->add_to(*parser, nullptr);
   const auto known_case = [](std::string& name) {
-    const bool known = verify::find_case(name) != nullptr;
+    const bool known = testkit::find_case(name) != nullptr;
     return known ? std::string() : "got '" + name + "', allowed: what --list_cases prints";
   };
   parser->add_option("--case", settings->case_name, "A case of the list, by its name")

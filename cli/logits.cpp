@@ -94,12 +94,12 @@ Logits read_logits(const std::string& path, const std::string& shape) {
     refuse(path, " with " + std::to_string(data.size()) + " bytes of numbers",
            "4*T*E for T,E = " + shape_text(out.tokens, out.experts));
   }
-  out.values = verify::decode(data, DType::f32);
+  out.values = testkit::decode(data, DType::f32);
   return out;
 }
 
 Logits random_logits(std::int64_t tokens, std::int64_t experts, double skew, std::uint64_t seed) {
-  Logits out{tokens, experts, verify::Tensor(static_cast<std::size_t>(tokens * experts))};
+  Logits out{tokens, experts, testkit::Tensor(static_cast<std::size_t>(tokens * experts))};
   std::mt19937_64 engine(seed);
   std::normal_distribution<double> normal;
   for (std::size_t i = 0; i < out.values.size(); ++i) {

@@ -3,14 +3,14 @@
 #include <cstdint>
 #include <string>
 
-#include "verify/numbers.h"
+#include "testkit/numbers.h"
 
 namespace sonicmoe::cli {
 
 struct Logits {
   std::int64_t tokens = 0;
   std::int64_t experts = 0;
-  verify::Tensor values;  ///< (T, E)
+  testkit::Tensor values;  ///< (T, E)
 };
 
 /// A .npy file of version 1 with a (T, E) array of little-endian float32 in C order, or those

@@ -80,7 +80,7 @@ class Comparison {
     if (!logits) {
       logits = random_logits(desc_.tokens, desc_.router.experts, settings_.skew, settings_.seed);
     }
-    const auto bytes = verify::encode(logits->values, desc_.experts.dtype);
+    const auto bytes = testkit::encode(logits->values, desc_.experts.dtype);
     logits_ = Buffer(bytes.size(), settings_.device);
     logits_.upload(bytes.data(), bytes.size());
 

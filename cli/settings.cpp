@@ -11,7 +11,7 @@
 #include <fstream>
 #include <thread>
 
-#include "verify/cases.h"
+#include "testkit/cases.h"
 
 namespace sonicmoe::cli {
 namespace {
@@ -277,7 +277,7 @@ std::string Settings::router_line() const {
   return line;
 }
 
-std::string Settings::layer_line() const { return verify::layer_option(desc) + device_line(); }
+std::string Settings::layer_line() const { return testkit::layer_option(desc) + device_line(); }
 
 std::string Settings::device_line() const {
   const bool is_cpu = device.type == DeviceType::cpu;

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <random>
 
-#include "verify/numbers.h"
+#include "testkit/numbers.h"
 
 namespace sonicmoe::cli {
 namespace {
@@ -67,7 +67,7 @@ void LayerTensors::skew_router(const LayerDesc& desc, double skew) const {
   const Sizes s(desc);
   const auto set_first_column = [&](const Buffer& matrix, const std::vector<double>& column) {
     auto bytes = matrix.contents<std::byte>();
-    const auto values = verify::encode(column, desc.experts.dtype);
+    const auto values = testkit::encode(column, desc.experts.dtype);
     const std::size_t size = size_of(desc.experts.dtype);
     for (std::size_t row = 0; row < column.size(); ++row) {
       std::copy_n(&values[row * size], size, &bytes[row * static_cast<std::size_t>(s.d) * size]);

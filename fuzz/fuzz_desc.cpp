@@ -6,7 +6,7 @@
 
 #include "fuzz/fuzz.h"
 #include "sonicmoe/sonicmoe.h"
-#include "verify/run.h"
+#include "testkit/run.h"
 
 namespace sonicmoe::fuzz {
 namespace {
@@ -94,8 +94,8 @@ bool small(const LayerDesc& d) {
 }
 
 void run_small(const LayerDesc& desc, std::uint64_t seed, const Options& options) {
-  const verify::Problem problem = verify::make_problem(verify::custom_case(desc, seed));
-  const verify::LayerRun run = verify::run_layer(problem, {}, options);
+  const testkit::Problem problem = testkit::make_problem(testkit::custom_case(desc, seed));
+  const testkit::LayerRun run = testkit::run_layer(problem, {}, options);
   require(run.status.ok(), run.status.message());
   require_none(run.damage);
   if (desc.rounding.tile > 0) {
@@ -104,7 +104,7 @@ void run_small(const LayerDesc& desc, std::uint64_t seed, const Options& options
               "count is no multiple of the tile: " + std::to_string(count));
     }
   } else {
-    const verify::Grouping g = verify::group(run.routing, desc.tokens, desc.router.experts);
+    const testkit::Grouping g = testkit::group(run.routing, desc.tokens, desc.router.experts);
     require(run.counts == g.counts, "counts are not those of the routing");
   }
 }

@@ -6,17 +6,17 @@
 
 #include "fuzz/fuzz.h"
 #include "sonicmoe/sonicmoe.h"
-#include "verify/rounding.h"
-#include "verify/run.h"
+#include "testkit/rounding.h"
+#include "testkit/run.h"
 
 namespace sonicmoe::fuzz {
 namespace {
 
-using verify::Arena;
+using testkit::Arena;
 
 struct Lists {
   std::int64_t tokens, experts;
-  verify::Routing routing;
+  testkit::Routing routing;
   bool sorted = true, legal = true;
 
   explicit Lists(FuzzedDataProvider* in)
@@ -88,7 +88,7 @@ void metadata(const Lists& lists, bool assume_sorted, const Options& options) {
   const bool legal = lists.legal && (lists.sorted || !assume_sorted);
   if (!run(d, args, options, legal, &arena)) return;
 
-  const verify::Grouping g = verify::group(lists.routing, d.tokens, d.experts);
+  const testkit::Grouping g = testkit::group(lists.routing, d.tokens, d.experts);
   const auto in_use = [&](const char* name) {
     std::vector<std::int32_t> values = arena.int32(name);
     values.resize(g.rows());
@@ -112,21 +112,21 @@ void layer(const Lists& lists, bool assume_sorted, std::uint64_t seed, const Opt
   d.router.mode = RouterMode::given;
   d.experts.dtype = seed % 2 == 0 ? DType::f32 : DType::bf16;
   d.experts.bias = seed % 3 == 0;
-  verify::Problem problem = verify::make_problem(verify::custom_case(d, seed));
+  testkit::Problem problem = testkit::make_problem(testkit::custom_case(d, seed));
   problem.desc.router.list_length = lists.length();
   problem.desc.router.assume_sorted = assume_sorted;
   problem.lists = lists.routing;
   for (std::int64_t i = 0; i < lists.length(); ++i) {
-    problem.list_scores.push_back(verify::Random(seed, 99).normal(i));
+    problem.list_scores.push_back(testkit::Random(seed, 99).normal(i));
   }
-  const verify::LayerRun run = verify::run_layer(problem, {}, options);
+  const testkit::LayerRun run = testkit::run_layer(problem, {}, options);
   require_none(run.damage);
   if (!lists.legal || (assume_sorted && !lists.sorted)) {
     require(run.status.code() == StatusCode::invalid_data, "bad lists were not refused as such");
     return;
   }
   require(run.status.ok(), run.status.message());
-  const verify::Grouping g = verify::group(lists.routing, d.tokens, d.router.experts);
+  const testkit::Grouping g = testkit::group(lists.routing, d.tokens, d.router.experts);
   require(run.counts == g.counts, "counts of the layer");
   for (const auto* tensor : {&run.tensors.o, &run.tensors.dx, &run.tensors.dw1, &run.tensors.dw2}) {
     for (const double value : *tensor) require(std::isfinite(value), "not finite");
@@ -145,8 +145,8 @@ void rounding_gradient(const Lists& lists, const Options& options) {
   d.list_length = lists.length();
   Arena arena;
   TokenRoundingGradArgs args;
-  const verify::Random random(lists.length(), 98);
-  verify::Tensor logits(d.tokens * d.experts), dscores(d.list_length);
+  const testkit::Random random(lists.length(), 98);
+  testkit::Tensor logits(d.tokens * d.experts), dscores(d.list_length);
   for (std::size_t i = 0; i < logits.size(); ++i) logits[i] = random.normal(i);
   for (std::size_t i = 0; i < dscores.size(); ++i) {
     const bool sentinel = lists.routing.experts[i] >= d.experts;

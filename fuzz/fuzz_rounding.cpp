@@ -4,13 +4,13 @@
 #include <cstddef>
 
 #include "fuzz/fuzz.h"
-#include "verify/inputs.h"
-#include "verify/rounding.h"
+#include "testkit/inputs.h"
+#include "testkit/rounding.h"
 
 namespace sonicmoe::fuzz {
 namespace {
 
-using verify::RoundingRunner;
+using testkit::RoundingRunner;
 
 TokenRoundingDesc rounding_desc(FuzzedDataProvider* in) {
   TokenRoundingDesc d;
@@ -29,7 +29,7 @@ TokenRoundingDesc rounding_desc(FuzzedDataProvider* in) {
 /// Elements drawn from the bytes that are left, so that a short input fills any number of tokens.
 std::vector<std::byte> make_logits(FuzzedDataProvider* in, const TokenRoundingDesc& d) {
   const std::size_t size = size_of(d.dtype);
-  const verify::Random random(in->ConsumeIntegral<std::uint16_t>(), 0);
+  const testkit::Random random(in->ConsumeIntegral<std::uint16_t>(), 0);
   std::vector<std::byte> palette = in->ConsumeRemainingBytes<std::byte>();
   palette.resize(std::max(size, palette.size() / size * size));
   std::vector<std::byte> logits;
@@ -42,7 +42,7 @@ std::vector<std::byte> make_logits(FuzzedDataProvider* in, const TokenRoundingDe
   return logits;
 }
 
-bool legal(const TokenRoundingDesc& d, const verify::Tensor& logits) {
+bool legal(const TokenRoundingDesc& d, const testkit::Tensor& logits) {
   for (std::int64_t t = 0; t < d.tokens; ++t) {
     double max = -HUGE_VAL;
     for (std::int64_t e = 0; e < d.experts; ++e) {
@@ -72,14 +72,14 @@ void round(FuzzedDataProvider* in) {
   }
   require(lists.ok(), lists.status().message());
   require(choice.ok(), choice.status().message());
-  require_none(verify::explain_rounding(desc, choice.value(), lists.value()));
-  const std::string differs = verify::first_difference(
-      lists.value(), verify::round_tokens(desc, choice.value(), seed, offset));
+  require_none(testkit::explain_rounding(desc, choice.value(), lists.value()));
+  const std::string differs = testkit::first_difference(
+      lists.value(), testkit::round_tokens(desc, choice.value(), seed, offset));
   require(differs.empty(), differs + " differ from the reference");
 
-  verify::Tensor dscores(lists.value().scores.size());
+  testkit::Tensor dscores(lists.value().scores.size());
   for (std::size_t i = 0; i < dscores.size(); ++i) {
-    dscores[i] = verify::Random(seed, 1).normal(i);
+    dscores[i] = testkit::Random(seed, 1).normal(i);
   }
   const auto gradient = runner.gradient(lists.value(), dscores, {}, options);
   require(gradient.ok(), gradient.status().message());

@@ -3,11 +3,11 @@
 #include <array>
 
 #include "sonicmoe/types.h"
-#include "verify/cases.h"
+#include "testkit/cases.h"
 
 /// Where the tests of a binary run. A file of tests that every backend must pass is compiled once
 /// for each of them.
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 
 #if SONICMOE_TEST_CUDA
 inline constexpr Device kDevice{DeviceType::cuda, 0};
@@ -26,4 +26,4 @@ inline const Case& case_named(const std::string& name, DType type) {
   return *find_case(name + "/" + sonicmoe::name(type));
 }
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

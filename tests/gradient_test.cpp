@@ -4,10 +4,10 @@
 
 #include <cmath>
 
+#include "testkit/run.h"
 #include "tests/test_names.h"
-#include "verify/run.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 double dot(const Tensor& a, const Tensor& b) {
@@ -115,4 +115,4 @@ TEST_P(LayerGradient, AgreesWithFiniteDifferences) {
 INSTANTIATE_TEST_SUITE_P(Cases, LayerGradient, testing::ValuesIn(cases()), test_name);
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

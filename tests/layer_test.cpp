@@ -5,11 +5,11 @@
 #include <cmath>
 #include <numeric>
 
+#include "testkit/run.h"
 #include "tests/device.h"
 #include "tests/test_names.h"
-#include "verify/run.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 class Layer : public testing::TestWithParam<Case> {};
@@ -294,4 +294,4 @@ TEST(Layers, Bf16ErrorIsThatOfTheDocumentedRoundings) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -9,7 +9,7 @@
 #include "math/convert.h"
 #include "math/exp.h"
 #include "math/softmax.h"
-#include "verify/numbers.h"
+#include "testkit/numbers.h"
 
 namespace sonicmoe {
 namespace {
@@ -99,7 +99,7 @@ TEST(Convert, Bf16RoundsAsTheOracleDoes) {
       if (std::isnan(value)) {
         ASSERT_TRUE(std::isnan(rounded));
       } else {
-        ASSERT_EQ(rounded, verify::round_to(value, DType::bf16)) << value;
+        ASSERT_EQ(rounded, testkit::round_to(value, DType::bf16)) << value;
         ASSERT_EQ(std::signbit(rounded), std::signbit(value)) << value;
       }
     }

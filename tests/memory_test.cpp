@@ -9,9 +9,9 @@
 #include <deque>
 #include <thread>
 
+#include "testkit/run.h"
 #include "tests/plain_layer.h"
 #include "tests/test_names.h"
-#include "verify/run.h"
 
 // Every way to get heap memory in this process, counted. The sanitizers bring their own malloc, and
 // there the count stays zero; this test has its meaning in the ordinary build.
@@ -47,7 +47,7 @@ int posix_memalign(void** out, std::size_t alignment, std::size_t size) {
 }
 #endif
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 LayerPlan plan_of(const LayerDesc& desc) { return make_plan(desc).value(); }
@@ -55,7 +55,7 @@ LayerPlan plan_of(const LayerDesc& desc) { return make_plan(desc).value(); }
 class Memory : public testing::TestWithParam<Case> {};
 
 // The terms of the semantics, with the sizes written out. Guard bands right behind each of these
-// blocks (verify/run.h) show in every layer test that no byte more is written.
+// blocks (testkit/run.h) show in every layer test that no byte more is written.
 TEST_P(Memory, SavedBytesAreWithinTheirBounds) {
   const LayerDesc& d = GetParam().desc;
   const SavedBytes saved = plan_of(d).saved_bytes();
@@ -253,4 +253,4 @@ TEST(Memory, PlansAreShared) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "sonicmoe/layer.h"
+#include "testkit/run.h"
 #include "tests/device.h"
-#include "verify/run.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 
 /// A layer with every tensor that any call may want, made once: for calls that are watched, or
 /// spoilt one argument at a time.
@@ -70,4 +70,4 @@ struct PlainLayer {
   }
 };
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "sonicmoe/sonicmoe.h"
+#include "testkit/buffer.h"
+#include "testkit/device_memory.h"
+#include "testkit/inputs.h"
 #include "tests/device.h"
-#include "verify/buffer.h"
-#include "verify/device_memory.h"
-#include "verify/inputs.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 /// Every tensor that forward and backward return, by name.
@@ -345,4 +345,4 @@ TEST(Plans, RefuseWhatTheyAreNotMadeFor) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "sonicmoe/info.h"
-#include "verify/cases.h"
+#include "testkit/cases.h"
 
 namespace sonicmoe {
 
@@ -18,7 +18,7 @@ inline void PrintTo(const KernelInfo& value, std::ostream* out) { *out << value.
 
 }  // namespace sonicmoe
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 
 /// What this build has for these operations on a kind of device.
 inline std::vector<KernelInfo> kernels_of(Device device, const std::set<std::string>& ops) {
@@ -45,4 +45,4 @@ inline std::string test_name(const testing::TestParamInfo<Case>& param) {
   return label_of(param.param.name);
 }
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

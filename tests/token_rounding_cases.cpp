@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "verify/inputs.h"
+#include "testkit/inputs.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 enum Kind { kNormal, kTies, kEqual, kMasked, kUnderflow, kHuge, kKinds };
@@ -79,4 +79,4 @@ RoundingCase plain_rounding_case(std::uint64_t number, const TokenRoundingDesc& 
   return c;
 }
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -7,7 +7,7 @@
 
 #include "sonicmoe/token_rounding.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 
 struct RoundingCase {
   TokenRoundingDesc desc;
@@ -25,4 +25,4 @@ RoundingCase random_rounding_case(std::uint64_t number);
 /// unequal popularity.
 RoundingCase plain_rounding_case(std::uint64_t number, const TokenRoundingDesc& desc);
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

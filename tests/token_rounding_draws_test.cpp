@@ -6,10 +6,10 @@
 #include <functional>
 
 #include "math/philox.h"
+#include "testkit/rounding.h"
 #include "tests/token_rounding_cases.h"
-#include "verify/rounding.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 using Words = std::array<std::uint32_t, 4>;
@@ -199,4 +199,4 @@ TEST(StochasticRounding, OtherRulesDoNotDraw) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

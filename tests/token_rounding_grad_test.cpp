@@ -4,12 +4,12 @@
 
 #include <cmath>
 
+#include "testkit/inputs.h"
+#include "testkit/rounding.h"
 #include "tests/device.h"
 #include "tests/token_rounding_cases.h"
-#include "verify/inputs.h"
-#include "verify/rounding.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 Tensor normal_tensor(std::uint64_t seed, std::uint64_t stream, std::size_t size) {
@@ -218,4 +218,4 @@ TEST(TokenRoundingGrad, ScoresAgreeWithTheOracle) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

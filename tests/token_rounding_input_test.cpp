@@ -4,10 +4,10 @@
 #include <functional>
 #include <limits>
 
-#include "verify/buffer.h"
-#include "verify/rounding.h"
+#include "testkit/buffer.h"
+#include "testkit/rounding.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 constexpr std::int64_t T = 5, E = 4, K = 2;
@@ -278,4 +278,4 @@ TEST(TokenRoundingInput, BadGradientLists) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

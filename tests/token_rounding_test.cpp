@@ -5,11 +5,11 @@
 #include <cmath>
 
 #include "math/rounding.h"
+#include "testkit/rounding.h"
 #include "tests/device.h"
 #include "tests/token_rounding_cases.h"
-#include "verify/rounding.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 /// What the random cases have seen, so that they cannot quietly stop covering something.
@@ -225,4 +225,4 @@ TEST(RoundingRules, NamesRoundTrip) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that includes point one way only (docs/architecture.md):
 
-    include <- src/core <- src/math <- src/cpu, src/cuda <- python, cli, examples, benchmarks, verify
+    include <- src/core <- src/math <- src/cpu, src/cuda <- python, cli, examples, benchmarks, testkit
 
 Each layer lists what it may include of this tree, and which headers from outside.
 """
@@ -25,17 +25,17 @@ RULES = {
     "src/math": (("include", "src/core"), HOST),
     "src/cpu": (("include", "src/core", "src/math"), HOST),
     "src/cuda": (("include", "src/core", "src/math"), r"(?!torch/|ATen/|c10/).*"),
-    "verify": (("include",), HOST),
-    "cli": (("include", "verify"), HOST),
+    "testkit": (("include",), HOST),
+    "cli": (("include", "testkit"), HOST),
     "python": (("include",), ANY),
     "demo": (("include",), ANY),
     "examples": (("include",), ANY),
     "benchmarks": (("include",), ANY),
-    "fuzz": (("include", "verify"), HOST),
-    "tests": (("include", "src", "verify", "cli"), ANY),
+    "fuzz": (("include", "testkit"), HOST),
+    "tests": (("include", "src", "testkit", "cli"), ANY),
 }
 # What may speak to the device outside of its backend, so that the rest of its layer need not.
-CUDA = {"verify/device_memory.cpp", "cli/device_clock.cpp", "cli/cublas_bound.cpp"}
+CUDA = {"testkit/device_memory.cpp", "cli/bench/device_clock.cpp", "cli/bench/cublas_bound.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 
 

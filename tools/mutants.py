@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build-mutants" / "tree"
 BUILD = TREE / "build"
 UNCHANGED = BUILD / "unchanged"  # the test programs without a mutant
-COPIED = ("CMakeLists.txt", "cmake", "include", "src", "verify", "tests")
+COPIED = ("CMakeLists.txt", "cmake", "include", "src", "testkit", "tests")
 
 
 @dataclass

@@ -8,7 +8,7 @@
 #include "tests/bad_input/pointer_rows.h"
 #include "tests/plain_layer.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 constexpr StatusCode kArgument = StatusCode::invalid_argument;
@@ -401,4 +401,4 @@ TEST(BadLayer, LongNamesAreCutNotOverrun) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

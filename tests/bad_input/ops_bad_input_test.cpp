@@ -4,10 +4,10 @@
 #include <climits>
 
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
 #include "tests/bad_input/pointer_rows.h"
-#include "verify/buffer.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 template <class Desc>
@@ -429,4 +429,4 @@ TEST(BadOp, AuxLoss) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

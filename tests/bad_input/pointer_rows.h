@@ -8,7 +8,7 @@
 
 #include "sonicmoe/status.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 
 /// One pointer of an argument struct, and how its refusal describes it.
 template <class Args>
@@ -54,4 +54,4 @@ void for_each_bad_pointer(const Args& good, const std::vector<PointerRow<Args>>&
   }
 }
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -13,13 +13,13 @@
 
 #include "core/op_plan.h"
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
+#include "testkit/device_memory.h"
+#include "testkit/grouping.h"
+#include "testkit/inputs.h"
 #include "tests/device.h"
-#include "verify/buffer.h"
-#include "verify/device_memory.h"
-#include "verify/grouping.h"
-#include "verify/inputs.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 struct Shape {
@@ -416,4 +416,4 @@ TEST(Beside, CopiesSeeAllBefore) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -6,13 +6,13 @@
 #include <limits>
 
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
+#include "testkit/inputs.h"
+#include "testkit/rounding.h"
 #include "tests/device.h"
 #include "tests/token_rounding_cases.h"
-#include "verify/buffer.h"
-#include "verify/inputs.h"
-#include "verify/rounding.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 constexpr Device kCpu{};
@@ -209,4 +209,4 @@ TEST(Bits, TokenRounding) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

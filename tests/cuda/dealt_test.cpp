@@ -9,10 +9,10 @@
 
 #include "core/kernel.h"
 #include "cuda/sm90/tile_choice.h"
+#include "testkit/buffer.h"
 #include "tests/ops/gemm_exact.h"
-#include "verify/buffer.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 DeviceTraits traits() { return device_traits(kDevice); }
@@ -251,4 +251,4 @@ INSTANTIATE_TEST_SUITE_P(Kernels, ExactTall, testing::ValuesIn(tall_kernels()), 
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactHalved, testing::ValuesIn(halved_kernels()), kLabel);
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

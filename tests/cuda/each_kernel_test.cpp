@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "sonicmoe/info.h"
+#include "testkit/run.h"
 #include "tests/cuda/replay.h"
 #include "tests/test_names.h"
-#include "verify/run.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 /// Whole and partial tiles along every axis, experts without rows, sentinels, all three layouts,
@@ -123,4 +123,4 @@ INSTANTIATE_TEST_SUITE_P(Kernels, EachActivation, testing::ValuesIn(with_activat
                          [](const auto& param) { return label_of(param.param.name); });
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

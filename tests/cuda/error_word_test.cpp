@@ -11,15 +11,15 @@
 
 #include "core/op_plan.h"
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
+#include "testkit/cases.h"
+#include "testkit/device_memory.h"
+#include "testkit/inputs.h"
+#include "testkit/rounding.h"
 #include "tests/device.h"
 #include "tests/plain_layer.h"
-#include "verify/buffer.h"
-#include "verify/cases.h"
-#include "verify/device_memory.h"
-#include "verify/inputs.h"
-#include "verify/rounding.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -360,4 +360,4 @@ TEST(ErrorWord, MetadataReportsBadIds) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

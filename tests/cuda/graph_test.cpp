@@ -1,9 +1,9 @@
 #include "core/kernel.h"
 #include "cuda/sm90/tile_choice.h"
+#include "testkit/run.h"
 #include "tests/cuda/replay.h"
-#include "verify/run.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 TEST(Graph, ReplaysWithOtherRouting) {
@@ -41,4 +41,4 @@ TEST(Graph, DealsAgain) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -8,12 +8,12 @@
 
 #include "core/kernel.h"
 #include "sonicmoe/info.h"
+#include "testkit/device_memory.h"
+#include "testkit/run.h"
 #include "tests/known_devices.h"
 #include "tests/plain_layer.h"
-#include "verify/device_memory.h"
-#include "verify/run.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 LayerDesc some_layer() {
@@ -171,4 +171,4 @@ TEST(CudaPlan, NewThreadsMayCall) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

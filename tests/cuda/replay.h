@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <string>
 
+#include "testkit/device_memory.h"
 #include "tests/plain_layer.h"
-#include "verify/device_memory.h"
 
 /// A layer recorded once in a CUDA graph and replayed with other inputs and other routing, for
 /// launches must not depend on what is in memory.
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 
 inline void start(const PlainLayer& layer, Stream stream) {
   const Status forward = layer.plan.forward(layer.forward, layer.workspace, stream);
@@ -63,4 +63,4 @@ inline void expect_replays(const Case& c, const std::string& kernel = "") {
   }
 }
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

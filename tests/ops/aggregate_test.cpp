@@ -7,10 +7,10 @@
 #include <limits>
 
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
 #include "tests/device.h"
-#include "verify/buffer.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 /// Of a call; what is empty is null.
@@ -378,4 +378,4 @@ TEST(Aggregate, RoundsOnce) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

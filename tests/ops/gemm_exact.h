@@ -13,13 +13,13 @@
 
 #include "core/op_plan.h"
 #include "sonicmoe/info.h"
+#include "testkit/buffer.h"
+#include "testkit/run.h"
 #include "tests/device.h"
 #include "tests/test_names.h"
-#include "verify/buffer.h"
-#include "verify/run.h"
 
 /// Integer-coded operands, and bit for bit what comes out of a GEMM operation's kernel.
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 
 /// silu(-64) and its slope are about 1e-26 and not the same bits in fp32 and fp64; added to an
 /// integer they vanish, alone they count as zero.
@@ -138,4 +138,4 @@ inline std::vector<KernelInfo> kernels_for(std::span<const GemmOp> ops) {
 
 inline constexpr auto kLabel = [](const auto& param) { return label_of(param.param.name); };
 
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

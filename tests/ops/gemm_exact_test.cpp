@@ -14,7 +14,7 @@
 #include "cuda/sm90/tile_choice.h"
 #include "sonicmoe/info.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 // Odd sizes; more than two of the CPU's cache blocks along rows, d and n; odd numbers of CUDA's
@@ -527,4 +527,4 @@ TEST(ExactGemm, EveryOperationHasAKernel) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -6,11 +6,11 @@
 #include <span>
 
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
+#include "testkit/device_memory.h"
 #include "tests/device.h"
-#include "verify/buffer.h"
-#include "verify/device_memory.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 /// Zeros. On the CPU only what is written or read takes memory.
@@ -214,4 +214,4 @@ INSTANTIATE_TEST_SUITE_P(Types, Large, testing::ValuesIn(kTypes),
                          [](const auto& param_info) { return name(param_info.param); });
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

@@ -3,13 +3,13 @@
 
 #include "sonicmoe/info.h"
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
+#include "testkit/inputs.h"
+#include "testkit/oracle.h"
 #include "tests/device.h"
 #include "tests/test_names.h"
-#include "verify/buffer.h"
-#include "verify/inputs.h"
-#include "verify/oracle.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 /// Integers from -2 to 2, all the same whatever the type.
@@ -123,4 +123,4 @@ INSTANTIATE_TEST_SUITE_P(Kernels, ExactRouterGemm,
                          [](const auto& param) { return label_of(param.param.name); });
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

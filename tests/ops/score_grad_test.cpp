@@ -4,10 +4,10 @@
 #include <cmath>
 
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
 #include "tests/device.h"
-#include "verify/buffer.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 /// dlogits of tokens that have top_k experts each, with and without dlogits_in, beside it and in
@@ -112,4 +112,4 @@ TEST(ScoreGrad, SoftmaxOverTopKIsExact) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

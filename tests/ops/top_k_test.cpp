@@ -7,12 +7,12 @@
 #include "core/block_counts.h"
 #include "core/op_plan.h"
 #include "sonicmoe/ops.h"
+#include "testkit/buffer.h"
+#include "testkit/grouping.h"
+#include "testkit/inputs.h"
 #include "tests/device.h"
-#include "verify/buffer.h"
-#include "verify/grouping.h"
-#include "verify/inputs.h"
 
-namespace sonicmoe::verify {
+namespace sonicmoe::testkit {
 namespace {
 
 using Ints = std::vector<std::int32_t>;
@@ -182,4 +182,4 @@ TEST(TopK, RefusesDataWithoutAnOrder) {
 }
 
 }  // namespace
-}  // namespace sonicmoe::verify
+}  // namespace sonicmoe::testkit

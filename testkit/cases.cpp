@@ -1,0 +1,366 @@
+#include "testkit/cases.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <set>
+
+namespace sonicmoe::testkit {
+namespace {
+
+constexpr std::array kTileCounts = {127, 128, 129, 0, 1, 255, 256, 257};
+
+LayerDesc shape(std::int64_t T, std::int64_t d, std::int64_t n, std::int64_t E, std::int64_t K) {
+  LayerDesc desc;
+  desc.tokens = T;
+  desc.experts.hidden = d;
+  desc.experts.intermediate = n;
+  desc.router.experts = E;
+  desc.router.top_k = K;
+  return desc;
+}
+
+/// d and n are no multiples of 16, 32 or 64.
+LayerDesc usual() { return shape(61, 72, 40, 6, 2); }
+
+LayerDesc list_shape(std::int64_t T, std::int64_t E, std::int64_t length) {
+  LayerDesc desc = shape(T, 72, 40, E, 0);
+  desc.router.mode = RouterMode::given;
+  desc.router.list_length = length;
+  return desc;
+}
+
+/// Collects cases, each in both types with its own seed.
+class CaseList {
+ public:
+  explicit CaseList(DType first = DType::f32, DType second = DType::bf16) : types_{first, second} {}
+
+  void add(const std::string& name, LayerDesc desc, RoutingKind routing = RoutingKind::random,
+           bool outside_dlogits = false) {
+    for (const DType dtype : types_) {
+      desc.experts.dtype = dtype;
+      Case c;
+      c.name = name + "/" + sonicmoe::name(dtype);
+      c.desc = desc;
+      c.routing = routing;
+      c.outside_dlogits = outside_dlogits;
+      c.seed = cases_.size() + 1;
+      cases_.push_back(std::move(c));
+    }
+  }
+  std::vector<Case> take() { return std::move(cases_); }
+
+ private:
+  std::array<DType, 2> types_;
+  std::vector<Case> cases_;
+};
+
+void add_activations(CaseList* list) {
+  for (const Activation activation : activations()) {
+    for (const W1Layout layout :
+         {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
+      // Without a gate there is nothing to lay out.
+      if (!is_glu(activation) && layout != W1Layout::interleaved) continue;
+      for (const bool bias : {false, true}) {
+        LayerDesc desc = usual();
+        desc.experts.activation = activation;
+        desc.experts.w1_layout = layout;
+        desc.experts.bias = bias;
+        std::string name = std::string("activation/") + sonicmoe::name(activation);
+        if (is_glu(activation)) name += std::string("-") + sonicmoe::name(layout);
+        list->add(name + (bias ? "-bias" : ""), desc);
+      }
+    }
+  }
+}
+
+struct Mode {
+  const char* name;
+  RouterMode router;
+  bool norm;
+};
+constexpr std::array kModes = {Mode{"softmax_over_topk", RouterMode::softmax_over_topk, false},
+                               Mode{"topk_over_softmax", RouterMode::topk_over_softmax, false},
+                               Mode{"topk_over_softmax_norm", RouterMode::topk_over_softmax, true}};
+
+struct Kind {
+  const char* name;
+  RoutingKind kind;
+};
+
+void add_routers(CaseList* list) {
+  for (const Mode& mode : kModes) {
+    const auto desc_of = [&](LayerDesc desc) {
+      desc.router.mode = mode.router;
+      desc.router.norm_topk_probs = mode.norm;
+      return desc;
+    };
+    const std::string name = std::string("router/") + mode.name;
+    list->add(name + "-dlogits", desc_of(shape(61, 72, 40, 7, 3)), RoutingKind::random, true);
+    LayerDesc biased = desc_of(shape(61, 72, 40, 7, 3));
+    biased.experts.bias = true;
+    list->add(name + "-bias", biased, RoutingKind::random, true);
+    for (const Kind& kind :
+         {Kind{"ties", RoutingKind::ties}, Kind{"all_equal", RoutingKind::all_equal},
+          Kind{"empty_ends", RoutingKind::empty_ends},
+          Kind{"one_expert", RoutingKind::one_expert}}) {
+      list->add(name + "-" + kind.name, desc_of(shape(61, 72, 40, 9, 2)), kind.kind, true);
+    }
+    list->add(name + "-e1", desc_of(shape(33, 24, 16, 1, 1)));
+    list->add(name + "-k_is_e", desc_of(shape(33, 24, 16, 5, 5)));
+    list->add(name + "-e40_k8", desc_of(shape(50, 24, 16, 40, 8)));
+    list->add(name + "-t0", desc_of(shape(0, 24, 16, 5, 2)), RoutingKind::random, true);
+    list->add(name + "-t1", desc_of(shape(1, 24, 16, 33, 3)));
+  }
+}
+
+void add_shapes(CaseList* list) {
+  // K = E sends every token to every expert, K = 1 with one expert all rows to one: both put the
+  // counts at a tile's edge.
+  for (const std::int64_t T : {127, 128, 129}) {
+    const std::string tokens = "shape/t" + std::to_string(T);
+    list->add(tokens + "-all_experts", shape(T, 24, 16, 2, 2));
+    list->add(tokens + "-one_expert", shape(T, 24, 16, 9, 1), RoutingKind::one_expert);
+  }
+  list->add("shape/smallest", shape(3, 8, 8, 2, 1));
+  // More than two cache blocks of the CPU along each axis.
+  list->add("shape/wide", shape(20, 1032, 8, 4, 2));
+  list->add("shape/deep", shape(20, 8, 1032, 4, 2));
+  list->add("shape/long", shape(1045, 24, 16, 3, 1), RoutingKind::one_expert);
+  list->add("shape/empty_ends", shape(100, 72, 40, 33, 4), RoutingKind::empty_ends);
+  list->add("shape/large", shape(512, 128, 136, 16, 4));
+  LayerDesc inference = usual();
+  inference.experts.inference = true;
+  list->add("inference/topk", inference);
+  inference.experts.bias = true;
+  inference.experts.activation = Activation::relu_sq;
+  list->add("inference/bias", inference);
+  LayerDesc given = list_shape(40, 6, 90);
+  given.experts.inference = true;
+  list->add("inference/given", given, RoutingKind::hostile);
+}
+
+void add_lists(CaseList* list) {
+  std::int64_t tile_rows = 0;
+  for (const int count : kTileCounts) tile_rows += count;
+  for (const bool sorted : {false, true}) {
+    const auto add = [&](const std::string& name, LayerDesc desc, RoutingKind kind) {
+      desc.router.assume_sorted = sorted;
+      list->add("given/" + name + (sorted ? "-sorted" : ""), desc, kind);
+    };
+    add("random", list_shape(40, 7, 95), RoutingKind::random);
+    add("hostile", list_shape(40, 7, 150), RoutingKind::hostile);
+    add("empty_ends", list_shape(40, 9, 95), RoutingKind::empty_ends);
+    add("one_expert", list_shape(40, 9, 70), RoutingKind::one_expert);
+    add("tile_counts", list_shape(300, 8, tile_rows), RoutingKind::tile_counts);
+    add("sentinels_only", list_shape(10, 3, 20), RoutingKind::sentinels_only);
+    add("one_row", list_shape(10, 3, 1), RoutingKind::random);
+    add("no_rows", list_shape(10, 3, 0), RoutingKind::random);
+    add("no_tokens", list_shape(0, 3, 0), RoutingKind::random);
+    add("one_token", list_shape(1, 5, 40), RoutingKind::hostile);
+  }
+  for (const Activation activation : {Activation::swiglu, Activation::gelu}) {
+    LayerDesc desc = list_shape(40, 7, 150);
+    desc.experts.bias = true;
+    desc.experts.activation = activation;
+    desc.experts.w1_layout = W1Layout::concatenated;
+    list->add(std::string("given/hostile-bias-") + sonicmoe::name(activation), desc,
+              RoutingKind::hostile);
+  }
+}
+
+void add_rounding(CaseList* list) {
+  constexpr std::array kRules = {
+      RoundingRule::nearest, RoundingRule::stochastic, RoundingRule::nearest_scores,
+      RoundingRule::balance, RoundingRule::up,         RoundingRule::down};
+  const auto rounded = [](LayerDesc desc, RoundingRule rule, std::int64_t tile) {
+    desc.rounding.rule = rule;
+    desc.rounding.tile = tile;
+    return desc;
+  };
+  for (std::size_t i = 0; i < kRules.size(); ++i) {
+    const Mode& mode = kModes[i % kModes.size()];
+    LayerDesc desc = rounded(shape(150, 72, 40, 7, 3), kRules[i], 16);
+    desc.router.mode = mode.router;
+    desc.router.norm_topk_probs = mode.norm;
+    desc.experts.bias = i >= kModes.size();
+    list->add(std::string("rounding/") + sonicmoe::name(kRules[i]) + "-" + mode.name, desc,
+              RoutingKind::random, true);
+  }
+  const auto nearest = [&](LayerDesc desc, std::int64_t tile) {
+    return rounded(desc, RoundingRule::nearest, tile);
+  };
+  list->add("rounding/tile1", nearest(usual(), 1));
+  list->add("rounding/tile128", nearest(shape(300, 24, 16, 5, 2), 128));
+  list->add("rounding/ties", nearest(shape(61, 24, 16, 9, 2), 8), RoutingKind::ties);
+  list->add("rounding/all_equal", nearest(shape(61, 24, 16, 9, 2), 8), RoutingKind::all_equal);
+  // 33 tokens are no whole number of tiles, and there is no token to add.
+  list->add("rounding/clamped", rounded(shape(33, 24, 16, 4, 1), RoundingRule::up, 32),
+            RoutingKind::one_expert);
+  list->add("rounding/no_rows", rounded(shape(33, 24, 16, 4, 2), RoundingRule::down, 1024));
+  list->add("rounding/one_token", rounded(shape(1, 24, 16, 33, 3), RoundingRule::up, 1));
+  list->add("rounding/no_tokens", nearest(shape(0, 24, 16, 5, 2), 8));
+  LayerDesc inference = nearest(usual(), 8);
+  inference.experts.inference = true;
+  list->add("rounding/inference", inference);
+}
+
+/// The tiles of CUDA kernels are 64 to 256 wide. Widths that models have, and none divides; a whole
+/// number of tiles; a K loop longer than the pipeline; more tiles than multiprocessors.
+void add_tiles(CaseList* list) {
+  for (const std::int64_t n : {176, 704, 1408, 1856, 2880}) {
+    list->add("tiles/n" + std::to_string(n), shape(150, 264, n, 5, 2));
+  }
+  list->add("tiles/e60", shape(400, 264, 104, 60, 4));
+  // More tokens than CUDA sums at a time: where the router has a part, a warp serves several.
+  list->add("sums/topk", shape(1024, 1032, 8, 8, 2));
+  LayerDesc lists = list_shape(1024, 2, 2048);  // some tokens have no slot
+  lists.experts.hidden = 256;
+  lists.experts.intermediate = 8;
+  list->add("sums/given", lists, RoutingKind::hostile);
+  lists.tokens = 64;  // more slots than are looked up at once, rows longer than a block's part
+  lists.experts.hidden = 2064;
+  list->add("sums/wide", lists, RoutingKind::hostile);
+  list->add("tiles/e512", shape(300, 72, 40, 512, 10));
+  list->add("tiles/d2880", shape(100, 2880, 72, 4, 2));
+  list->add("tiles/whole", shape(512, 512, 256, 4, 2));
+  list->add("tiles/many", shape(3000, 1032, 72, 6, 3));
+  list->add("tiles/long", shape(2000, 136, 264, 3, 2), RoutingKind::one_expert);
+  LayerDesc gpt = shape(130, 360, 360, 8, 4);
+  gpt.experts.bias = true;
+  list->add("tiles/bias", gpt);
+  LayerDesc plain = shape(300, 328, 456, 5, 2);
+  plain.experts.activation = Activation::relu_sq;
+  list->add("tiles/relu_sq", plain);
+  LayerDesc separate = shape(300, 328, 456, 5, 2);
+  separate.experts.w1_layout = W1Layout::separate;
+  list->add("tiles/separate", separate);
+}
+
+const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
+                                      "activation/swiglu-interleaved/bf16",
+                                      "activation/geglu-separate-bias/f32",
+                                      "activation/relu_sq-bias/bf16",
+                                      "router/topk_over_softmax-dlogits/f32",
+                                      "router/topk_over_softmax_norm-ties/bf16",
+                                      "router/softmax_over_topk-empty_ends/f32",
+                                      "shape/t129-one_expert/bf16",
+                                      "shape/large/bf16",
+                                      "given/hostile/f32",
+                                      "given/hostile-bias-swiglu/bf16",
+                                      "inference/topk/f32",
+                                      "rounding/nearest-softmax_over_topk/f32",
+                                      "rounding/stochastic-topk_over_softmax/bf16",
+                                      "rounding/balance-softmax_over_topk/bf16"};
+
+void add_all(CaseList* list) {
+  add_activations(list);
+  add_routers(list);
+  add_shapes(list);
+  add_lists(list);
+  add_rounding(list);
+}
+
+}  // namespace
+
+std::vector<Case> full_cases() {
+  CaseList list;
+  add_all(&list);
+  return list.take();
+}
+
+std::vector<Case> cuda_cases() {
+  CaseList list(DType::f16, DType::bf16);
+  add_all(&list);
+  add_tiles(&list);
+  return list.take();
+}
+
+std::vector<Case> full_cases(Device device) {
+  return device.type == DeviceType::cpu ? full_cases() : cuda_cases();
+}
+
+std::vector<Case> smoke_cases(Device device) {
+  if (device.type == DeviceType::cpu) return smoke_cases();
+  std::vector<Case> cases = cuda_cases();
+  std::erase_if(cases, [](const Case& c) {
+    const std::string stem = c.name.substr(0, c.name.rfind('/'));
+    return !kSmoke.contains(stem + (c.desc.experts.dtype == DType::f16 ? "/f32" : "/bf16"));
+  });
+  return cases;
+}
+
+std::vector<Case> smoke_cases() {
+  std::vector<Case> cases = full_cases();
+  std::erase_if(cases, [](const Case& c) { return !kSmoke.contains(c.name); });
+  return cases;
+}
+
+std::vector<Case> benchmark_cases() {
+  struct Row {
+    const char* name;
+    std::int64_t T, d, n, E, K;
+  };
+  constexpr Row kRows[] = {{"1.4B-n256", 40960, 768, 256, 128, 8},
+                           {"1.4B-n512", 40960, 768, 512, 64, 4},
+                           {"1.4B-n1024", 40960, 768, 1024, 32, 2},
+                           {"7B-n256", 24576, 1536, 256, 128, 8},
+                           {"7B-n512", 24576, 1536, 512, 64, 4},
+                           {"7B-n1024", 24576, 1536, 1024, 32, 2},
+                           {"30B-n256", 32768, 4096, 256, 256, 16},
+                           {"30B-n512", 32768, 4096, 512, 128, 8},
+                           {"30B-n1024", 32768, 4096, 1024, 64, 4},
+                           {"120B-n512", 32768, 4096, 512, 256, 16},
+                           {"120B-n1024", 32768, 4096, 1024, 128, 8},
+                           {"120B-n2048", 32768, 4096, 2048, 64, 4},
+                           {"cpu", 4096, 512, 256, 32, 4}};
+  std::vector<Case> cases;
+  for (const Row& row : kRows) {
+    Case c;
+    c.name = row.name;
+    c.desc = shape(row.T, row.d, row.n, row.E, row.K);
+    c.scale = Scale::benchmark;
+    cases.push_back(std::move(c));
+  }
+  return cases;
+}
+
+const Case* find_case(const std::string& name) {
+  static const std::vector<Case> all = [] {
+    std::vector<Case> cases = full_cases();
+    for (Case& c : cuda_cases()) {
+      const bool listed =
+          std::ranges::any_of(cases, [&](const Case& l) { return l.name == c.name; });
+      if (!listed) cases.push_back(std::move(c));
+    }
+    for (Case& c : benchmark_cases()) cases.push_back(std::move(c));
+    return cases;
+  }();
+  const auto found =
+      std::find_if(all.begin(), all.end(), [&](const Case& c) { return c.name == name; });
+  return found == all.end() ? nullptr : &*found;
+}
+
+Case custom_case(const LayerDesc& desc, std::uint64_t seed) {
+  Case c;
+  c.name = "custom";
+  c.desc = desc;
+  c.seed = seed;
+  return c;
+}
+
+std::string layer_option(const LayerDesc& desc) { return "--layer '" + to_string(desc) + "'"; }
+
+std::string repro_command(const Case& c, int threads, Device device) {
+  std::string line = "sonicmoe check";
+  if (c.name != "custom") {
+    line += " --case " + c.name;
+  } else {
+    line += " " + layer_option(c.desc) + " --seed " + std::to_string(c.seed);
+  }
+  if (device.type == DeviceType::cuda) line += " --device cuda";
+  if (threads > 0) line += " --threads " + std::to_string(threads);
+  return line;
+}
+
+}  // namespace sonicmoe::testkit

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "testkit/numbers.h"
+
+namespace sonicmoe::testkit {
+
+/// Which (token, expert) pairs exist, in the order they came in (slots): t*K + k for the router
+/// modes, the list position when the routing is given. An expert id >= E is a sentinel.
+struct Routing {
+  std::vector<std::int32_t> tokens;
+  std::vector<std::int32_t> experts;
+  std::size_t slots() const { return experts.size(); }
+};
+
+/// Slots sorted by expert, then token, then slot: what the metadata operation must compute.
+struct Grouping {
+  std::vector<std::int32_t> counts;         ///< (E)
+  std::vector<std::int32_t> offsets;        ///< (E+1)
+  std::vector<std::int32_t> row_tokens;     ///< (rows in use)
+  std::vector<std::int32_t> row_slots;      ///< (rows in use)
+  std::vector<std::int32_t> slot_rows;      ///< (slots), -1 for sentinels
+  std::vector<std::int32_t> token_offsets;  ///< (T+1)
+  std::vector<std::int32_t> token_slots;    ///< (rows in use): by token, then slot
+  std::size_t rows() const { return row_slots.size(); }
+};
+Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts);
+
+/// The K experts of each token, (T, K): descending logits, or descending fp32-rounded
+/// probabilities for topk_over_softmax; ties to the lower id.
+std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, std::int64_t experts,
+                                std::int64_t k, RouterMode mode);
+
+/// Whether `ids` is a right answer of top-K for these logits. For softmax_over_topk there is one.
+/// For topk_over_softmax the order of two probabilities closer than 2^-20 (relative) depends on
+/// the last bits of the softmax, so either is right unless the logits are equal. Returns what is
+/// wrong, or "".
+std::string explain_top_k(const std::vector<std::int32_t>& ids, const Tensor& logits,
+                          std::int64_t tokens, std::int64_t experts, std::int64_t k,
+                          RouterMode mode);
+
+Routing routing_of_ids(const std::vector<std::int32_t>& ids, std::int64_t k);
+
+}  // namespace sonicmoe::testkit

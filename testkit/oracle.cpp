@@ -1,0 +1,493 @@
+#include "testkit/oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <numeric>
+#include <type_traits>
+
+namespace sonicmoe::testkit {
+namespace {
+
+/// Calls f with a value of the type that sums are made in.
+template <class F>
+auto in_precision(Precision precision, F f) {
+  return precision == Precision::plain ? f(float{}) : f(double{});
+}
+
+/// a (m, k) times b (k, n): finish(i, sums) gets each row of n sums. Both operands are functions
+/// of their indices; sums run over k in ascending order.
+template <class Real, class A, class B, class Finish>
+void multiply(std::int64_t m, std::int64_t n, std::int64_t k, A a, B b, Finish finish) {
+  if (m == 0) return;
+  std::vector<Real> other(k * n);
+  for (std::int64_t i = 0; i < k; ++i) {
+    for (std::int64_t j = 0; j < n; ++j) other[i * n + j] = static_cast<Real>(b(i, j));
+  }
+// Waking threads costs more than a small product.
+#pragma omp parallel for schedule(dynamic) if (m * n * k > 1000000)
+  for (std::int64_t i = 0; i < m; ++i) {
+    std::vector<Real> sums(n, Real{0});
+    for (std::int64_t l = 0; l < k; ++l) {
+      const Real factor = static_cast<Real>(a(i, l));
+      const Real* row = other.data() + l * n;
+      for (std::int64_t j = 0; j < n; ++j) sums[j] += factor * row[j];
+    }
+    finish(i, sums.data());
+  }
+}
+
+template <class Real>
+struct Curve {
+  Real value;
+  Real slope;
+};
+
+template <class Real>
+Curve<Real> silu(Real x) {
+  const Real s = 1 / (1 + std::exp(-x));
+  return {x * s, s * (1 + x * (1 - s))};
+}
+
+template <class Real>
+Curve<Real> gelu(Real x) {
+  const Real cdf = std::erfc(-x * std::numbers::sqrt2_v<Real> / 2) / 2;
+  const Real pdf =
+      std::exp(-x * x / 2) * std::numbers::inv_sqrtpi_v<Real> * std::numbers::sqrt2_v<Real> / 2;
+  return {x * cdf, cdf + x * pdf};
+}
+
+template <class Real>
+Curve<Real> gelu_tanh(Real x) {
+  const Real c = std::numbers::sqrt2_v<Real> * std::numbers::inv_sqrtpi_v<Real>;
+  const Real cubic = static_cast<Real>(0.044715);
+  const Real t = std::tanh(c * (x + cubic * x * x * x));
+  return {x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t * t) * c * (1 + 3 * cubic * x * x) / 2};
+}
+
+template <class Real>
+Curve<Real> relu(Real x) {
+  return {std::max(x, Real{0}), Real(x > 0)};
+}
+
+template <class Real>
+Curve<Real> relu_sq(Real x) {
+  const Real r = std::max(x, Real{0});
+  return {r * r, 2 * r};
+}
+
+/// An activation's value a, and what the gradient `da` of a becomes for gate and up.
+template <class Real>
+struct Activated {
+  Real value;
+  Real dgate;
+  Real dup;
+};
+
+/// Without a gate, `gate` is h, and `up` is not looked at.
+template <class Real>
+Activated<Real> activate(const ActivationSpec& activation, Real gate, Real up, Real da) {
+  const auto gated = [&](Curve<Real> f) -> Activated<Real> {
+    return {f.value * up, da * up * f.slope, da * f.value};
+  };
+  const auto plain = [&](Curve<Real> f) -> Activated<Real> { return {f.value, da * f.slope, 0}; };
+  switch (activation.kind) {
+    case Activation::swiglu:
+      return gated(silu(gate));
+    case Activation::geglu:
+      return gated(gelu(gate));
+    case Activation::geglu_tanh:
+      return gated(gelu_tanh(gate));
+    case Activation::reglu:
+      return gated(relu(gate));
+    case Activation::relu:
+      return plain(relu(gate));
+    case Activation::relu_sq:
+      return plain(relu_sq(gate));
+    case Activation::gelu:
+      return plain(gelu(gate));
+    case Activation::gelu_tanh:
+      return plain(gelu_tanh(gate));
+    case Activation::silu:
+      return plain(silu(gate));
+  }
+  return {};
+}
+
+template <class Real>
+std::vector<Real> softmax(const std::vector<Real>& x) {
+  std::vector<Real> p(x);
+  if (x.empty()) return p;
+  const Real max = *std::max_element(x.begin(), x.end());
+  Real sum = 0;
+  for (Real& value : p) sum += value = std::exp(value - max);
+  for (Real& value : p) value /= sum;
+  return p;
+}
+
+}  // namespace
+
+double Oracle::store(double value) const {
+  return precision_ == Precision::exact ? value : round_to(value, desc_.experts.dtype);
+}
+
+double Oracle::single(double value) const {
+  return precision_ == Precision::exact ? value : round_to(value, DType::f32);
+}
+
+Tensor Oracle::logits(const Tensor& x, const Tensor& router_w) const {
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
+  Tensor out(T * E);
+  in_precision(precision_, [&](auto real) {
+    multiply<decltype(real)>(
+        T, E, d, [&](auto t, auto i) { return x[t * d + i]; },
+        [&](auto i, auto e) { return router_w[e * d + i]; },
+        [&](auto t, auto* sums) {
+          for (std::int64_t e = 0; e < E; ++e) out[t * E + e] = store(sums[e]);
+        });
+  });
+  return out;
+}
+
+Tensor Oracle::router_dx(const Tensor& dlogits, const Tensor& router_w) const {
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
+  Tensor out(T * d);
+  in_precision(precision_, [&](auto real) {
+    multiply<decltype(real)>(
+        T, d, E, [&](auto t, auto e) { return dlogits[t * E + e]; },
+        [&](auto e, auto i) { return router_w[e * d + i]; },
+        [&](auto t, auto* sums) {
+          for (std::int64_t i = 0; i < d; ++i) out[t * d + i] = store(sums[i]);
+        });
+  });
+  return out;
+}
+
+Tensor Oracle::router_dw(const Tensor& dlogits, const Tensor& x) const {
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
+  Tensor out(E * d);
+  in_precision(precision_, [&](auto real) {
+    multiply<decltype(real)>(
+        E, d, T, [&](auto e, auto t) { return dlogits[t * E + e]; },
+        [&](auto t, auto i) { return x[t * d + i]; },
+        [&](auto e, auto* sums) {
+          for (std::int64_t i = 0; i < d; ++i) out[e * d + i] = store(sums[i]);
+        });
+  });
+  return out;
+}
+
+Tensor Oracle::scores(const Tensor& logits, const std::vector<std::int32_t>& ids) const {
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
+  Tensor out(T * K);
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t t = 0; t < T; ++t) {
+      const std::vector<Real> all(&logits[t * E], &logits[t * E] + E);
+      std::vector<Real> chosen(K);
+      if (desc_.router.mode == RouterMode::softmax_over_topk) {
+        for (std::int64_t k = 0; k < K; ++k) chosen[k] = all[ids[t * K + k]];
+        chosen = softmax(chosen);
+      } else {
+        const std::vector<Real> p = softmax(all);
+        Real sum = 0;
+        for (std::int64_t k = 0; k < K; ++k) sum += chosen[k] = p[ids[t * K + k]];
+        if (desc_.router.norm_topk_probs) {
+          for (Real& s : chosen) s /= sum;
+        }
+      }
+      for (std::int64_t k = 0; k < K; ++k) out[t * K + k] = single(chosen[k]);
+    }
+  });
+  return out;
+}
+
+Oracle::UpProj Oracle::up_proj(const Grouping& g, const Tensor& x, const Tensor& w1,
+                               const Tensor& b1) const {
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate,
+                     W = desc_.experts.preact_width();
+  UpProj out{Tensor(g.rows() * W), Tensor(g.rows() * n)};
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
+      const std::int64_t first = g.offsets[e];
+      multiply<Real>(
+          g.counts[e], W, d, [&](auto r, auto i) { return x[g.row_tokens[first + r] * d + i]; },
+          [&](auto i, auto w) { return w1[(e * W + w) * d + i]; },
+          [&](auto r, auto* h) {
+            if (!b1.empty()) {
+              for (std::int64_t w = 0; w < W; ++w) h[w] += static_cast<Real>(b1[e * W + w]);
+            }
+            for (std::int64_t w = 0; w < W; ++w) out.preact[(first + r) * W + w] = store(h[w]);
+            // From h before it is rounded.
+            for (std::int64_t j = 0; j < n; ++j) {
+              out.act[(first + r) * n + j] =
+                  store(activate<Real>(desc_.experts.activation, h[j], h[W - n + j], 0).value);
+            }
+          });
+    }
+  });
+  return out;
+}
+
+Tensor Oracle::down_proj(const Grouping& g, const Tensor& act, const Tensor& w2,
+                         const Tensor& b2) const {
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate;
+  Tensor out(g.rows() * d);
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
+      const std::int64_t first = g.offsets[e];
+      multiply<Real>(
+          g.counts[e], d, n, [&](auto r, auto j) { return act[(first + r) * n + j]; },
+          [&](auto j, auto i) { return w2[(e * d + i) * n + j]; },
+          [&](auto r, auto* y) {
+            for (std::int64_t i = 0; i < d; ++i) {
+              if (!b2.empty()) y[i] += static_cast<Real>(b2[e * d + i]);
+              out[(first + r) * d + i] = store(y[i]);
+            }
+          });
+    }
+  });
+  return out;
+}
+
+Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& row_scores,
+                                              const Tensor& dout, const Tensor& w2,
+                                              const Tensor& preact) const {
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate,
+                     W = desc_.experts.preact_width();
+  DownProjDgrad out{Tensor(g.rows() * W), Tensor(g.rows() * n), Tensor(g.rows())};
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
+      const std::int64_t first = g.offsets[e];
+      multiply<Real>(
+          g.counts[e], n, d, [&](auto r, auto i) { return dout[g.row_tokens[first + r] * d + i]; },
+          [&](auto i, auto j) { return w2[(e * d + i) * n + j]; },
+          [&](auto r, auto* unscaled) {  // dA' before the score
+            const std::int64_t row = first + r;
+            const Real score = static_cast<Real>(row_scores[row]);
+            Real dscore = 0;
+            for (std::int64_t j = 0; j < n; ++j) {
+              const Real gate = static_cast<Real>(preact[row * W + j]);
+              const Real up = static_cast<Real>(preact[row * W + W - n + j]);
+              const Activated<Real> a =
+                  activate<Real>(desc_.experts.activation, gate, up, score * unscaled[j]);
+              out.dpreact[row * W + j] = store(a.dgate);
+              if (is_glu(desc_.experts.activation)) out.dpreact[row * W + n + j] = store(a.dup);
+              out.scaled_act[row * n + j] = store(score * a.value);
+              dscore += unscaled[j] * a.value;
+            }
+            out.row_dscores[row] = single(dscore);
+          });
+    }
+  });
+  return out;
+}
+
+Tensor Oracle::up_proj_dgrad(const Grouping& g, const Tensor& dpreact, const Tensor& w1) const {
+  const std::int64_t d = desc_.experts.hidden, W = desc_.experts.preact_width();
+  Tensor out(g.rows() * d);
+  in_precision(precision_, [&](auto real) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
+      const std::int64_t first = g.offsets[e];
+      multiply<decltype(real)>(
+          g.counts[e], d, W, [&](auto r, auto w) { return dpreact[(first + r) * W + w]; },
+          [&](auto w, auto i) { return w1[(e * W + w) * d + i]; },
+          [&](auto r, auto* sums) {
+            for (std::int64_t i = 0; i < d; ++i) out[(first + r) * d + i] = store(sums[i]);
+          });
+    }
+  });
+  return out;
+}
+
+Tensor Oracle::down_proj_wgrad(const Grouping& g, const Tensor& dout,
+                               const Tensor& scaled_act) const {
+  const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate;
+  Tensor out(desc_.router.experts * d * n);
+  in_precision(precision_, [&](auto real) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
+      const std::int64_t first = g.offsets[e];
+      multiply<decltype(real)>(
+          d, n, g.counts[e], [&](auto i, auto r) { return dout[g.row_tokens[first + r] * d + i]; },
+          [&](auto r, auto j) { return scaled_act[(first + r) * n + j]; },
+          [&](auto i, auto* sums) {
+            for (std::int64_t j = 0; j < n; ++j) out[(e * d + i) * n + j] = store(sums[j]);
+          });
+    }
+  });
+  return out;
+}
+
+Tensor Oracle::up_proj_wgrad(const Grouping& g, const Tensor& x, const Tensor& dpreact) const {
+  const std::int64_t d = desc_.experts.hidden, W = desc_.experts.preact_width();
+  Tensor out(desc_.router.experts * W * d);
+  in_precision(precision_, [&](auto real) {
+    for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
+      const std::int64_t first = g.offsets[e];
+      multiply<decltype(real)>(
+          W, d, g.counts[e], [&](auto w, auto r) { return dpreact[(first + r) * W + w]; },
+          [&](auto r, auto i) { return x[g.row_tokens[first + r] * d + i]; },
+          [&](auto w, auto* sums) {
+            for (std::int64_t i = 0; i < d; ++i) out[(e * W + w) * d + i] = store(sums[i]);
+          });
+    }
+  });
+  return out;
+}
+
+Oracle::BiasGrad Oracle::bias_grad(const Grouping& g, const Tensor& row_scores,
+                                   const Tensor& dpreact, const Tensor& dout, const Tensor& b2,
+                                   const Tensor& row_dscores) const {
+  const std::int64_t d = desc_.experts.hidden, W = desc_.experts.preact_width(),
+                     E = desc_.router.experts;
+  BiasGrad out{Tensor(E * W), Tensor(E * d), row_dscores};
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t e = 0; e < E; ++e) {
+      std::vector<Real> db1(W, Real{0}), db2(d, Real{0});
+      for (std::int64_t row = g.offsets[e]; row < g.offsets[e + 1]; ++row) {
+        const double* grad = &dout[g.row_tokens[row] * d];
+        const Real score = static_cast<Real>(row_scores[row]);
+        Real bias_part = 0;  // <dO, b2>
+        for (std::int64_t i = 0; i < d; ++i) {
+          db2[i] += score * static_cast<Real>(grad[i]);
+          bias_part += static_cast<Real>(grad[i]) * static_cast<Real>(b2[e * d + i]);
+        }
+        for (std::int64_t w = 0; w < W; ++w) db1[w] += static_cast<Real>(dpreact[row * W + w]);
+        out.row_dscores[row] = single(static_cast<Real>(row_dscores[row]) + bias_part);
+      }
+      for (std::int64_t w = 0; w < W; ++w) out.db1[e * W + w] = store(db1[w]);
+      for (std::int64_t i = 0; i < d; ++i) out.db2[e * d + i] = store(db2[i]);
+    }
+  });
+  return out;
+}
+
+Tensor Oracle::aggregate(const Grouping& g, const Tensor& rows, const Tensor& slot_scores,
+                         const Tensor& addend) const {
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden;
+  Tensor out(T * d);
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t t = 0; t < T; ++t) {
+      std::vector<Real> sums(d, Real{0});
+      for (std::int32_t at = g.token_offsets[t]; at < g.token_offsets[t + 1]; ++at) {
+        const std::int32_t slot = g.token_slots[at];
+        const Real score = static_cast<Real>(slot_scores.empty() ? 1.0 : slot_scores[slot]);
+        for (std::int64_t i = 0; i < d; ++i) {
+          sums[i] += score * static_cast<Real>(rows[g.slot_rows[slot] * d + i]);
+        }
+      }
+      for (std::int64_t i = 0; i < d; ++i) {
+        if (!addend.empty()) sums[i] += static_cast<Real>(addend[t * d + i]);
+        out[t * d + i] = store(sums[i]);
+      }
+    }
+  });
+  return out;
+}
+
+Tensor Oracle::routed_dx(const std::vector<std::int32_t>& slot_experts, const Tensor& dlogits,
+                         const Tensor& router_w) const {
+  const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts,
+                     K = desc_.router.top_k;
+  Tensor out(T * d);
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t t = 0; t < T; ++t) {
+      std::vector<Real> sums(d, Real{0});
+      for (std::int64_t slot = t * K; slot < (t + 1) * K; ++slot) {
+        const std::int64_t e = slot_experts[slot];
+        const Real gradient = static_cast<Real>(dlogits[t * E + e]);
+        for (std::int64_t i = 0; i < d; ++i) {
+          sums[i] += gradient * static_cast<Real>(router_w[e * d + i]);
+        }
+      }
+      for (std::int64_t i = 0; i < d; ++i) out[t * d + i] = static_cast<double>(sums[i]);
+    }
+  });
+  return out;
+}
+
+Tensor Oracle::slot_dscores(const Grouping& g, const Tensor& row_dscores) const {
+  Tensor out(g.slot_rows.size());
+  for (std::size_t slot = 0; slot < out.size(); ++slot) {
+    out[slot] = g.slot_rows[slot] < 0 ? 0.0 : row_dscores[g.slot_rows[slot]];
+  }
+  return out;
+}
+
+Tensor Oracle::score_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
+                          const Tensor& scores, const Tensor& slot_dscores,
+                          const Tensor& dlogits_in) const {
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
+  const bool all_probabilities =
+      desc_.router.mode == RouterMode::topk_over_softmax && !desc_.router.norm_topk_probs;
+  Tensor out(T * E);
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    for (std::int64_t t = 0; t < T; ++t) {
+      // p: the softmax that the scores come from; g: the gradient of each expert's score.
+      std::vector<Real> p(E, Real{0}), g(E, Real{0});
+      if (all_probabilities) p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
+      Real mean = 0;
+      for (std::int64_t slot = t * K; slot < (t + 1) * K; ++slot) {
+        const Real score = static_cast<Real>(scores[slot]);
+        g[ids[slot]] = static_cast<Real>(slot_dscores[slot]);
+        if (!all_probabilities) p[ids[slot]] = score;
+        mean += g[ids[slot]] * score;
+      }
+      for (std::int64_t e = 0; e < E; ++e) {
+        Real gradient = p[e] * (g[e] - mean);
+        if (!dlogits_in.empty()) gradient += static_cast<Real>(dlogits_in[t * E + e]);
+        out[t * E + e] = store(gradient);
+      }
+    }
+  });
+  return out;
+}
+
+double Oracle::aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const {
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts;
+  const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
+  if (T == 0 || total == 0) return 0;
+  return in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    std::vector<Real> columns(E, Real{0});  // P
+    for (std::int64_t t = 0; t < T; ++t) {
+      const std::vector<Real> p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
+      for (std::int64_t e = 0; e < E; ++e) columns[e] += p[e];
+    }
+    Real sum = 0;  // sum P = T, since each token's probabilities sum to 1
+    for (std::int64_t e = 0; e < E; ++e) sum += columns[e] * static_cast<Real>(counts[e]);
+    return single(static_cast<double>(E) * sum / (static_cast<double>(T) * total));
+  });
+}
+
+Tensor Oracle::aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts,
+                             double dloss, bool magnitudes) const {
+  const std::int64_t T = desc_.tokens, E = desc_.router.experts;
+  const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
+  Tensor out(T * E);
+  if (T == 0 || total == 0) return out;
+  in_precision(precision_, [&](auto real) {
+    using Real = decltype(real);
+    // dloss/dp_te = scale * f_e
+    const Real scale = static_cast<Real>(dloss * E / (static_cast<double>(T) * total));
+    for (std::int64_t t = 0; t < T; ++t) {
+      const std::vector<Real> p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
+      Real mean = 0;
+      for (std::int64_t e = 0; e < E; ++e) mean += p[e] * static_cast<Real>(counts[e]);
+      for (std::int64_t e = 0; e < E; ++e) {
+        const auto count = static_cast<Real>(counts[e]);
+        out[t * E + e] = store(scale * p[e] * (magnitudes ? count + mean : count - mean));
+      }
+    }
+  });
+  return out;
+}
+
+}  // namespace sonicmoe::testkit

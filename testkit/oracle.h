@@ -1,0 +1,133 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "sonicmoe/layer.h"
+#include "sonicmoe/ops.h"
+#include "testkit/grouping.h"
+#include "testkit/numbers.h"
+
+/// What the layer means, in plain loops that share no code with the library.
+namespace sonicmoe::testkit {
+
+enum class Precision {
+  exact,    ///< fp64, nothing rounded
+  rounded,  ///< fp64, each tensor rounded once where a backend stores it
+  plain,    ///< fp32 sums in the order of the loops, tensors rounded where a backend stores them
+};
+
+/// Which gradients to ask backward for.
+struct WantedGradients {
+  bool dx = true, drouter_w = true, dw1 = true, dw2 = true;
+};
+
+/// Everything that a layer reads. W1 and b1 hold [gate n | up n] whatever desc.w1_layout says.
+/// Tensors that the layer does not have are empty.
+struct Problem {
+  LayerDesc desc;
+  Tensor x;         ///< (T, d)
+  Tensor router_w;  ///< (E, d)
+  Tensor w1;        ///< (E, W, d), W = 2n with a gate, else n
+  Tensor b1;        ///< (E, W)
+  Tensor w2;        ///< (E, d, n)
+  Tensor b2;        ///< (E, d)
+  Tensor dout;      ///< (T, d)
+  Tensor dlogits;   ///< (T, E), or empty: gradient of losses outside the layer
+  Tensor dw1, dw2;  ///< what gradients are added to, like w1 and w2; accumulate_weight_grads only
+  Routing lists;    ///< routing given
+  Tensor list_scores;
+  WantedGradients wanted;  ///< of the library; the oracle makes all
+};
+
+/// Everything that a layer computes. "Rows" are the grouped rows in use, so without sentinels.
+struct LayerTensors {
+  Tensor logits;       ///< (T, E), router modes
+  Tensor scores;       ///< (slots)
+  Tensor preact, act;  ///< H (rows, W), A (rows, n)
+  Tensor expert_out;   ///< Y (rows, d)
+  Tensor o;            ///< (T, d)
+
+  Tensor dpreact, scaled_act;  ///< dH (rows, W), A' (rows, n)
+  Tensor row_dscores;          ///< (rows)
+  Tensor dw1, db1, dw2, db2;   ///< like w1, b1, w2, b2
+  Tensor dx_rows;              ///< dX~ (rows, d)
+  Tensor dscores;              ///< (slots), 0 for sentinels
+  Tensor dlogits;              ///< (T, E), router modes; with the outside's share
+  Tensor drouter_w, dx;
+};
+
+/// Each operation by itself. Arguments are named and shaped as in sonicmoe/ops.h, except that W1,
+/// b1 and their gradients hold [gate | up] and that rows in use stand for the row capacity.
+class Oracle {
+ public:
+  Oracle(const LayerDesc& desc, Precision precision) : desc_(desc), precision_(precision) {}
+
+  Tensor logits(const Tensor& x, const Tensor& router_w) const;
+  Tensor router_dx(const Tensor& dlogits, const Tensor& router_w) const;
+  Tensor router_dw(const Tensor& dlogits, const Tensor& x) const;
+
+  /// Scores (T, K) of the experts chosen; the choice is given.
+  Tensor scores(const Tensor& logits, const std::vector<std::int32_t>& ids) const;
+
+  struct UpProj {
+    Tensor preact, act;
+  };
+  UpProj up_proj(const Grouping& g, const Tensor& x, const Tensor& w1, const Tensor& b1) const;
+  Tensor down_proj(const Grouping& g, const Tensor& act, const Tensor& w2, const Tensor& b2) const;
+  struct DownProjDgrad {
+    Tensor dpreact, scaled_act, row_dscores;
+  };
+  DownProjDgrad down_proj_dgrad(const Grouping& g, const Tensor& row_scores, const Tensor& dout,
+                                const Tensor& w2, const Tensor& preact) const;
+  Tensor up_proj_dgrad(const Grouping& g, const Tensor& dpreact, const Tensor& w1) const;
+  Tensor down_proj_wgrad(const Grouping& g, const Tensor& dout, const Tensor& scaled_act) const;
+  Tensor up_proj_wgrad(const Grouping& g, const Tensor& x, const Tensor& dpreact) const;
+
+  struct BiasGrad {
+    Tensor db1, db2, row_dscores;
+  };
+  BiasGrad bias_grad(const Grouping& g, const Tensor& row_scores, const Tensor& dpreact,
+                     const Tensor& dout, const Tensor& b2, const Tensor& row_dscores) const;
+
+  /// `slot_scores` and `addend` may be empty.
+  Tensor aggregate(const Grouping& g, const Tensor& rows, const Tensor& slot_scores,
+                   const Tensor& addend) const;
+  /// The router's part of dX from each token's own experts, (T, d), not rounded to storage.
+  Tensor routed_dx(const std::vector<std::int32_t>& slot_experts, const Tensor& dlogits,
+                   const Tensor& router_w) const;
+  /// Row order to slot order.
+  Tensor slot_dscores(const Grouping& g, const Tensor& row_dscores) const;
+  /// `dlogits_in` may be empty.
+  Tensor score_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
+                    const Tensor& scores, const Tensor& slot_dscores,
+                    const Tensor& dlogits_in) const;
+
+  double aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const;
+  /// `magnitudes`: of its terms, which cancel, added up instead: see cancellation_allowance.
+  Tensor aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts, double dloss,
+                       bool magnitudes = false) const;
+
+ private:
+  /// To the storage type of tensors, and to fp32; neither in exact mode.
+  double store(double value) const;
+  double single(double value) const;
+
+  LayerDesc desc_;
+  Precision precision_;
+};
+
+/// `routing` says which experts each token goes to and is held fixed; the scores are computed.
+LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Precision precision);
+/// Adds the gradients to what oracle_forward returned for the same arguments.
+void oracle_backward(const Problem& problem, const Routing& routing, Precision precision,
+                     LayerTensors* tensors);
+
+/// The routing that the problem itself leads to: its lists, or the top-K of its logits.
+Routing own_routing(const Problem& problem, Precision precision);
+
+/// row_scores[row] = slot_scores[slot of that row].
+Tensor row_scores(const Grouping& g, const Tensor& slot_scores);
+
+}  // namespace sonicmoe::testkit

@@ -1,0 +1,72 @@
+#include "testkit/oracle.h"
+
+namespace sonicmoe::testkit {
+
+Tensor row_scores(const Grouping& g, const Tensor& slot_scores) {
+  Tensor out(g.rows());
+  for (std::size_t row = 0; row < out.size(); ++row) out[row] = slot_scores[g.row_slots[row]];
+  return out;
+}
+
+Routing own_routing(const Problem& problem, Precision precision) {
+  const LayerDesc& desc = problem.desc;
+  if (desc.router.mode == RouterMode::given) return problem.lists;
+  const Tensor logits = Oracle(desc, precision).logits(problem.x, problem.router_w);
+  return routing_of_ids(
+      top_k(logits, desc.tokens, desc.router.experts, desc.router.top_k, desc.router.mode),
+      desc.router.top_k);
+}
+
+LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Precision precision) {
+  const LayerDesc& desc = problem.desc;
+  const Oracle op(desc, precision);
+  const Grouping g = group(routing, desc.tokens, desc.router.experts);
+  LayerTensors out;
+  if (desc.router.mode == RouterMode::given) {
+    out.scores = problem.list_scores;
+  } else {
+    out.logits = op.logits(problem.x, problem.router_w);
+    out.scores = op.scores(out.logits, routing.experts);
+  }
+  auto [preact, act] = op.up_proj(g, problem.x, problem.w1, problem.b1);
+  out.preact = std::move(preact);
+  out.act = std::move(act);
+  out.expert_out = op.down_proj(g, out.act, problem.w2, problem.b2);
+  out.o = op.aggregate(g, out.expert_out, out.scores, {});
+  return out;
+}
+
+void oracle_backward(const Problem& problem, const Routing& routing, Precision precision,
+                     LayerTensors* tensors) {
+  const LayerDesc& desc = problem.desc;
+  const Oracle op(desc, precision);
+  const Grouping g = group(routing, desc.tokens, desc.router.experts);
+  LayerTensors& out = *tensors;
+  const Tensor scores = row_scores(g, out.scores);
+
+  auto dgrad = op.down_proj_dgrad(g, scores, problem.dout, problem.w2, out.preact);
+  out.dpreact = std::move(dgrad.dpreact);
+  out.scaled_act = std::move(dgrad.scaled_act);
+  out.row_dscores = std::move(dgrad.row_dscores);
+  if (desc.experts.bias) {
+    auto bias = op.bias_grad(g, scores, out.dpreact, problem.dout, problem.b2, out.row_dscores);
+    out.db1 = std::move(bias.db1);
+    out.db2 = std::move(bias.db2);
+    out.row_dscores = std::move(bias.row_dscores);
+  }
+  out.dw2 = op.down_proj_wgrad(g, problem.dout, out.scaled_act);
+  out.dw1 = op.up_proj_wgrad(g, problem.x, out.dpreact);
+  out.dx_rows = op.up_proj_dgrad(g, out.dpreact, problem.w1);
+  out.dscores = op.slot_dscores(g, out.row_dscores);
+
+  Tensor router_dx;
+  if (desc.router.mode != RouterMode::given) {
+    out.dlogits =
+        op.score_grad(out.logits, routing.experts, out.scores, out.dscores, problem.dlogits);
+    out.drouter_w = op.router_dw(out.dlogits, problem.x);
+    router_dx = op.router_dx(out.dlogits, problem.router_w);
+  }
+  out.dx = op.aggregate(g, out.dx_rows, {}, router_dx);
+}
+
+}  // namespace sonicmoe::testkit

@@ -1,0 +1,321 @@
+#include <cstdio>
+#include <cstring>
+
+#include "testkit/device_memory.h"
+#include "testkit/inputs.h"
+#include "testkit/rounded_layer.h"
+#include "testkit/run.h"
+
+namespace sonicmoe::testkit {
+namespace {
+
+/// Records a failed step. Returns whether the run can go on.
+bool proceed(const char* step, Status status, const Arena& arena, Device device, LayerRun* run) {
+  if (status.ok()) status = synchronize(device);
+  run->status = status;
+  run->damage = arena.damage();
+  if (!run->damage.empty()) run->damage = std::string(step) + " " + run->damage;
+  return status.ok() && run->damage.empty();
+}
+
+void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
+                 LayerRun* run) {
+  const LayerDesc& desc = p.desc;
+  const DType type = desc.experts.dtype;
+  const SavedBytes saved = plan.saved_bytes();
+  const bool router = desc.router.mode != RouterMode::given;
+  ForwardArgs args;
+  args.x = arena->input("x", p.x, type);
+  auto [w1, w1_up] = pack_w1(p.w1, desc, desc.experts.hidden);
+  args.w1 = arena->input("w1", w1, type);
+  args.w1_up = arena->input("w1_up", w1_up, type);
+  auto [b1, b1_up] = pack_w1(p.b1, desc, 1);
+  args.b1 = arena->input("b1", b1, type);
+  args.b1_up = arena->input("b1_up", b1_up, type);
+  args.w2 = arena->input("w2", p.w2, type);
+  args.b2 = arena->input("b2", p.b2, type);
+  if (router) {
+    args.router_w = arena->input("router_w", p.router_w, type);
+    args.logits = arena->output("logits", desc.tokens * desc.router.experts, type);
+    if (desc.rounding.tile > 0) {
+      args.seed = kRoundingSeed;
+      args.offset = kRoundingOffset;
+      args.frequency = arena->output_int32("frequency", desc.router.experts);
+    } else {
+      args.scores = arena->output_float("scores", desc.rows());
+      args.expert_ids = arena->output_int32("expert_ids", desc.rows());
+    }
+  } else {
+    args.list_tokens = arena->input("list_tokens", p.lists.tokens);
+    args.list_experts = arena->input("list_experts", p.lists.experts);
+    args.list_scores =
+        static_cast<const float*>(arena->input("list_scores", p.list_scores, DType::f32));
+  }
+  args.o = arena->output("o", desc.tokens * desc.experts.hidden, type);
+  args.counts = arena->output_int32("counts", desc.router.experts);
+  args.preact = arena->output("preact", saved.preact);
+  args.routing = arena->output("routing", saved.routing);
+  const std::size_t bytes = plan.forward_workspace_bytes();
+  const Workspace workspace{arena->output("forward workspace", bytes, 256), bytes};
+  if (!proceed("forward", plan.forward(args, workspace), *arena, device, run)) return;
+
+  LayerTensors& out = run->tensors;
+  run->routing = p.lists;
+  out.scores = p.list_scores;
+  if (router) out.logits = arena->tensor("logits", type);
+  if (router && desc.rounding.tile == 0) {
+    run->routing = routing_of_ids(arena->int32("expert_ids"), desc.router.top_k);
+    out.scores = arena->tensor("scores", DType::f32);
+  }
+  if (desc.rounding.tile > 0) run->frequency = arena->int32("frequency");
+  run->counts = arena->int32("counts");
+  out.o = arena->tensor("o", type);
+  if (!desc.experts.inference) out.preact = arena->tensor("preact", type);
+}
+
+void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
+                  LayerRun* run) {
+  const LayerDesc& desc = p.desc;
+  const DType type = desc.experts.dtype;
+  const DType grad_type = desc.experts.f32_weight_grads ? DType::f32 : type;
+  const bool router = desc.router.mode != RouterMode::given;
+  const bool separate = desc.experts.w1_layout == W1Layout::separate;
+  const std::int64_t E = desc.router.experts, d = desc.experts.hidden,
+                     n = desc.experts.intermediate;
+  const std::int64_t first = separate ? n : desc.experts.preact_width(), second = separate ? n : 0;
+  const auto data = [&](const char* name) { return (*arena)[name].data(); };
+  BackwardArgs args;
+  args.x = data("x");
+  args.w1 = data("w1");
+  args.w1_up = data("w1_up");
+  args.w2 = data("w2");
+  args.b2 = data("b2");
+  args.preact = data("preact");
+  if (!desc.experts.dpreact_in_workspace) args.dpreact = data("preact");
+  args.routing = data("routing");
+  args.dout = arena->input("dout", p.dout, type);
+  const WantedGradients& wanted = p.wanted;
+  if (wanted.dx) args.dx = arena->output("dx", desc.tokens * d, type);
+  if (wanted.dw1) {
+    args.dw1 = arena->output("dw1", E * first * d, grad_type);
+    args.dw1_up = arena->output("dw1_up", E * second * d, grad_type);
+  }
+  if (wanted.dw2) args.dw2 = arena->output("dw2", E * d * n, grad_type);
+  if (desc.experts.accumulate_weight_grads) {
+    const auto [dw1, dw1_up] = pack_w1(p.dw1, desc, d);
+    if (wanted.dw1) (*arena)["dw1"].put(encode(dw1, grad_type));
+    if (wanted.dw1) (*arena)["dw1_up"].put(encode(dw1_up, grad_type));
+    if (wanted.dw2) (*arena)["dw2"].put(encode(p.dw2, grad_type));
+  }
+  if (desc.experts.bias) {
+    args.db1 = arena->output("db1", E * first, type);
+    args.db1_up = arena->output("db1_up", E * second, type);
+    args.db2 = arena->output("db2", E * d, type);
+  }
+  if (router) {
+    args.router_w = data("router_w");
+    // Only where the plan says that it needs them: nothing else may be read.
+    if (plan.saved_bytes().logits > 0) args.logits = data("logits");
+    args.dlogits = arena->input("dlogits", p.dlogits, type);
+    if (wanted.drouter_w) args.drouter_w = arena->output("drouter_w", E * d, type);
+  } else {
+    args.dscores = arena->output_float("dscores", desc.rows());
+  }
+  const std::size_t bytes = plan.backward_workspace_bytes();
+  const Workspace workspace{arena->output("backward workspace", bytes, 256), bytes};
+  if (!proceed("backward", plan.backward(args, workspace), *arena, device, run)) return;
+
+  LayerTensors& out = run->tensors;
+  if (wanted.dx) out.dx = arena->tensor("dx", type);
+  if (wanted.dw1) {
+    out.dw1 =
+        unpack_w1(arena->tensor("dw1", grad_type), arena->tensor("dw1_up", grad_type), desc, d);
+  }
+  if (wanted.dw2) out.dw2 = arena->tensor("dw2", grad_type);
+  if (desc.experts.bias) {
+    out.db1 = unpack_w1(arena->tensor("db1", type), arena->tensor("db1_up", type), desc, 1);
+    out.db2 = arena->tensor("db2", type);
+  }
+  if (router) {
+    if (wanted.drouter_w) out.drouter_w = arena->tensor("drouter_w", type);
+  } else {
+    out.dscores = arena->tensor("dscores", DType::f32);
+  }
+}
+
+}  // namespace
+
+std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool weights,
+                                     std::int64_t least_rows) {
+  const std::size_t experts = g.counts.size();
+  std::vector<std::size_t> ends;
+  std::int64_t together = 0;  // rows since the last end
+  for (std::size_t e = 1; e <= experts; ++e) {
+    const std::size_t rows = g.rows() == 0 ? 1 : g.rows();
+    together += g.counts[e - 1];
+    if (together < least_rows && e < experts) continue;
+    together = 0;
+    ends.push_back(weights ? size / experts * e : size / rows * g.offsets[e]);
+  }
+  return ends;
+}
+
+std::pair<Tensor, Tensor> pack_w1(const Tensor& canonical, const LayerDesc& desc,
+                                  std::int64_t row_length) {
+  const std::int64_t n = desc.experts.intermediate, W = desc.experts.preact_width();
+  if (!is_glu(desc.experts.activation) || desc.experts.w1_layout == W1Layout::concatenated ||
+      canonical.empty()) {
+    return {canonical, {}};
+  }
+  const bool separate = desc.experts.w1_layout == W1Layout::separate;
+  Tensor first, second;
+  for (std::int64_t e = 0; e < desc.router.experts; ++e) {
+    for (std::int64_t j = 0; j < n; ++j) {
+      const auto gate = canonical.begin() + (e * W + j) * row_length;
+      const auto up = gate + n * row_length;
+      Tensor& up_goes_to = separate ? second : first;
+      first.insert(first.end(), gate, gate + row_length);
+      up_goes_to.insert(up_goes_to.end(), up, up + row_length);
+    }
+  }
+  return {std::move(first), std::move(second)};
+}
+
+Tensor unpack_w1(const Tensor& first, const Tensor& second, const LayerDesc& desc,
+                 std::int64_t row_length) {
+  const std::int64_t n = desc.experts.intermediate, W = desc.experts.preact_width();
+  if (!is_glu(desc.experts.activation) || desc.experts.w1_layout == W1Layout::concatenated)
+    return first;
+  Tensor out(first.size() + second.size());
+  for (std::int64_t row = 0; row < desc.router.experts * n; ++row) {
+    const std::int64_t e = row / n, j = row % n;
+    for (std::int64_t i = 0; i < row_length; ++i) {
+      const bool separate = desc.experts.w1_layout == W1Layout::separate;
+      const double gate = first[(separate ? row : 2 * row) * row_length + i];
+      const double up =
+          separate ? second[row * row_length + i] : first[(2 * row + 1) * row_length + i];
+      out[(e * W + j) * row_length + i] = gate;
+      out[(e * W + n + j) * row_length + i] = up;
+    }
+  }
+  return out;
+}
+
+LayerRun run_layer(const Problem& problem, Device device, const Options& options) {
+  LayerRun run;
+  const Result<LayerPlan> plan = make_plan(problem.desc, device, options);
+  run.status = plan.status();
+  if (!plan.ok()) return run;
+  Arena arena(device);
+  run_forward(problem, plan.value(), device, &arena, &run);
+  if (!run.status.ok() || !run.damage.empty() || problem.desc.experts.inference) return run;
+  run_backward(problem, plan.value(), device, &arena, &run);
+  return run;
+}
+
+std::string first_difference(const LayerRun& a, const LayerRun& b) {
+  const auto same = [](const Tensor& p, const Tensor& q) {
+    return p.size() == q.size() &&
+           (p.empty() || std::memcmp(p.data(), q.data(), p.size() * sizeof(double)) == 0);
+  };
+  if (a.routing.experts != b.routing.experts) return "expert_ids";
+  if (a.counts != b.counts) return "counts";
+  if (a.frequency != b.frequency) return "frequency";
+  const LayerTensors &p = a.tensors, &q = b.tensors;
+  if (!same(p.logits, q.logits)) return "logits";
+  if (!same(p.scores, q.scores)) return "scores";
+  if (!same(p.preact, q.preact)) return "preact";
+  if (!same(p.o, q.o)) return "o";
+  if (!same(p.dx, q.dx)) return "dx";
+  if (!same(p.dw1, q.dw1)) return "dw1";
+  if (!same(p.db1, q.db1)) return "db1";
+  if (!same(p.dw2, q.dw2)) return "dw2";
+  if (!same(p.db2, q.db2)) return "db2";
+  if (!same(p.drouter_w, q.drouter_w)) return "drouter_w";
+  if (!same(p.dscores, q.dscores)) return "dscores";
+  return "";
+}
+
+bool Report::pass() const {
+  for (const Check& check : checks) {
+    if (!check.pass) return false;
+  }
+  return failure.empty();
+}
+
+std::string Report::text() const {
+  if (!failure.empty()) return name + ": " + failure + "\n";
+  std::string out;
+  for (const Check& check : checks) {
+    char figures[80];
+    std::snprintf(figures, sizeof figures, " error %.3e bound %.3e ", check.error, check.bound);
+    out += name + "." + check.tensor + figures + (check.pass ? "ok" : "FAILED");
+    out += check.note.empty() ? "\n" : " (" + check.note + ")\n";
+  }
+  return out;
+}
+
+Report check_layer(const Case& test_case, Device device, const Options& options) {
+  const LayerDesc& desc = test_case.desc;
+  if (desc.rounding.tile > 0) return check_rounded_layer(test_case, device, options);
+  const Problem problem = make_problem(test_case);
+  const LayerRun run = run_layer(problem, device, options);
+  Report report{"layer", run.damage, {}};
+  if (!run.status.ok()) report.failure = run.status.message();
+  if (!report.failure.empty()) return report;
+
+  // The library's choice of experts is right for its own logits, and then held fixed.
+  if (desc.router.mode != RouterMode::given) {
+    const std::string wrong =
+        explain_top_k(run.routing.experts, run.tensors.logits, desc.tokens, desc.router.experts,
+                      desc.router.top_k, desc.router.mode);
+    report.checks.push_back({"expert_ids", 0, 0, wrong.empty(), wrong});
+    if (!wrong.empty()) return report;
+  }
+  const Grouping g = group(run.routing, desc.tokens, desc.router.experts);
+  report.checks.push_back({"counts", 0, 0, run.counts == g.counts, ""});
+
+  LayerTensors exact = oracle_forward(problem, run.routing, Precision::exact);
+  LayerTensors plain = oracle_forward(problem, run.routing, Precision::plain);
+  const auto compare = [&](const char* name, Tensor LayerTensors::*member,
+                           const std::vector<std::size_t>& blocks = {}, const Slack& slack = {}) {
+    report.checks.push_back(
+        two_times_rule(name, run.tensors.*member, exact.*member, plain.*member, blocks, slack));
+  };
+  const auto by_expert = [&](Tensor LayerTensors::*member) {
+    return expert_ends(g, (exact.*member).size(), true);
+  };
+  if (desc.router.mode != RouterMode::given) {
+    compare("logits", &LayerTensors::logits);
+    compare("scores", &LayerTensors::scores);
+  }
+  compare("o", &LayerTensors::o);
+  if (desc.experts.inference) return report;
+
+  Tensor rows_in_use = run.tensors.preact;
+  rows_in_use.resize(exact.preact.size());
+  report.checks.push_back(two_times_rule("preact", rows_in_use, exact.preact, plain.preact,
+                                         expert_ends(g, exact.preact.size(), false)));
+  oracle_backward(problem, run.routing, Precision::exact, &exact);
+  oracle_backward(problem, run.routing, Precision::plain, &plain);
+  compare("dx", &LayerTensors::dx);
+  compare("dw1", &LayerTensors::dw1, by_expert(&LayerTensors::dw1));
+  compare("dw2", &LayerTensors::dw2, by_expert(&LayerTensors::dw2));
+  if (desc.experts.bias) {
+    compare("db1", &LayerTensors::db1, by_expert(&LayerTensors::db1));
+    compare("db2", &LayerTensors::db2, by_expert(&LayerTensors::db2));
+  }
+  if (desc.router.mode == RouterMode::given) {
+    report.checks.push_back(two_times_rule(
+        "dscores", run.tensors.dscores, exact.dscores, plain.dscores, {},
+        {.relative =
+             device.type == DeviceType::cuda ? tensor_core_allowance(desc.experts.hidden) : 0}));
+  } else {
+    compare("drouter_w", &LayerTensors::drouter_w,
+            expert_ends(g, exact.drouter_w.size(), true, kRouterRows),
+            router_slack(g, desc.tokens));
+  }
+  return report;
+}
+
+}  // namespace sonicmoe::testkit
