@@ -6,11 +6,12 @@
 #include "math/softmax.h"
 #include "sonicmoe/ops.h"
 
-/// What the routing kernels share: rows of logits, their softmax, and the check that refuses bad
-/// ones.
+/// Shared by the routing kernels: the softmax of a row of logits, and the check that refuses bad
+/// rows.
 namespace sonicmoe::cuda {
 
-/// 32 bits that ascend with a number; -0 is +0. A NaN lies past the infinity of its sign.
+/// An unsigned integer that ascends with x. Both zeros have the same one; a NaN lies past the
+/// infinity of its sign.
 __device__ __forceinline__ std::uint32_t order_bits(float x) {
   const std::uint32_t u = math::bits(math::add(x, 0.0f));
   return u ^ (static_cast<std::uint32_t>(static_cast<std::int32_t>(u) >> 31) | 0x80000000u);
@@ -19,13 +20,15 @@ __device__ __forceinline__ float from_order_bits(std::uint32_t ordered) {
   return math::from_bits(ordered >> 31 ? ordered ^ 0x80000000u : ~ordered);
 }
 
-/// Maximum and sum of e^(x - max) of a row of logits, by one warp: the bits of src/cpu's softmax.
+/// Maximum of a row of logits, and the sum of e^(x - max) over the row.
 struct RowSoftmax {
   float max;
   float sum;
   __device__ float term(float x) const { return math::softmax_term(x, max); }
   __device__ float probability(float x) const { return math::div(term(x), sum); }
 };
+/// One warp computes this for one row; every lane gets the result. It has the bits of src/cpu's
+/// softmax.
 template <class T>
 __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
   std::uint32_t largest = 0;
@@ -40,10 +43,10 @@ __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
   return {row_max, warp_sum(sum)};
 }
 
-/// Why a row of logits is refused, in the order of the texts below.
+/// Why a row of logits is refused. check_logits has a text for each, in the same order.
 enum class BadRow : std::uint32_t { nan, positive_infinity, only_negative_infinity };
 
-/// 4 t + BadRow of the first row t that is refused, where `first` held more.
+/// Lowers *first to 4 t + BadRow, where t is the first row that is refused. A warp checks one row.
 template <class T>
 __global__ void find_bad_logits(const T* logits, std::int64_t tokens, std::int64_t experts,
                                 unsigned long long* first) {
@@ -71,10 +74,12 @@ __global__ void find_bad_logits(const T* logits, std::int64_t tokens, std::int64
   }
 }
 
-inline constexpr std::size_t kCheckBytes = 8;  ///< scratch of a check
+inline constexpr std::size_t kCheckBytes = 8;  ///< scratch of a check, on the device
 
-/// Runs `launch(first)`, which lowers *first to the first bad position, and waits for it. Checked
-/// mode only: this synchronises.
+/// Sets *position to the first bad position, or to all ones if every position is good.
+/// `launch(first)` launches a kernel that lowers *first to that position; `first` is `scratch`,
+/// kCheckBytes on the device. The call waits for the stream, so only checked mode makes it. `what`
+/// names the operation in an error.
 template <class Launch>
 Status first_bad(void* scratch, cudaStream_t stream, const char* what, std::uint64_t* position,
                  Launch&& launch) {
@@ -91,7 +96,8 @@ Status first_bad(void* scratch, cudaStream_t stream, const char* what, std::uint
   return to_status(error, what);
 }
 
-/// Refuses a NaN and rows without a finite maximum. `scratch` is kCheckBytes on the device.
+/// Returns invalid_data if a row has a NaN or no finite maximum. `scratch` is kCheckBytes on the
+/// device. Waits for the stream.
 template <class T>
 Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, void* scratch,
                     cudaStream_t stream) {

@@ -4,35 +4,38 @@
 
 #include "cuda/routing/routing.cuh"
 
-/// A token's K experts: larger value first, ties to the lower expert id; and their scores.
+/// Chooses a token's K experts, larger value first and ties to the lower expert id, and makes their
+/// scores.
 ///
-/// A value and its expert travel as one integer key, [bits that ascend with the value | expert,
-/// counted down], so the largest key is the next expert with ties broken. No bit of the value is
-/// lost: a 16-bit logit fits the upper 19 bits of a float and leaves 13 for the expert, an fp32
-/// value takes a 64-bit key. The part of the expert keeps keys from being 0, which means none.
+/// One integer key holds a value and its expert: [bits that ascend with the value | expert, counted
+/// down]. So the largest key is the next expert, with ties broken. No bit of the value is lost. The
+/// upper 19 bits of a float hold any bf16 or fp16 logit, and the lower 13 hold the expert. An fp32
+/// value takes a key of 64 bits. The expert's bits are never all 0, so a key of 0 means no expert.
 namespace sonicmoe::cuda {
 
-/// What of a descriptor decides a token's experts and scores.
+/// The fields of a descriptor that decide a token's experts and scores.
 struct Route {
   std::int64_t experts;
   int top_k;
-  bool over_top_k;  ///< softmax over the top-K; else top-K over the softmax
-  bool normalised;  ///< the K values are divided by their sum
+  bool over_top_k;  ///< true: softmax over the top-K; false: top-K over the softmax
+  bool normalised;  ///< the K scores are divided by their sum
 
   static Route of(const RouterDesc& d) {
     return {d.experts, static_cast<int>(d.top_k), d.over_top_k(), d.normalised()};
   }
 };
 
-struct Key32 {  // of a 16-bit logit, for experts below 2^13
+/// Key of a bf16 or fp16 logit and an expert id below kExperts.
+struct Key32 {
   std::uint32_t bits = 0;
 
   static __device__ Key32 of(float x, int expert) {
-    // bf16 and fp16, subnormal numbers included, have no more than 10 bits of mantissa.
+    // The mask cuts only zeros: bf16 and fp16 have at most 10 bits of mantissa, subnormal numbers
+    // included.
     return {(order_bits(x) & ~kExperts) | (kExperts - static_cast<unsigned>(expert))};
   }
   __device__ float value() const {
-    // Below zero all bits are turned, those that were cut off too.
+    // order_bits() inverts all bits of a negative value, so its lowest 13 bits were ones.
     return from_order_bits(bits >> 31 ? bits & ~kExperts : bits | kExperts);
   }
   __device__ std::int32_t expert() const {
@@ -43,7 +46,8 @@ struct Key32 {  // of a 16-bit logit, for experts below 2^13
   static constexpr std::uint32_t kExperts = (1u << 13) - 1;
 };
 
-struct Key64 {  // of a value in fp32
+/// Key of an fp32 value and an expert id.
+struct Key64 {
   std::uint64_t bits = 0;
 
   static __device__ Key64 of(float x, std::int64_t expert) {
@@ -55,9 +59,10 @@ struct Key64 {  // of a value in fp32
   }
 
  private:
-  // Not all ones: the key of a NaN of expert 0 must lie below the bound that a search begins with,
-  // or there would be one key too few where K = E. (Key32 has no bit to spare for that; it is
-  // searched with a bound only where E > 128, and K is at most 64 there.)
+  // Not all ones: a search begins below a bound of all ones, and the key of a NaN at expert 0 must
+  // lie below that too. Otherwise a row with K = E would have one key too few. Key32 has no bit to
+  // spare for this. It needs none: its searches have a bound only where E > 128, and there K is at
+  // most 64, so other keys are left.
   static constexpr std::uint32_t kFirst = 0xfffffffe;
 };
 
@@ -71,15 +76,17 @@ __device__ __forceinline__ Key64 warp_max(Key64 key) {
   return {std::uint64_t{top} << 32 | __reduce_max_sync(kAllLanes, low)};
 }
 
-/// The kDepth largest keys of a lane in descending order: with the experts spread over 32 lanes,
-/// few tokens need more of one lane, and those build the list again.
+/// The kDepth largest keys of a lane, in descending order. The experts are spread over 32 lanes, so
+/// few tokens take more than kDepth keys from one lane. For those tokens the warp builds its lists
+/// again.
 template <class Key>
 struct LaneKeys {
   static constexpr int kDepth = 4;
   Key key[kDepth];
   bool more = true;  ///< the lane has keys that are not in the list
 
-  /// From key_of(0) .. key_of(kPerLane - 1), those below `bound`.
+  /// Makes the list from those of key_of(0) .. key_of(kPerLane - 1) that are below `bound`. With
+  /// kPerLane <= kDepth the list holds all of them, and `bound` has no effect.
   template <int kPerLane, class KeyOf>
   __device__ void build(KeyOf key_of, Key bound) {
 #pragma unroll
@@ -100,7 +107,7 @@ struct LaneKeys {
     more = kPerLane > kDepth && key[kDepth - 1].bits != 0;
   }
 
-  /// The largest key of the warp, which is then gone.
+  /// Returns the warp's largest key to all lanes and removes it from its list.
   __device__ Key take() {
     const Key best = warp_max(key[0]);
     if (key[0].bits == best.bits) {
@@ -110,6 +117,7 @@ struct LaneKeys {
     }
     return best;
   }
+  /// True in all lanes if a lane has an empty list, but more keys: its next key is unknown.
   __device__ bool used_up() const { return __any_sync(kAllLanes, more && key[0].bits == 0); }
 
  private:
@@ -119,7 +127,8 @@ struct LaneKeys {
     key[b] = swap ? key[a] : key[b];
     key[a] = larger;
   }
-  /// The largest four of two lists: first of either end, then into order (they rise and fall).
+  /// Keeps the four largest keys of two descending lists. The first loop takes them, as a bitonic
+  /// sequence; the exchanges sort it.
   __device__ void merge(const LaneKeys& other) {
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) {
@@ -130,14 +139,14 @@ struct LaneKeys {
   }
 };
 
-/// Entries k = lane and k = lane + 32 of a token's K, one token per warp.
+/// A lane's part of a token's K entries, one token per warp: entries k = lane and k = lane + 32.
 struct Chosen {
   std::int32_t expert[2];
   float score[2];
 };
 
-/// A token's logits in a warp: lane l holds experts l, l + 32, ... For at most 32 * kPerLane
-/// experts and 64 entries.
+/// A token's logits in the registers of a warp: lane l holds experts l, l + kWarp, ... There are at
+/// most kWarp * kPerLane experts, exactly as many with kFull, and at most kWarpRowTopK entries.
 template <class T, int kPerLane_, bool kFull = false>
 struct WarpRow {
   static constexpr int kPerLane = kPerLane_;
@@ -152,7 +161,7 @@ struct WarpRow {
   static __device__ int expert(int j) { return j * kWarp + lane_id(); }
   __device__ bool has(int j) const { return kFull || expert(j) < experts; }
 
-  /// True in every lane if the row would be refused: a NaN, or no finite maximum.
+  /// True in every lane if check_logits would refuse the row: a NaN, or no finite maximum.
   __device__ bool bad() const {
     bool wrong = false;
     bool finite = false;
@@ -174,8 +183,8 @@ struct WarpRow {
     return from_order_bits(__reduce_max_sync(kAllLanes, largest));
   }
 
-  /// The softmax over all experts, in the bits of src/cpu: see math::lane_sum32. Meaningless where
-  /// !has(j).
+  /// The softmax over all experts, in the bits of src/cpu (math::lane_sum32 gives the order of the
+  /// sum). p[j] has no meaning where !has(j).
   __device__ void probabilities(float (&p)[kPerLane]) const {
     const float largest = max();
     float sum = 0.0f;
@@ -185,17 +194,18 @@ struct WarpRow {
       sum = math::add(sum, p[j]);
     }
     sum = warp_sum(sum);
-    // A zero would send the whole warp down the slow path of the division.
+    // Where !has(j) the lane divides sum by sum: a zero would send the whole warp down the slow
+    // path of the division.
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) p[j] = math::div(has(j) ? p[j] : sum, sum);
   }
 
-  /// Entries of softmax over the top-K.
+  /// Experts and scores of softmax over the top-K.
   __device__ Chosen choose_by_logit(const Route& route) const {
     using Key = std::conditional_t<sizeof(T) == 2, Key32, Key64>;
     return choose<Key>(route, [&](int j) { return Key::of(to_float(logit[j]), expert(j)); });
   }
-  /// Entries of top-K over the softmax.
+  /// Experts and scores of top-K over the softmax; p comes from probabilities().
   __device__ Chosen choose_by_probability(const Route& route, const float (&p)[kPerLane]) const {
     return choose<Key64>(route, [&](int j) { return Key64::of(p[j], expert(j)); });
   }
@@ -208,7 +218,7 @@ struct WarpRow {
     LaneKeys<Key> keys;
     Key last;
     last.bits = ~last.bits;
-    constexpr bool kAll = kPerLane <= keys.kDepth;  // the list holds all keys of a lane
+    constexpr bool kAll = kPerLane <= keys.kDepth;  // a list holds all keys of its lane
     if constexpr (kAll) keys.template build<kPerLane>(key, last);
     float max = 0.0f;
 #pragma unroll
@@ -223,13 +233,13 @@ struct WarpRow {
       if (i == 0) max = __shfl_sync(kAllLanes, mine[0].value(), 0);
     }
     Chosen c{};
-    float sum = 0.0f;  // in stored order
+    float sum = 0.0f;  // in stored order, as src/cpu adds
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int left = min(route.top_k - i * kWarp, kWarp);
       if (left <= 0) break;
       c.expert[i] = mine[i].expert();
-      c.score[i] = lane_id() < left ? mine[i].value() : max;  // no lane divides by way of a NaN
+      c.score[i] = lane_id() < left ? mine[i].value() : max;  // a NaN takes the slow path
       if (route.over_top_k) c.score[i] = math::softmax_term(c.score[i], max);
       if (!route.normalised) continue;
 #pragma unroll 4
@@ -241,7 +251,7 @@ struct WarpRow {
   }
 };
 
-/// Largest sizes that WarpRow takes.
+/// The largest E and K that WarpRow takes.
 inline constexpr std::int64_t kWarpRowExperts = 1024;
 inline constexpr std::int64_t kWarpRowTopK = 64;
 
@@ -249,10 +259,11 @@ inline bool fits_warp_row(std::int64_t experts, std::int64_t top_k) {
   return experts <= kWarpRowExperts && top_k <= kWarpRowTopK;
 }
 
-/// Blocks of four warps that a processor should hold: registers for the keys and the probabilities.
+/// Blocks of four warps that a multiprocessor should hold, for __launch_bounds__. They bound a
+/// thread's registers, which hold keys and probabilities.
 constexpr int row_blocks(int per_lane) { return per_lane <= 8 ? 6 : per_lane <= 16 ? 5 : 3; }
 
-/// f(kPerLane) as an integral constant, for the smallest WarpRow that holds a row.
+/// Calls f with the kPerLane of the smallest WarpRow that holds a row, as an integral constant.
 template <class F>
 Status visit_row_size(std::int64_t experts, F&& f) {
   using std::integral_constant;
@@ -265,22 +276,22 @@ Status visit_row_size(std::int64_t experts, F&& f) {
 
 inline constexpr int kSlowThreads = 256;
 
-/// The largest key of a block of kSlowThreads.
+/// Returns the largest key of a block of kSlowThreads to all its threads, which all call it.
 __device__ inline Key64 block_max(Key64 key) {
   __shared__ std::uint64_t of_warp[kSlowThreads / kWarp];
   key = warp_max(key);
-  __syncthreads();  // the last result has been read
+  __syncthreads();  // every thread has read of_warp of the call before
   if (lane_id() == 0) of_warp[threadIdx.x / kWarp] = key.bits;
-  __syncthreads();
+  __syncthreads();  // of_warp is complete
   for (int w = 0; w < kSlowThreads / kWarp; ++w) {
     if (of_warp[w] > key.bits) key.bits = of_warp[w];
   }
   return key;
 }
 
-/// Any number of experts and entries, a block per token: K passes over the row, each for the
-/// largest key below the last. Writes scores and ids, for the whole block to read. The whole block
-/// calls it.
+/// Routes a token with any E and K by K passes over its row. Each pass finds the largest key below
+/// the one before. All threads of a block of kSlowThreads call it. It writes the K scores and ids,
+/// which the whole block may read afterwards.
 template <class T>
 __device__ void route_slowly(const Route& route, const T* logits, const RowSoftmax& softmax,
                              float* scores, std::int32_t* ids) {
@@ -305,7 +316,7 @@ __device__ void route_slowly(const Route& route, const T* logits, const RowSoftm
   if (route.normalised && threadIdx.x == 0) {
     for (int k = 0; k < route.top_k; ++k) scores[k] = math::div(scores[k], sum);
   }
-  __syncthreads();
+  __syncthreads();  // every thread sees the scores and ids that thread 0 wrote
 }
 
 }  // namespace sonicmoe::cuda

@@ -1,9 +1,12 @@
-// Scores and ids of each token's K experts, a token per warp with its logits in registers. Softmax
-// over few entries of 16-bit logits, the usual case, takes a fraction of the instructions, with up
-// to eight tokens a warp; rows that do not fit take a block and K passes.
+// Scores and ids of each token's K experts. Three kernels make them:
 //
-// None lets metadata start early, whose few blocks would all go to the multiprocessors where ours
-// leave room first (docs/findings/routing.md).
+// - top_few: the usual case, softmax over at most 8 entries of 16-bit logits. Up to eight tokens
+//   share a warp, which takes a fraction of the instructions.
+// - top_k: a token per warp, with its logits in registers.
+// - top_k_slow: rows that do not fit a warp. A block per token makes K passes over the row.
+//
+// No kernel here triggers the launch of metadata. Metadata has few blocks. Launched early, they
+// would crowd on the multiprocessors where our blocks leave room first (docs/findings/routing.md).
 #include "core/backends.h"
 #include "core/block_counts.h"
 #include "cuda/routing/select.cuh"
@@ -11,7 +14,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // of a block of top_k
 
 template <class T, bool kOverTopK, int kPerLane, bool kFull>
 __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
@@ -39,20 +42,23 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
   }
 }
 
-// Tokens that are counted together are those of a block, where there is a kernel that does it.
+// A row of block_counts covers this many tokens. A block of top_few takes as many, so it counts
+// its own row.
 constexpr int kCounted = static_cast<int>(BlockCounts::kTokens);
 constexpr int kFewThreads = 256;
 
-/// Few entries: the largest keys of a lane, and then of more and more lanes, in descending order.
+/// top_few keeps the kFew largest keys in descending order: first of a lane, then of more and more
+/// lanes.
 constexpr int kFew = 8;
 constexpr int kFewExperts = 512;
 
+/// Puts the larger key into a.
 __device__ __forceinline__ void order(std::uint32_t& a, std::uint32_t& b) {
   const std::uint32_t larger = max(a, b);
   b = min(a, b);
   a = larger;
 }
-/// Keys that rise and then fall, or fall and then rise, into descending order.
+/// Sorts a bitonic sequence (it rises and then falls, or falls and then rises), largest first.
 __device__ __forceinline__ void order_bitonic(std::uint32_t (&key)[kFew]) {
 #pragma unroll
   for (int distance = kFew / 2; distance > 0; distance /= 2) {
@@ -62,7 +68,7 @@ __device__ __forceinline__ void order_bitonic(std::uint32_t (&key)[kFew]) {
     }
   }
 }
-/// Any keys, by a network of 19 (Batcher).
+/// Sorts any keys, largest first, by Batcher's network of 19 exchanges.
 __device__ __forceinline__ void order_all(std::uint32_t (&key)[kFew]) {
   constexpr int kPairs[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
                                  {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
@@ -71,22 +77,24 @@ __device__ __forceinline__ void order_all(std::uint32_t (&key)[kFew]) {
   for (int i = 0; i < 19; ++i) order(key[kPairs[i][0]], key[kPairs[i][1]]);
 }
 
-/// Softmax over the top-K for K up to kFew, of 16-bit logits: token t by kLanes lanes, for at most
-/// kLanes * kPerLane experts. kFull: for exactly as many. The bits of `top_k`. Counts the experts.
+/// Softmax over the top-K of 16-bit logits, for K up to kFew. kLanes lanes take token t, with at
+/// most kLanes * kPerLane experts; kFull means exactly as many. Ids and scores have the bits of the
+/// kernel `top_k`. count[e] in shared memory grows by one for each expert e that the token chooses.
 template <class T, int kLanes, int kPerLane, bool kFull>
 __device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std::int64_t tokens,
                                            const Route& route, float* scores, std::int32_t* ids,
                                            std::int32_t* error_word, std::int32_t* count) {
   const int part = lane_id() % kLanes;
   const int experts = static_cast<int>(route.experts);
-  // Lanes past the last token take part in all exchanges, with that token's logits.
+  // All lanes of a warp must take part in its exchanges. Those past the last token load the last
+  // token's logits.
   const T* const row = logits + min(t, tokens - 1) * route.experts;
   T logit[kPerLane];
   const auto expert_of = [&](int i) {
     return kFull ? (i / 8 * kLanes + part) * 8 + i % 8 : i * kLanes + part;
   };
   if constexpr (kFull) {
-    // Rows are multiples of 16 bytes.
+    // Loads of 16 bytes: full rows are multiples of that.
 #pragma unroll
     for (int i = 0; i < kPerLane; i += 8) {
       const auto eight = *reinterpret_cast<const Eight<T>*>(row + expert_of(i));
@@ -124,7 +132,8 @@ __device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std:
       key[i] = kFull || e < experts ? Key32::of(to_float(logit[first + i]), e).bits : 0;
     }
     order_all(key);
-    // The largest of two descending lists: the larger of either end.
+    // Two descending lists of kFew: entry i of one and entry kFew - 1 - i of the other. The larger
+    // of each such pair are the kFew largest of both, as a bitonic sequence.
 #pragma unroll
     for (int i = 0; i < kFew; ++i) best[i] = first == 0 ? key[i] : max(best[i], key[kFew - 1 - i]);
     if (first > 0) order_bitonic(best);
@@ -139,7 +148,7 @@ __device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std:
     order_bitonic(best);
   }
 
-  // Entry k is for lane k, modulo kLanes.
+  // Lane k modulo kLanes stores entry k. Lanes without an entry compute with the largest key.
   constexpr int kEntries = (kFew + kLanes - 1) / kLanes;
   Key32 mine[kEntries];
   float score[kEntries];
@@ -152,7 +161,7 @@ __device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std:
     }
     score[i] = math::softmax_term(mine[i].value(), Key32{best[0]}.value());
   }
-  float sum = 0.0f;  // in stored order
+  float sum = 0.0f;  // in stored order, as src/cpu adds
 #pragma unroll
   for (int k = 0; k < kFew; ++k) {
     const float other = __shfl_sync(kAllLanes, score[k / kLanes], k % kLanes, kLanes);
@@ -177,7 +186,8 @@ __device__ __forceinline__ void store_counts(const std::int32_t* count, std::uin
   }
 }
 
-/// A block takes as many tokens as are counted together, and counts them.
+/// A block takes kCounted tokens. It writes row blockIdx.x of block_counts (null: none): how many
+/// of its tokens have each expert, in `stride` bytes.
 template <class T, int kLanes, int kPerLane, bool kFull>
 __global__ void __launch_bounds__(kFewThreads)
     top_few(const T* logits, std::int64_t tokens, Route route, float* scores, std::int32_t* ids,
@@ -186,7 +196,7 @@ __global__ void __launch_bounds__(kFewThreads)
   const int thread = static_cast<int>(threadIdx.x);
   for (int e = thread; e < kFewExperts; e += kFewThreads) count[e] = 0;
   wait_for_previous();
-  __syncthreads();
+  __syncthreads();  // count[] is 0
   const std::int64_t first = std::int64_t{blockIdx.x} * kCounted;
 #pragma unroll 1
   for (int token = thread / kLanes; token < kCounted; token += kFewThreads / kLanes) {
@@ -194,24 +204,24 @@ __global__ void __launch_bounds__(kFewThreads)
                                            error_word, count);
   }
   if (block_counts == nullptr) return;
-  __syncthreads();
+  __syncthreads();  // all tokens are counted
   store_counts(count, block_counts, stride);
 }
 
-/// The same counts, from ids, after the other kernels. A block a row.
+/// Makes the same counts from the ids that `top_k` stored. A block makes a row.
 __global__ void __launch_bounds__(kFewThreads)
     count_ids(const std::int32_t* ids, std::int64_t slots, std::int32_t slots_of_row,
               std::uint8_t* block_counts, std::int32_t stride) {
   __shared__ std::int32_t count[BlockCounts::kExperts];
   for (int e = threadIdx.x; e < stride; e += kFewThreads) count[e] = 0;
   wait_for_previous();
-  __syncthreads();
+  __syncthreads();  // count[] is 0
   const std::int64_t first = std::int64_t{blockIdx.x} * slots_of_row;
   const std::int64_t end = min(first + slots_of_row, slots);
   for (std::int64_t i = first + threadIdx.x; i < end; i += kFewThreads) {
     atomicAdd(&count[ids[i]], 1);
   }
-  __syncthreads();
+  __syncthreads();  // all slots are counted
   store_counts(count, block_counts, stride);
 }
 
@@ -223,7 +233,7 @@ __global__ void __launch_bounds__(kSlowThreads)
   wait_for_previous();
   const T* row = logits + t * route.experts;
   const RowSoftmax softmax = row_softmax(row, route.experts);  // every warp for itself
-  // A NaN makes the sum one; so does an infinite maximum, which is taken from itself.
+  // A NaN logit makes the sum a NaN. So does an infinite maximum, because inf - inf is a NaN.
   if (threadIdx.x == 0 && softmax.sum != softmax.sum) report(error_word, kBadLogits);
   route_slowly(route, row, softmax, scores + t * route.top_k, ids + t * route.top_k);
 }
