@@ -1,10 +1,19 @@
-// Slots to grouped rows by stable counting sorts: by expert, and for lists by token before that, a
-// digit at a time. A sort is three launches: blocks count the keys of their slots; one pass makes
-// each count the number of equal keys in the blocks before; blocks place their slots. Positions
-// follow from counts alone, so the order in which anything runs does not matter. All three start
-// early. The third sorts the slots of its block before it waits: the second waited for the first,
-// and that for what is before the sort, before they let the next start. Behind top_k, which counts
-// what it chooses, metadata_counted.cu needs one launch.
+// Sorts slots into grouped rows by stable counting sorts. The last sort is by expert. For lists,
+// sorts by token come before it, a digit at a time. A sort is three launches:
+//
+// 1. count_keys: each block counts the keys of its slots.
+// 2. sum_blocks: each count becomes the number of equal keys in the blocks before.
+// 3. place_slots: each block places its slots.
+//
+// Positions follow from counts alone, not from the order in which blocks or warps run.
+//
+// All three are launched early. place_slots may sort its slots before it waits for sum_blocks,
+// because the kernel that wrote the slots has ended by then. count_keys waits for that kernel
+// before it triggers sum_blocks, and sum_blocks waits for count_keys before it triggers
+// place_slots. With more than kSharedBins keys, make_starts and place_slots_slowly replace
+// place_slots; they are not launched early.
+//
+// Where top_k stored its counts, metadata needs one launch instead, in metadata_counted.cu.
 #include <algorithm>
 #include <bit>
 #include <cinttypes>
@@ -18,26 +27,26 @@ namespace {
 constexpr int kSharedBins = 1024;  // more keys than this are counted in global memory
 constexpr int kWarps = 4;          // of a block
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kTurns = 4;                   // slots that a thread holds
-constexpr int kBatch = kTurns * kThreads;   // slots that a block sorts at a time
-constexpr int kWarpBatch = kTurns * kWarp;  // consecutive ones of a warp
-constexpr int kSumBins = 8;                 // of a block that sums counters: a sector
-constexpr int kSumParts = 64;
-constexpr int kDigitBits = 10;                  // of a token id at a time
+constexpr int kTurns = 4;                       // slots that a thread holds
+constexpr int kBatch = kTurns * kThreads;       // slots that a block sorts at a time
+constexpr int kWarpBatch = kTurns * kWarp;      // consecutive slots, of one warp
+constexpr int kSumBins = 8;                     // of a block of sum_blocks: one sector of counters
+constexpr int kSumParts = 64;                   // into which sum_blocks cuts the counters of a bin
+constexpr int kDigitBits = 10;                  // of a token id, at most, in one sort
 constexpr std::int64_t kMaxCounters = 4 << 20;  // of one sort
 
-/// How many slots a block sorts; all from sizes.
+/// How a sort divides its slots among blocks. It depends on sizes alone.
 struct Shape {
   std::int64_t slots;
-  int bins;
+  int bins;     ///< different keys
   int batches;  ///< of a block
-  int blocks;
+  int blocks;   ///< that count and place slots
 
   static Shape of(std::int64_t slots, std::int64_t bins) {
     const std::int64_t most = std::max<std::int64_t>(1, kMaxCounters / bins);
     const std::int64_t all = std::max<std::int64_t>(1, (slots + kBatch - 1) / kBatch);
     const std::int64_t batches = (all + most - 1) / most;
-    // One block even without slots: it writes the zeros.
+    // One block even without slots: it writes zero counts and offsets.
     return {slots, static_cast<int>(bins), static_cast<int>(batches),
             static_cast<int>((all + batches - 1) / batches)};
   }
@@ -47,7 +56,8 @@ struct Shape {
   __device__ std::int64_t end() const { return begin() + std::int64_t{batches} * kBatch; }
 };
 
-/// The slots to sort: `order` (null: 0, 1, 2, ...), as many as *length (null: all).
+/// The slots to sort, in the order of the sort's input. `order` lists them; null means slot i at
+/// position i. *length is their number; null means all.
 struct Source {
   const std::int32_t* order;
   const std::int32_t* length;
@@ -59,7 +69,8 @@ struct Source {
   }
 };
 
-/// Keys of the last sort: a slot's expert, or -1 for sentinels and bad ids.
+/// Keys of the sort by expert: a slot's expert, or -1 for sentinels and bad ids. For each slot
+/// without a key, count_keys of the first sort calls look(), which reports bad ids.
 struct ByExpert {
   const std::int32_t* slot_experts;
   std::int32_t experts;
@@ -74,14 +85,15 @@ struct ByExpert {
   }
 };
 
-/// Keys of the sorts of lists: a digit of the token, or -1 for slots that are no rows.
+/// Keys of the sorts by token, for lists: a digit of the token, or -1 for slots that are no rows
+/// (sentinels and bad ids). look() is as in ByExpert.
 struct ByToken {
   const std::int32_t* slot_experts;
   const std::int32_t* slot_tokens;
   std::int32_t experts;
   std::int32_t tokens;
   int shift;
-  int mask;  ///< 0 if the slots come sorted: then the only thing done is to drop sentinels
+  int mask;  ///< 0 with assume_sorted: all keys are equal, and the sort only drops slots
   std::int32_t* error_word;
 
   __device__ int key(std::int32_t slot) const {
@@ -96,12 +108,17 @@ struct ByToken {
   }
 };
 
-/// What becomes of the sorts of lists.
+/// Output of a sort by token. Like every output of a sort it has these members:
+/// - load(slot) reads the payload of place(slot, at, payload), which writes at position `at`;
+///   placed(slot, at) writes at the slot;
+/// - drop(slot) handles a slot without a key, past_end(i) a position without a slot;
+/// - start(key, at) gets the first position of a key, total(keys, n) the number of slots with keys;
+/// - rank() ranks the keys by their counts, if ranks().
 struct ToOrder {
   std::int32_t* order;      ///< (S): position -> slot
-  std::int32_t* slot_rows;  ///< (S): -1 for slots that are no rows
-  std::int32_t* length;     ///< (1): slots that are rows; null once it is known
-  bool fill_tail;
+  std::int32_t* slot_rows;  ///< (S): set to -1 for slots that are no rows
+  std::int32_t* length;     ///< (1): slots that are rows; null after the first sort
+  bool fill_tail;           ///< set `order` to -1 past *length
 
   struct Payload {};
   __device__ Payload load(std::int32_t) const { return {}; }
@@ -119,10 +136,10 @@ struct ToOrder {
   __device__ void rank(const std::int32_t*, int, int) const {}
 };
 
-/// What becomes of the last sort.
+/// Output of the sort by expert.
 struct ToRows {
   HandedMetadata a;
-  std::uint32_t top_k;  ///< 0: lists
+  std::uint32_t top_k;  ///< 0 for lists
   math::LoadClass load_class;
 
   struct Payload {
@@ -134,18 +151,19 @@ struct ToRows {
                        : static_cast<std::int32_t>(static_cast<std::uint32_t>(slot) / top_k),
             a.row_scores != nullptr ? a.slot_scores[slot] : 0.0f};
   }
-  /// By row: neighbouring threads write neighbouring rows.
+  /// Writes by row. place_slots calls it in row order, so neighbouring threads write neighbouring
+  /// rows.
   __device__ void place(std::int32_t slot, std::int32_t row, const Payload& payload) const {
     a.row_slots[row] = slot;
     a.row_tokens[row] = payload.token;
     if (a.row_scores != nullptr) a.row_scores[row] = payload.score;
   }
-  /// By slot.
+  /// Writes by slot. place_slots calls it in slot order.
   __device__ void placed(std::int32_t slot, std::int32_t row) const { a.slot_rows[slot] = row; }
   __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
   __device__ void past_end(std::int64_t row) const { empty_row(a, row); }
   __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = row; }
-  /// Once, by one thread: the place for what is written once, too.
+  /// One thread of the grid calls this, once. So it also resets the tile counter.
   __device__ void total(int experts, std::int32_t n) const {
     a.offsets[experts] = n;
     clear_next_counter(a);
@@ -157,7 +175,7 @@ struct ToRows {
   }
 };
 
-/// counters[block][bin] = how many of the block's slots have the key.
+/// counters[block][bin] = how many of the block's slots have the key `bin`.
 template <class By>
 __global__ void __launch_bounds__(kThreads)
     count_keys(Shape shape, Source source, By by, std::int32_t* counters) {
@@ -168,10 +186,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int b = threadIdx.x; b < shape.bins; b += kThreads) count[b] = 0;
   wait_for_previous();
   let_next_start();
-  __syncthreads();
+  __syncthreads();  // all counters are 0
   const std::int64_t end = min(shape.end(), source.size(shape.slots));
   for (std::int64_t i = shape.begin() + threadIdx.x; i < end; i += kBatch) {
-    // All loads before the first count: they do not pass it.
+    // All loads come before the first atomicAdd, because loads are not moved ahead of an atomic.
     std::int32_t slot[kTurns];
     int key[kTurns];
 #pragma unroll
@@ -187,12 +205,13 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!shape.shared()) return;
-  __syncthreads();
+  __syncthreads();  // all counts are complete
   for (int b = threadIdx.x; b < shape.bins; b += kThreads) mine[b] = shared[b];
 }
 
-/// Turns counters into the counts of the blocks before; totals[bin] is the count of all. A thread
-/// block takes kSumBins bins, its thread p * kSumBins + b the p-th part of the counters of bin b.
+/// Replaces counters[block][bin] by its sum over the blocks before. totals[bin] becomes the sum
+/// over all blocks. A thread block takes kSumBins bins; its thread p * kSumBins + b takes part p of
+/// the counters of bin b.
 __global__ void __launch_bounds__(kSumBins* kSumParts)
     sum_blocks(Shape shape, std::int32_t* counters, std::int32_t* totals) {
   __shared__ std::int32_t sums[kSumBins][kSumParts + 1];
@@ -205,7 +224,7 @@ __global__ void __launch_bounds__(kSumBins* kSumParts)
   const auto counter = [&](int block) -> std::int32_t& {
     return counters[std::int64_t{block} * shape.bins + bin];
   };
-  constexpr int kTogether = 8;  // loads in flight; more than that are read twice
+  constexpr int kTogether = 8;  // loads in flight; a longer part is read twice
   std::int32_t count[kTogether];
   const auto load = [&](int i) {
 #pragma unroll
@@ -220,8 +239,8 @@ __global__ void __launch_bounds__(kSumBins* kSumParts)
     for (int j = 0; j < kTogether; ++j) sum += count[j];
   }
   sums[column][row] = sum;
-  __syncthreads();
-  // Warp w scans the parts of bin w, two a lane.
+  __syncthreads();  // the sums of all parts are complete
+  // Warp w scans the parts of bin w, two parts a lane.
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   static_assert(kSumParts == 2 * kWarp && kSumBins * kSumParts / kWarp >= kSumBins);
   if (warp < kSumBins) {
@@ -238,7 +257,7 @@ __global__ void __launch_bounds__(kSumBins* kSumParts)
     const int scanned = static_cast<int>(blockIdx.x) * kSumBins + warp;
     if (lane_id() == kWarp - 1 && scanned < shape.bins) totals[scanned] = scan;
   }
-  __syncthreads();
+  __syncthreads();  // the scans of all bins are complete
   std::int32_t before = sums[column][row];
   for (int i = first; i < end; i += kTogether) {
     if (part > kTogether) load(i);
@@ -250,7 +269,8 @@ __global__ void __launch_bounds__(kSumBins* kSumParts)
   }
 }
 
-/// Many bins: their starts once for all blocks. starts[bins] is the total.
+/// With more than kSharedBins bins one block computes where each bin starts, for all blocks of
+/// place_slots_slowly. starts[bins] is the total.
 __global__ void __launch_bounds__(1024)
     make_starts(Shape shape, const std::int32_t* totals, std::int32_t* starts) {
   const std::int32_t total = exclusive_sums<1024>(
@@ -259,27 +279,29 @@ __global__ void __launch_bounds__(1024)
   if (threadIdx.x == 0) starts[shape.bins] = total;
 }
 
-/// Where a warp's slots go, 32 in order at a time; next[key] is where the next slot with that key
-/// goes. `same`: lanes with this lane's key. -1 for slots without a key.
+/// Returns where each lane's slot goes, or -1 for a slot without a key. A warp calls it for 32
+/// slots at a time, in their order. next[key] is where the next slot with that key goes. `same` has
+/// a bit for each lane with this lane's key.
 __device__ std::int32_t take_places(int key, unsigned same, std::int32_t* next) {
   const int before = __popc(same & ((1u << lane_id()) - 1u));
   const std::int32_t at = key >= 0 ? next[key] + before : -1;
-  __syncwarp();
+  __syncwarp();  // all lanes have read next[] before one lane a key advances it
   if (key >= 0 && before == 0) next[key] = at + __popc(same);
-  __syncwarp();
+  __syncwarp();  // the warp's next call sees the new next[]
   return at;
 }
 
-/// Places a block's slots, a batch at a time: sorted in shared memory first, so that what goes to
-/// neighbouring rows is written together. All of that comes before the wait for the sums.
+/// Places a block's slots, a batch at a time. A block first sorts a batch in shared memory, so that
+/// neighbouring threads write neighbouring rows. It sorts its first batch before it waits for
+/// sum_blocks. Blocks from shape.blocks on rank the experts instead.
 template <class By, class To>
 __global__ void __launch_bounds__(kThreads)
     place_slots(Shape shape, Source source, By by, To to, const std::int32_t* counters,
                 const std::int32_t* totals) {
   extern __shared__ std::int32_t memory[];
-  std::int32_t* const next = memory;                       // (kWarps, bins): place in the batch
-  std::int32_t* const begin = next + kWarps * shape.bins;  // (bins): of the batch, there
-  std::int32_t* const base = begin + shape.bins;           // (bins): of the batch, in all
+  std::int32_t* const next = memory;                       // (kWarps, bins): see take_places
+  std::int32_t* const begin = next + kWarps * shape.bins;  // (bins): a key's start in the batch
+  std::int32_t* const base = begin + shape.bins;           // (bins): and in the output
   __shared__ std::int32_t sorted_slot[kBatch];
   __shared__ std::int32_t sorted_key[kBatch];
   __shared__ typename To::Payload sorted_payload[kBatch];
@@ -294,7 +316,7 @@ __global__ void __launch_bounds__(kThreads)
 
   for (int batch = 0; batch < shape.batches; ++batch) {
     for (int b = threadIdx.x; b < kWarps * shape.bins; b += kThreads) next[b] = 0;
-    __syncthreads();
+    __syncthreads();  // next[] is 0
     const std::int64_t first =
         shape.begin() + std::int64_t{batch} * kBatch + warp * kWarpBatch + lane_id();
     std::int32_t slot[kTurns];
@@ -317,7 +339,7 @@ __global__ void __launch_bounds__(kThreads)
       if (key[r] >= 0) atomicAdd(&next[warp * shape.bins + key[r]], 1);
       same[r] = __match_any_sync(kAllLanes, key[r]);
     }
-    __syncthreads();
+    __syncthreads();  // the counts of all warps are complete
     const int placed = exclusive_sums<kThreads>(
         shape.bins,
         [&](int b) {
@@ -346,7 +368,7 @@ __global__ void __launch_bounds__(kThreads)
       sorted_payload[at[r]] = payload[r];
     }
     if (batch == 0) {
-      wait_for_previous();
+      wait_for_previous();  // for sum_blocks: counters and totals are complete
 #pragma unroll 8
       for (int b = threadIdx.x; b < shape.bins; b += kThreads) {
         base[b] = counters[std::int64_t{blockIdx.x} * shape.bins + b];
@@ -359,7 +381,7 @@ __global__ void __launch_bounds__(kThreads)
           });
       if (blockIdx.x == 0 && threadIdx.x == 0) to.total(shape.bins, total);
     }
-    __syncthreads();
+    __syncthreads();  // the sorted batch and base[] are complete
 #pragma unroll
     for (int r = 0; r < kTurns; ++r) {
       if (at[r] >= 0) {
@@ -373,12 +395,12 @@ __global__ void __launch_bounds__(kThreads)
       to.place(sorted_slot[i], base[k] + i - begin[k], sorted_payload[i]);
     }
     if (batch + 1 == shape.batches) break;
-    __syncthreads();
-    // Where the last warp's slots ended is where the batch did.
+    __syncthreads();  // all threads have read the batch and base[]
+    // The slots of a key come warp by warp, so the last warp's `next` is the end of all of them.
     for (int b = threadIdx.x; b < shape.bins; b += kThreads) {
       base[b] += next[(kWarps - 1) * shape.bins + b] - begin[b];
     }
-    __syncthreads();
+    __syncthreads();  // base[] is complete; all threads have read next[] and begin[]
   }
   const std::int64_t tail = min(shape.end(), shape.slots);
   for (std::int64_t i = shape.begin() + threadIdx.x; i < tail; i += kThreads) {
@@ -386,7 +408,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The same with counters in global memory, one warp per block and no batches.
+/// place_slots for more than kSharedBins bins: counters in global memory, one warp per block, and
+/// no sort before the writes. It is not launched early, so it does not wait.
 template <class By, class To>
 __global__ void __launch_bounds__(kWarp)
     place_slots_slowly(Shape shape, Source source, By by, To to, std::int32_t* counters,
@@ -420,7 +443,8 @@ __global__ void __launch_bounds__(kWarp)
   }
 }
 
-/// token_offsets[t] = how many of the sorted slots have a token below t.
+/// token_offsets[t] = how many of the sorted slots have a token below t, for t from 0 to T. A
+/// thread finds one by binary search.
 __global__ void find_tokens(const std::int32_t* order, const std::int32_t* length,
                             const std::int32_t* slot_tokens, std::int64_t tokens,
                             std::int32_t* token_offsets) {
@@ -439,7 +463,8 @@ __global__ void find_tokens(const std::int32_t* order, const std::int32_t* lengt
   token_offsets[t] = low;
 }
 
-/// Lowers *first to the first position that would be refused.
+/// Lowers *first to the first position that checked mode refuses. It refuses a negative expert id,
+/// and in lists a token id outside [0, T) or, with assume_sorted, one below the id before it.
 __global__ void find_bad_ids(MetadataDesc d, const std::int32_t* slot_experts,
                              const std::int32_t* slot_tokens, std::int64_t slots,
                              unsigned long long* first) {
@@ -494,7 +519,8 @@ Status check_ids(const MetadataDesc& d, const MetadataArgs& a, void* scratch, cu
                        token[1], token[0], s);
 }
 
-/// Digits of a token id: as few as may be, of equal size. Sorted lists have one of no bits.
+/// The digits of a token id: as few as kDigitBits allows, all of one width. With assume_sorted
+/// there is one digit of 0 bits.
 struct Digits {
   int count;
   int bits;
@@ -506,19 +532,20 @@ struct Digits {
   }
 };
 
+/// The workspace. The check's scratch comes first, then these arrays.
 struct Memory {
-  std::int32_t* counters;
-  std::int32_t* totals;  // (bins)
-  std::int32_t* starts;  // (bins + 1): many bins only
-  std::int32_t* order;   // (S): lists, every other digit
-  std::int32_t* length;  // (1): lists
+  std::int32_t* counters;  // of one sort; all sorts share them
+  std::int32_t* totals;    // (bins): of the sorts by token
+  std::int32_t* starts;    // (E + 1): only with more than kSharedBins experts
+  std::int32_t* order;     // (S): lists with more than one digit, output of every other sort
+  std::int32_t* length;    // (1): lists, slots that are rows
 
   static std::size_t layout(const MetadataDesc& d, void* base, Memory* out) {
     const Shape experts = Shape::of(d.slots(), d.experts);
     const Shape digits = Shape::of(d.slots(), std::int64_t{1} << Digits(d).bits);
     const bool lists = d.top_k == 0;
     std::int32_t* at = static_cast<std::int32_t*>(base);
-    std::int64_t end = 2;  // the check's scratch
+    std::int64_t end = 2;  // in words of 4 bytes; the check's scratch takes kCheckBytes
     const auto take = [&](std::int32_t** array, std::int64_t count) {
       if (out != nullptr) *array = at + end;
       end += count;
@@ -534,7 +561,7 @@ struct Memory {
   }
 };
 
-/// One stable counting sort.
+/// Launches one stable counting sort. The count of key b goes to totals[b].
 template <class By, class To>
 void sort(const Shape& shape, const Source& source, const By& by, const To& to, const Memory& m,
           std::int32_t* totals, cudaStream_t stream) {
@@ -542,7 +569,7 @@ void sort(const Shape& shape, const Source& source, const By& by, const To& to, 
   launch_early(count_keys<By>, blocks, kThreads, 0, stream, shape, source, by, m.counters);
   launch_early(sum_blocks, blocks_for(shape.bins, kSumBins), kSumBins * kSumParts, 0, stream, shape,
                m.counters, totals);
-  // Blocks past those that place slots rank the bins, a thread a bin.
+  // Blocks past those that place slots rank the experts, a thread an expert.
   const auto with_ranks = [&](int threads) {
     return blocks + (to.ranks() ? blocks_for(shape.bins, threads) : 0);
   };
@@ -557,7 +584,7 @@ void sort(const Shape& shape, const Source& source, const By& by, const To& to, 
   }
 }
 
-/// Lists: token_slots, token_offsets, and -1 for the rows of slots that are dropped.
+/// For lists: writes token_slots, token_offsets and, for slots that are no rows, slot_rows = -1.
 void sort_by_token(const MetadataDesc& d, const MetadataArgs& a, const Memory& m,
                    cudaStream_t stream) {
   const Digits digits(d);
@@ -565,7 +592,7 @@ void sort_by_token(const MetadataDesc& d, const MetadataArgs& a, const Memory& m
   Source source{nullptr, nullptr};
   for (int i = 0; i < digits.count; ++i) {
     const bool last = i + 1 == digits.count;
-    // Alternating, so that the last one ends in token_slots.
+    // The sorts write to the two arrays alternately, so that the last one writes token_slots.
     std::int32_t* const order = (digits.count - i) % 2 == 1 ? a.token_slots : m.order;
     const ByToken by{a.slot_experts,
                      a.slot_tokens,

@@ -4,13 +4,14 @@
 #include "cuda/routing/routing.cuh"
 #include "math/load_class.h"
 
-/// What the two ways to metadata share.
+/// Shared by the two implementations of metadata: the sorts of metadata.cu, and the one launch of
+/// metadata_counted.cu that uses top_k's counts.
 namespace sonicmoe::cuda {
 
-/// Arguments with what is handed on beside them.
+/// The arguments, and the fields of Handoff that metadata uses.
 struct HandedMetadata : MetadataArgs {
-  const std::uint8_t* block_counts;
-  std::int32_t* next_tile_counter;  ///< set to 0, or null
+  const std::uint8_t* block_counts;  ///< from top_k, or null
+  std::int32_t* next_tile_counter;   ///< metadata sets it to 0; or null
 
   HandedMetadata(const MetadataArgs& args, const Handoff& handoff)
       : MetadataArgs(args),
@@ -18,13 +19,15 @@ struct HandedMetadata : MetadataArgs {
         next_tile_counter(handoff.next_tile_counter) {}
 };
 
-/// All of metadata for the slots of top_k, with what it counted, in one launch.
+/// Makes all of metadata for the slots of top_k in one launch, from the counts that top_k stored.
+/// `counts` is their layout; a.block_counts must be the counts of these very slots.
 void place_counted(const MetadataDesc& d, const HandedMetadata& a, const BlockCounts& counts,
                    cudaStream_t stream);
 
-/// order[i] = the expert that has i others before it: of a higher class, or of the same and with a
-/// lower id. A thread an expert; `block` counts the blocks that do this, `others` is shared memory
-/// for a number of each thread.
+/// Writes order[i] = the expert with exactly i experts before it. An expert comes before another if
+/// its load class is higher, or equal and its id is lower. A thread ranks one expert. `block` is
+/// the block's index among the blocks that rank. `others` is shared memory, one number a thread.
+/// All threads of the block call it.
 __device__ __forceinline__ void rank_experts(const std::int32_t* counts, int experts,
                                              const math::LoadClass& load_class, int block,
                                              std::int32_t* others, std::int32_t* order) {
@@ -35,9 +38,9 @@ __device__ __forceinline__ void rank_experts(const std::int32_t* counts, int exp
   int before = 0;
   for (int first = 0; first < experts; first += threads) {
     const int some = min(threads, experts - first);
-    __syncthreads();
+    __syncthreads();  // all threads have read the group before
     if (thread < some) others[thread] = load_class(counts[first + thread]);
-    __syncthreads();
+    __syncthreads();  // others[] is complete
     if (mine >= experts) continue;
 #pragma unroll 8
     for (int i = 0; i < some; ++i) {
@@ -47,14 +50,14 @@ __device__ __forceinline__ void rank_experts(const std::int32_t* counts, int exp
   if (mine < experts) order[before] = mine;
 }
 
-/// A row that no expert owns.
+/// Writes the values of a row that no expert owns.
 __device__ __forceinline__ void empty_row(const MetadataArgs& a, std::int64_t row) {
   a.row_slots[row] = -1;
   a.row_tokens[row] = 0;
   if (a.row_scores != nullptr) a.row_scores[row] = 0.0f;
 }
 
-/// By one thread.
+/// Resets the next operation's tile counter, if there is one. One thread of the grid calls it.
 __device__ __forceinline__ void clear_next_counter(const HandedMetadata& a) {
   if (a.next_tile_counter != nullptr) *a.next_tile_counter = 0;
 }

@@ -1,7 +1,8 @@
-// The slots of top_k to grouped rows in one launch. top_k has counted, for every 64 tokens, how
-// many have each expert; a block sums what it needs of that for itself. The slots of an expert have
-// different tokens, so a bit for each token says which of them come before one, and nothing is
-// sorted. Positions follow from counts and bits alone.
+// Sorts the slots of top_k into grouped rows in one launch. For every 64 tokens top_k has counted
+// how many have each expert. Each block sums those counts for itself: all of them, and those before
+// its own tokens. Within a block no sort is needed. The slots of an expert have different tokens,
+// so a block sets a bit for each of its (expert, token) pairs. The expert's bits below a slot's bit
+// count the slots before it. Positions follow from counts and bits alone.
 #include "cuda/routing/metadata.cuh"
 
 namespace sonicmoe::cuda {
@@ -13,7 +14,7 @@ constexpr int kSlots = static_cast<int>(BlockCounts::kSlots);
 constexpr int kBins = static_cast<int>(BlockCounts::kBins);
 constexpr int kExperts = static_cast<int>(BlockCounts::kExperts);
 
-/// Divides numbers up to 2048 by one up to 32.
+/// Divides numbers up to 2048 by a divisor up to 32, exactly, without a division.
 struct SmallDivisor {
   std::uint32_t factor;
   explicit SmallDivisor(std::int64_t by)
@@ -23,7 +24,7 @@ struct SmallDivisor {
   }
 };
 
-/// What the kernel works on.
+/// Parameters of the kernel.
 struct Counted {
   BlockCounts counts;
   HandedMetadata a;
@@ -31,24 +32,25 @@ struct Counted {
   std::int32_t top_k;
   std::int32_t experts;
   SmallDivisor by_top_k;
-  SmallDivisor by_columns;  ///< of 16 experts
+  SmallDivisor by_columns;  ///< a column of counts has 16 experts
   math::LoadClass load_class;
 };
 
-/// What it has in shared memory at one time or another.
+/// Shared memory of the kernel. `sums` is dead once sum_parts() has read it; then `sorted` takes
+/// its place.
 union Memory {
-  /// Sums of counts over a part of the rows: [part][before us, all][expert].
+  /// Sums of counts over a part of the rows: [part][rows before the block's, all rows][expert].
   alignas(16) std::uint16_t sums[kThreads * 2 * 16];
   struct {
     std::int32_t row[kSlots];
     std::int32_t slot[kSlots];
     float score[kSlots];
-    std::uint8_t earlier[2 * kBins];  ///< [expert][word]: slots whose bits are in words before
+    std::uint8_t earlier[2 * kBins];  ///< [expert][word]: bits set in the words before
   } sorted;
 };
 
-/// Sums of the counts of expert e in the rows before `first_row` and in all. A thread takes sixteen
-/// experts of every parts-th row.
+/// Fills Memory::sums: for each part and expert the counts in rows before `first_row`, and in all
+/// rows. Part p has rows p, p + parts, ...; a thread takes 16 experts of a part.
 __device__ __forceinline__ void sum_counts(const Counted& p, int first_row, std::uint16_t* sums) {
   constexpr int kTogether = 6;  // loads in flight
   const auto* const from = reinterpret_cast<const uint4*>(p.a.block_counts);
@@ -59,7 +61,8 @@ __device__ __forceinline__ void sum_counts(const Counted& p, int first_row, std:
   const int part = p.by_columns(thread);
   if (part < parts) {
     const int column = thread - part * columns;
-    // Of four neighbours the even ones, and the odd ones. A thread sees fewer than 2^16 tokens.
+    // [which][word][odd]: a word has the counts of four experts. Its even or its odd ones are
+    // summed as two 16-bit halves. They do not overflow: a thread sees fewer than 2^16 tokens.
     std::uint32_t sum[2][4][2] = {};
     for (int first = part; first < rows; first += kTogether * parts) {
       uint4 sixteen[kTogether];
@@ -96,7 +99,7 @@ __device__ __forceinline__ void sum_counts(const Counted& p, int first_row, std:
   }
 }
 
-/// before[e] and all[e], from those.
+/// Sums the parts: before[e] over the rows before the block's, all[e] over all rows.
 __device__ __forceinline__ void sum_parts(const Counted& p, const std::uint16_t* sums,
                                           std::int32_t* before, std::int32_t* all) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -119,11 +122,12 @@ __device__ __forceinline__ void sum_parts(const Counted& p, const std::uint16_t*
   }
 }
 
-/// Two exclusive sums over the threads of a block; {all of one, all of the other}.
 struct Sums {
   std::int32_t one;
   std::int32_t other;
 };
+/// Two exclusive sums over the threads of a block. *before gets the thread's own two; all threads
+/// get the two totals. The whole block calls it, once: of_warp is not guarded for a second call.
 __device__ __forceinline__ Sums exclusive_sums_of_two(Sums own, Sums* before) {
   __shared__ Sums of_warp[kWarps];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -135,7 +139,7 @@ __device__ __forceinline__ Sums exclusive_sums_of_two(Sums own, Sums* before) {
     if (lane_id() >= distance) sum.one += one, sum.other += other;
   }
   if (lane_id() == kWarp - 1) of_warp[warp] = sum;
-  __syncthreads();
+  __syncthreads();  // of_warp is complete
   const Sums theirs = lane_id() < kWarps ? of_warp[lane_id()] : Sums{};
   const bool earlier = lane_id() < warp;
   before->one = sum.one - own.one + __reduce_add_sync(kAllLanes, earlier ? theirs.one : 0);
@@ -143,13 +147,15 @@ __device__ __forceinline__ Sums exclusive_sums_of_two(Sums own, Sums* before) {
   return {__reduce_add_sync(kAllLanes, theirs.one), __reduce_add_sync(kAllLanes, theirs.other)};
 }
 
-/// A block takes counts.each rows of counts; the last one has none, it ranks the experts.
+/// A block places the slots of counts.each rows of counts, which are 64 tokens each. The last block
+/// has no slots. It writes offsets, counts and the rows that no expert owns, ranks the experts, and
+/// resets the next tile counter.
 __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
   __shared__ Memory memory;
-  __shared__ std::uint32_t has[2 * kBins];  // [expert][32 tokens]
-  __shared__ std::int32_t base[kExperts];   // where the block's slots go, in all
-  __shared__ std::int32_t begin[kExperts];  // and in the block
-  __shared__ std::int32_t all[kExperts];
+  __shared__ std::uint32_t has[2 * kBins];  // [expert][word]: a bit for each of 32 tokens
+  __shared__ std::int32_t base[kExperts];   // row of the expert's first slot in the block
+  __shared__ std::int32_t begin[kExperts];  // place of that slot in `sorted`
+  __shared__ std::int32_t all[kExperts];    // rows of the expert
   const HandedMetadata& a = p.a;
   const int thread = static_cast<int>(threadIdx.x);
   const int words = 2 * static_cast<int>(p.counts.each);
@@ -160,9 +166,9 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
   for (int i = thread; i < p.experts * words; i += kThreads) has[i] = 0;
   wait_for_previous();
   let_next_start();
-  __syncthreads();
+  __syncthreads();  // has[] is 0
 
-  // All loads before anything waits for one.
+  // All loads are issued before the first use of one, so that their latencies overlap.
   constexpr int kEach = kSlots / kThreads;
   int expert[kEach];
   float score[kEach] = {};
@@ -182,9 +188,9 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
     const int token = p.by_top_k(at);
     atomicOr(&has[expert[i] * words + token / kWarp], 1u << token % kWarp);
   }
-  __syncthreads();
+  __syncthreads();  // has[] and memory.sums are complete
   sum_parts(p, memory.sums, base, all);
-  __syncthreads();
+  __syncthreads();  // base[] and all[] are complete; all threads have read memory.sums
 
   const bool last = blockIdx.x + 1 == gridDim.x;
   Sums own{};
@@ -202,7 +208,7 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
     begin[thread] = start.other;
     if (last) a.offsets[thread] = start.one, a.counts[thread] = own.one;
   }
-  __syncthreads();
+  __syncthreads();  // base[], begin[] and memory.sorted.earlier are complete
   if (last) {
     if (thread == 0) a.offsets[p.experts] = total.one, clear_next_counter(a);
     if (a.expert_order != nullptr) {
@@ -224,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
       const int before =
           memory.sorted.earlier[word] + __popc(has[word] & ((1u << token % kWarp) - 1u));
       row = base[expert[i]] + before;
-      // Counts that are not of these slots must not lead anywhere.
+      // With counts of other slots `row` may lie past the arrays. Such a slot gets no row.
       if (row >= p.slots) row = -1;
       const int to = begin[expert[i]] + before;
       memory.sorted.row[to] = row;
@@ -233,7 +239,7 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
     }
     a.slot_rows[first + at] = row;
   }
-  __syncthreads();
+  __syncthreads();  // the slots in memory.sorted are complete
   for (int i = thread; i < total.other; i += kThreads) {
     const std::int32_t row = memory.sorted.row[i];
     const std::int32_t at = memory.sorted.slot[i];
