@@ -1,6 +1,8 @@
-// Switch load-balancing loss E sum_e (P_e / sum P)(f_e / sum f) and its gradient to the logits.
-// Sums over tokens are fp64 in an order fixed by sizes: a warp's tokens, a block's warps, the
-// blocks.
+// Switch load-balancing loss and its gradient to the logits:
+//   E sum_e (P_e / sum P)(f_e / sum f),
+// where P_e sums the probabilities of expert e over the tokens, and f_e is its count. Sums over
+// tokens are fp64. Sizes alone fix their order: a warp adds its tokens, a block its warps, and
+// sum_stretches the blocks.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -11,7 +13,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr std::int64_t kMaxBlocks = 256;  // stretches of tokens
+constexpr std::int64_t kMaxBlocks = 256;  // stretches of tokens, at most
 
 __device__ __forceinline__ double warp_sum(double x) {
 #pragma unroll
@@ -21,18 +23,18 @@ __device__ __forceinline__ double warp_sum(double x) {
   return x;
 }
 
-/// Sum over a block of 1024; every thread gets it.
+/// Sum over a block of 1024 threads. All of them call it and get the sum.
 __device__ double block_sum(double x) {
   __shared__ double of_warp[kWarp];
   x = warp_sum(x);
-  __syncthreads();  // the last result has been read
+  __syncthreads();  // every thread has read of_warp of the call before
   if (lane_id() == 0) of_warp[threadIdx.x / kWarp] = x;
-  __syncthreads();
+  __syncthreads();  // of_warp is complete
   return warp_sum(of_warp[lane_id()]);
 }
 
 /// partial[x][e] = sum of the probabilities of expert e over stretch x of the tokens. Block (x, y)
-/// takes 32 * kPerLane experts from y on.
+/// takes the y-th kWarp * kPerLane experts.
 template <class T, int kPerLane>
 __global__ void __launch_bounds__(kThreads)
     sum_probabilities(const T* logits, std::int64_t tokens, std::int64_t experts,
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
         sums[at] = w == 0 ? sum[j] : sums[at] + sum[j];
       }
     }
-    __syncthreads();
+    __syncthreads();  // warp w's part is added before the next warp's
   }
   for (int at = threadIdx.x; at < kWarp * kPerLane; at += kThreads) {
     const std::int64_t e = first - lane_id() + at;
@@ -68,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// prob_sums[e] = sum of partial[.][e], 32 experts a block.
+/// prob_sums[e] = sum of partial[x][e] over the stretches x. A block takes kWarp experts.
 __global__ void __launch_bounds__(kWarp* kWarp)
     sum_stretches(const double* partial, std::int64_t stretches, std::int64_t experts,
                   double* prob_sums) {
@@ -79,14 +81,17 @@ __global__ void __launch_bounds__(kWarp* kWarp)
     sum += partial[x * experts + e];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  sum = warp_sum(sums[threadIdx.x][threadIdx.y]);  // warp y: the expert in column y
+  __syncthreads();                                 // sums[][] is complete
+  sum = warp_sum(sums[threadIdx.x][threadIdx.y]);  // warp y sums column y, an expert
   const std::int64_t summed = std::int64_t{blockIdx.x} * kWarp + threadIdx.y;
   if (threadIdx.x == 0 && summed < experts) prob_sums[summed] = sum;
 }
 
-/// The loss, or (backward, dloss given) dL/dP_e in place of P_e:
-/// E (f_e / sum f - weighted / total) / total, with weighted = sum_e P_e f_e / sum f.
+/// Without dloss: writes the loss. With dloss (backward): replaces P_e in prob_sums by the slope
+/// dL/dP_e, dloss times
+///   E (f_e / sum f - weighted / total) / total,
+/// with weighted = sum_e P_e f_e / sum f and total = sum_e P_e. Without tokens or counts the result
+/// is 0.
 __global__ void __launch_bounds__(kWarp* kWarp)
     finish(double* prob_sums, const std::int32_t* counts, std::int64_t tokens, std::int64_t experts,
            const float* dloss, float* loss) {
@@ -115,7 +120,7 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   }
 }
 
-/// dlogit_e = p_e (slope_e - sum_j p_j slope_j), a token per warp.
+/// dlogit_e = p_e (slope_e - sum_j p_j slope_j). A warp takes a token.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     logit_gradients(const T* logits, const double* slope, std::int64_t tokens, std::int64_t experts,

@@ -1,5 +1,6 @@
-// From the scores' gradients, row by row, to slot order (lists) or through the router to dense
-// dlogits: sums over the K, softmax backward and the zeros in one pass.
+// Takes the gradients of the scores, one a row. For lists it puts them into slot order. Otherwise
+// it takes them back through the router to dense dlogits, in one pass: sums over a token's K
+// entries, softmax backward, and zeros.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -9,10 +10,10 @@ namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kWarps = 8;                      // of a block
-constexpr std::int64_t kRowsBytes = 48 << 10;  // of shared memory, at most, for a block's rows
-constexpr std::int64_t kTile = 1024;           // experts of a row at a time, in shared memory
+constexpr std::int64_t kRowsBytes = 48 << 10;  // score_grad_rows: a block's shared memory, at most
+constexpr std::int64_t kTile = 1024;           // score_grad: experts of a row in shared memory
 
-/// Gradient of a slot's score; slots without a row have none.
+/// Returns the gradient of a slot's score: 0 for a slot without a row.
 struct SlotGradients {
   const float* row_dscores;
   const std::int32_t* slot_rows;
@@ -29,10 +30,13 @@ __global__ void to_slot_order(SlotGradients gradient, std::int64_t slots, float*
   if (s < slots) dscores[s] = gradient(s);
 }
 
-/// Scores with a softmax of their own, up to kLanes entries a token: dlogit_k = s_k (g_k - inner),
-/// inner = sum_k g_k s_k. kLanes lanes have a token's entries, so the loads of a warp's tokens are
-/// on their way together, and so are their rows, put together in shared memory and written whole,
-/// in pieces of 16 bytes, of which a warp's rows are a multiple.
+/// Gradients of scores that have a softmax of their own (over the top-K, or renormalised), with up
+/// to kLanes entries a token:
+///   dlogit_k = s_k (g_k - inner), inner = sum_k g_k s_k.
+///
+/// kLanes lanes hold a token's entries, so the loads of a warp's kWarp / kLanes tokens are in
+/// flight together. The warp assembles the rows of those tokens in shared memory and writes them
+/// whole, in pieces of 16 bytes; their size must be a multiple of that. kAdds: dlogits_in is added.
 template <class T, int kLanes, bool kAdds>
 __global__ void __launch_bounds__(kWarps* kWarp)
     score_grad_rows(SlotGradients gradient, const float* slot_scores,
@@ -75,30 +79,31 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     }
     for (int i = whole * kPiece + lane_id(); i < count; i += kWarp) values[i] = plus_zero(from[i]);
   }
-  float inner = 0.0f;  // every lane of a token the same sum, in slot order
+  float inner = 0.0f;  // all lanes of a token make the same sum, in slot order
 #pragma unroll
   for (int l = 0; l < kLanes; ++l) {
     const float g_l = __shfl_sync(kAllLanes, g, l, kLanes);
     const float s_l = __shfl_sync(kAllLanes, s, l, kLanes);
     if (l < top_k) inner = math::fma(g_l, s_l, inner);
   }
-  __syncwarp();
-  if (e >= 0 && e < experts) {  // a token's experts differ
-    float outside = 0.0f;       // not what lies in `values`: +0 has been added to that
+  __syncwarp();                 // all lanes have filled the rows before a lane writes its entry
+  if (e >= 0 && e < experts) {  // a token's experts differ, so no two lanes write one value
+    float outside = 0.0f;       // not from `values`, where adding zero has lost the sign of -0
     if constexpr (kAdds) outside = to_float(dlogits_in[(first_token + token) * experts + e]);
     const float d = math::mul(s, math::sub(g, inner));
     values[token * experts + e] = from_float<T>(math::add(d, outside));
   }
-  __syncwarp();
+  __syncwarp();  // all lanes see the finished rows
   T* const to = dlogits + first_token * experts;
 #pragma unroll 2
   for (int i = lane_id(); i < whole; i += kWarp) reinterpret_cast<uint4*>(to)[i] = mine[i];
-  // The last tokens' need not be whole pieces.
+  // The rows of the last tokens need not be whole pieces.
   for (int i = whole * kPiece + lane_id(); i < count; i += kWarp) to[i] = values[i];
 }
 
-/// Any other case, a token per warp. kAllExperts: scores are probabilities p, so dlogit_e = p_e
-/// (g_e - inner) for every expert.
+/// Every other case, a token per warp. kAllExperts: the scores are probabilities p over all
+/// experts, so every expert has a gradient:
+///   dlogit_e = p_e (g_e - inner).
 template <class T, bool kAllExperts>
 __global__ void __launch_bounds__(kWarps* kWarp, 3)
     score_grad(SlotGradients gradient, const float* slot_scores, const std::int32_t* slot_experts,
@@ -112,13 +117,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
   if (t >= tokens) return;
   float* const grad = tiles + warp * tile;
 
-  // Lane k has entry k; the few tokens with more than 32 load the others twice.
+  // Lane k keeps entry k. K above kWarp is rare, so the other entries are loaded here for `inner`
+  // and again below.
   const std::int64_t first = t * top_k;
   const bool has = lane_id() < top_k;
   const std::int32_t my_expert = has ? slot_experts[first + lane_id()] : 0;
   const float my_score = has ? slot_scores[first + lane_id()] : 0.0f;
   const float my_gradient = has ? gradient(first + lane_id()) : 0.0f;
-  float inner = 0.0f;  // every lane the same sum, in slot order
+  float inner = 0.0f;  // all lanes make the same sum, in slot order
   for (int k0 = 0; k0 < top_k; k0 += kWarp) {
     const int k = k0 + lane_id();
     const float g = k0 == 0 ? my_gradient : k < top_k ? gradient(first + k) : 0.0f;
@@ -141,7 +147,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
       }
     }
     __syncwarp();
-    for (int k = lane_id(); k < top_k; k += kWarp) {  // the token's experts differ
+    for (int k = lane_id(); k < top_k; k += kWarp) {  // a token's experts differ
       const std::int64_t e = (k < kWarp ? my_expert : slot_experts[first + k]) - e0;
       if (e < 0 || e >= n) continue;
       const float g = k < kWarp ? my_gradient : gradient(first + k);
@@ -159,7 +165,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
   }
 }
 
-/// Lanes for a token in score_grad_rows; 0: not for that kernel.
+/// Lanes for a token in score_grad_rows, or 0 if that kernel cannot take the descriptor. They are
+/// the fewest that hold K entries, keep a block's rows within kRowsBytes, and make a warp's rows a
+/// multiple of 16 bytes.
 template <class T>
 int lanes_of(const ScoreGradDesc& d) {
   if (d.reaches_all_experts()) return 0;
