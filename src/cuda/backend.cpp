@@ -1,5 +1,5 @@
-// What core asks of the CUDA backend besides kernels: which devices there are, and on which a call
-// runs. Compiled by the host compiler.
+// The functions of the CUDA backend that core calls besides kernels: they list the devices, make
+// one current for a call, and copy. The host compiler compiles this file.
 #include <cstdio>
 
 #include "core/backends.h"
@@ -20,7 +20,8 @@ std::string runtime_version() {
   return std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
 }
 
-/// Why there is no device at all, or empty. Looked up once: a driver does not come and go.
+/// Why this machine has no CUDA device for us, or empty. `count`, unless null, gets the number of
+/// devices. Asks the driver once: no driver appears or disappears while a process runs.
 const std::string& missing(int* count) {
   static int devices = 0;
   static const std::string reason = [] {
@@ -54,11 +55,11 @@ std::string device_reason(int index) {
 }
 
 DeviceTraits device_traits(int index) noexcept {
-  // 0 if the device cannot be asked.
+  // The attribute, or 0 if the query fails.
   const auto ask = [index](cudaDeviceAttr attribute) {
     int value = 0;
     if (cudaDeviceGetAttribute(&value, attribute, index) == cudaSuccess) return value;
-    (void)cudaGetLastError();  // or the next launch reports it
+    (void)cudaGetLastError();  // or launched() would report it for the next launch
     return 0;
   };
   DeviceTraits traits;
@@ -105,8 +106,8 @@ std::vector<DeviceInfo> devices() {
 }
 
 int enter(int index) noexcept {
-  // An error that somebody else's call returned, and left behind, is none of the launches that
-  // follow. One that nobody has asked for yet is lost with it.
+  // Clears the last error, so that launched() does not report an error of the caller's earlier CUDA
+  // calls as ours. An error that the caller has not read yet is lost, too.
   (void)cudaGetLastError();
   int current = 0;
   if (cudaGetDevice(&current) != cudaSuccess || current == index) return -1;

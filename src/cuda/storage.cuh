@@ -5,13 +5,13 @@
 
 #include "core/kernel.h"
 
-/// From a DType to the type that a kernel is compiled for. A dtype without a case does not compile
-/// or is refused; it never runs as another one.
+/// Maps a DType to the C++ type that a kernel is compiled for. A dtype without a case
+/// fails to compile or returns an error; it never runs as another type.
 namespace sonicmoe::cuda {
 
-/// Of tensors that tensor cores multiply, and of all that lies beside them.
+/// The dtypes of tensors that tensor cores multiply, and of the biases and sums beside them.
 inline constexpr DTypes kStorageTypes = {DType::bf16, DType::f16};
-/// Of logits.
+/// The dtypes of logits.
 inline constexpr DTypes kLogitsTypes = {DType::f32, DType::bf16, DType::f16};
 
 inline Status no_such_type(DType dtype, const DTypes& allowed) {
@@ -19,7 +19,7 @@ inline Status no_such_type(DType dtype, const DTypes& allowed) {
                        allowed.text().c_str());
 }
 
-/// f(T{}) with the storage type.
+/// Calls f(T{}) with the type T of `dtype`; unsupported for a dtype that is no storage type.
 template <class F>
 Status visit_storage(DType dtype, F&& f) {
   switch (dtype) {
@@ -33,7 +33,7 @@ Status visit_storage(DType dtype, F&& f) {
   return no_such_type(dtype, kStorageTypes);
 }
 
-/// f(T{}) with the type of logits.
+/// Calls f(T{}) with the type T of `dtype`, a dtype of logits.
 template <class F>
 Status visit_logits(DType dtype, F&& f) {
   switch (dtype) {
