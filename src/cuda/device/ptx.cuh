@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-/// The PTX that Hopper kernels are made of, one instruction a function. Shared-memory addresses are
-/// 32-bit `shared` addresses throughout.
+/// Wrappers of the PTX that Hopper kernels use, one instruction a function. All shared-memory
+/// addresses are 32-bit addresses of the `shared` state space.
 namespace sonicmoe::cuda {
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ std::uint32_t cluster_rank() {
   return rank;
 }
 
-/// All threads of the cluster; writes before it are visible after it.
+/// All threads of the cluster arrive and wait; then each sees the others' earlier writes.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-/// One lane of a converged warp.
+/// True in one lane of a converged warp, the same lane at every call.
 __device__ __forceinline__ bool elect_one() {
   std::uint32_t chosen;
   asm volatile(
@@ -41,9 +41,9 @@ __device__ __forceinline__ bool elect_one() {
   return chosen != 0;
 }
 
-/// The first lane's value. Where all have the same, the compiler sees so only now, and computes
-/// once for the warp what follows from it: an address for the copy engine, for one, without which
-/// it stores each box in a loop over the lanes.
+/// Lane 0's value. Marks a value that all lanes share as uniform, so that the compiler computes
+/// what follows from it once a warp. The copy engine needs a uniform address: without the shuffle
+/// the compiler puts a loop over the lanes around each box (docs/findings/machine-code.md).
 template <class T>
 __device__ __forceinline__ T uniform(T value) {
   return __shfl_sync(~0u, value, 0);
@@ -58,12 +58,13 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads.
+/// `threads` threads, whole warps, arrive at barrier `id` and wait for each other; then each sees
+/// the others' earlier writes. `id` is 1 to 15, for __syncthreads() uses barrier zero.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// By this multiprocessor's clock.
+/// Spins for `cycles` of this multiprocessor's clock.
 __device__ __forceinline__ void wait_cycles(int cycles) {
   const auto now = [] { return static_cast<unsigned long long>(clock64()); };
   const unsigned long long begin = now();
@@ -77,7 +78,7 @@ __device__ __forceinline__ void mbarrier_init(std::uint32_t barrier, std::uint32
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/// Makes initialised barriers visible to the copy engine and to the cluster.
+/// Makes the barriers that this thread initialised visible to the copy engine and to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -86,11 +87,14 @@ __device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/// On the barrier at the same place in CTA `rank` of the cluster. At CTA scope on purpose: cluster
-/// scope costs a fence of the whole GPU, and nothing is passed on but that the memory is free:
-/// reads by wgmma are over, which wgmma.wait_group has seen to, those of the copy engine too, and
-/// what threads read themselves has been used; their writes were fenced before the copy engine read
-/// them.
+/// Arrives on the barrier at the same place in CTA `rank` of the cluster, with CTA scope. Cluster
+/// scope compiles to a fence of the whole GPU in every k block (docs/findings/hopper-gemm.md).
+///
+/// CTA scope suffices because the arrival publishes no data: it only says that a stage is free.
+/// - wgmma no longer reads the stage: wgmma.wait_group has waited for that.
+/// - The copy engine no longer reads it: store_wait_read() has waited for that.
+/// - Threads have used the values that they loaded from it.
+/// - Threads fenced their writes to it before the copy engine read them.
 __device__ __forceinline__ void mbarrier_arrive_at(std::uint32_t barrier, std::uint32_t rank) {
   asm volatile(
       "{\n"
@@ -102,14 +106,14 @@ __device__ __forceinline__ void mbarrier_arrive_at(std::uint32_t barrier, std::u
       : "memory");
 }
 
-/// Arrives, and makes the phase wait for `bytes` of bulk copies or store_async(), too.
+/// Arrives. The phase then also waits until `bytes` of bulk copies or store_async() have landed.
 __device__ __forceinline__ void mbarrier_expect(std::uint32_t barrier, std::uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-/// `value` to shared memory of CTA `rank` of the cluster; its 4 bytes count on the barrier there.
-/// Both addresses as in this CTA.
+/// Stores `value` at `to` in the shared memory of CTA `rank` of the cluster. Its 4 bytes count on
+/// `barrier` of that CTA. Both addresses are given as addresses of this CTA.
 __device__ __forceinline__ void store_async(std::uint32_t to, std::uint32_t barrier,
                                             std::uint32_t rank, std::int32_t value) {
   asm volatile(
@@ -139,7 +143,7 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, std::uint32
 
 // Copies.
 
-/// 16 bytes of shared memory.
+/// Loads 16 bytes of shared memory.
 __device__ __forceinline__ uint4 load_shared(std::uint32_t from) {
   uint4 bits;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -155,14 +159,14 @@ __device__ __forceinline__ std::int32_t load_shared_word(std::uint32_t from) {
   return word;
 }
 
-/// 16 bytes from global to shared memory, through the generic proxy.
+/// Copies 16 bytes from global to shared memory, through the generic proxy.
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }
 
-/// The same, or zeros when `valid` is false (`from` is then not read).
+/// The same if `valid`; else writes 16 zero bytes and does not read `from`.
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from, bool valid) {
   const std::uint32_t size = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
@@ -170,7 +174,7 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from
                : "memory");
 }
 
-/// The same, by a policy of L2.
+/// The same, with a policy for L2: see l2_policy().
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from, bool valid,
                                               std::uint64_t policy) {
   const std::uint32_t size = valid ? 16 : 0;
@@ -179,7 +183,7 @@ __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from
                : "memory");
 }
 
-/// What L2 does with lines that are read: they leave it first, or in turn.
+/// L2's policy for lines that are read: evict_first or evict_normal.
 __device__ __forceinline__ std::uint64_t l2_policy(bool leave_first) {
   std::uint64_t first, in_turn;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
@@ -187,7 +191,8 @@ __device__ __forceinline__ std::uint64_t l2_policy(bool leave_first) {
   return leave_first ? first : in_turn;
 }
 
-/// 16 bytes if valid; if they must come from memory, the 256 bytes around them come to L2.
+/// The same without a policy. Where L2 must ask memory it fetches the 256 bytes around `from`,
+/// because a row's gather reads those next (docs/findings/start-spread.md).
 __device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const void* from,
                                                      bool valid) {
   const std::uint32_t size = valid ? 16 : 0;
@@ -196,18 +201,19 @@ __device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const voi
                : "memory");
 }
 
-/// Until the kernel before this one in the stream has ended. Returns at once unless this one was
-/// launched early.
+/// Waits until the kernel before this one in the stream has ended, and its writes are visible.
+/// Returns at once unless this kernel was launched early.
 __device__ __forceinline__ void wait_for_previous() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
-/// From here on the next kernel may start, if it was launched early.
+/// Lets the next kernel in the stream start, if it is launched early. It starts once every thread
+/// block of this kernel has called this or ended.
 __device__ __forceinline__ void let_next_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// This thread arrives on the barrier once all its earlier cp.async have landed. The arrival is one
-/// of those that the barrier was initialised for.
+/// This thread arrives on the barrier once all its earlier cp.async have landed. The arrival counts
+/// among those that the barrier was initialised for.
 __device__ __forceinline__ void copy_async_arrive(std::uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -215,14 +221,16 @@ __device__ __forceinline__ void copy_async_arrive(std::uint32_t barrier) {
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-/// Until at most `kPending` of this thread's groups are under way.
+/// Waits until at most `kPending` of this thread's latest groups are incomplete.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/// Orders this thread's earlier (or acquired) generic accesses to shared memory before its later
-/// accesses, and those of threads it synchronises with, through the async proxy (wgmma, TMA).
+/// Orders generic accesses to shared memory before accesses through the async proxy (wgmma, TMA).
+/// Before it: this thread's earlier generic accesses, and those that it acquired from other
+/// threads. After it: later async accesses of this thread and of threads that synchronise with it
+/// afterwards.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -231,7 +239,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/// One box of a rank-3 tensor map to shared memory; its bytes count on `barrier`.
+/// Loads one box of a rank-3 tensor map to shared memory. Its bytes count on `barrier`.
 __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap* map,
                                          std::uint32_t barrier, int c0, int c1, int c2) {
   asm volatile(
@@ -241,7 +249,7 @@ __device__ __forceinline__ void load_box(std::uint32_t to, const CUtensorMap* ma
       : "memory");
 }
 
-/// The same box to the same place of every CTA in `mask`, counted on the barrier of each.
+/// Loads one box to the same place of every CTA in `mask`. Its bytes count on each CTA's `barrier`.
 __device__ __forceinline__ void load_box_multicast(std::uint32_t to, const CUtensorMap* map,
                                                    std::uint32_t barrier, std::uint16_t mask,
                                                    int c0, int c1, int c2) {
@@ -252,8 +260,8 @@ __device__ __forceinline__ void load_box_multicast(std::uint32_t to, const CUten
       : "memory");
 }
 
-/// Shared memory to a box; what lies outside the tensor is not written. Belongs to the calling
-/// thread's next group.
+/// Stores a box from shared memory; elements outside the tensor are not written. The store belongs
+/// to the group that this thread commits next.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, std::uint32_t from, int c0,
                                           int c1, int c2) {
   asm volatile(
@@ -264,13 +272,13 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, std::uint32_t 
 __device__ __forceinline__ void store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/// Until the copy engine has read the shared memory of all but this thread's `kPending` latest
-/// groups of stores.
+/// Waits until the copy engine has read the shared memory of all of this thread's groups of stores
+/// but the latest `kPending`. The memory may then be overwritten.
 template <int kPending>
 __device__ __forceinline__ void store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-/// Until all of this thread's stores are done.
+/// Waits until all of this thread's committed stores are complete.
 __device__ __forceinline__ void store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

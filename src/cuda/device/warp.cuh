@@ -8,8 +8,8 @@
 #include "cuda/storage.cuh"
 #include "math/ieee.h"
 
-/// What the kernels over rows and the routing kernels share: conversions, sums over a warp and a
-/// block, loads of 16 bytes.
+/// Helpers of the row kernels and the routing kernels: conversions, sums over a warp and a block,
+/// loads of 16 bytes.
 namespace sonicmoe::cuda {
 
 inline constexpr unsigned kAllLanes = 0xffffffffu;
@@ -40,14 +40,15 @@ struct alignas(16) Eight {
   T value[8];
 };
 
-/// Blocks of `per_block` items each.
+/// The number of thread blocks that take `items`, `per_block` each.
 inline unsigned blocks_for(std::int64_t items, std::int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-/// Sum over a warp at distance 16, 8, 4, 2, 1, as in math::lane_sum32; every lane gets it.
+/// Sum over a warp, in every lane. Lanes are added pairwise in the order of math::lane_sum32, so
+/// the bits are the CPU's.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance >>= 1) {
@@ -56,8 +57,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-/// put(i, value(0) + ... + value(i-1)) for i below n, by one block of kThreads; the whole sum to
-/// all.
+/// Calls put(i, value(0) + ... + value(i-1)) for every i below n. All kThreads threads of one block
+/// call it, and each gets the whole sum.
 template <int kThreads, class Value, class Put>
 __device__ std::int32_t exclusive_sums(int n, Value value, Put put) {
   __shared__ std::int32_t of_warp[kThreads / kWarp];
@@ -72,7 +73,7 @@ __device__ std::int32_t exclusive_sums(int n, Value value, Put put) {
       if (lane_id() >= distance) sum += before;
     }
     if (lane_id() == kWarp - 1) of_warp[threadIdx.x / kWarp] = sum;
-    __syncthreads();
+    __syncthreads();  // all warps have written of_warp
     std::int32_t all = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / kWarp; ++w) {
@@ -81,17 +82,18 @@ __device__ std::int32_t exclusive_sums(int n, Value value, Put put) {
     }
     if (i < n) put(i, carry + sum - own);
     carry += all;
-    __syncthreads();
+    __syncthreads();  // all warps have read of_warp
   }
   return carry;
 }
 
-// 16 bytes if `wanted`; else zeros. One instruction under a predicate: a branch would wait for one
-// load before the next. Volatile, and not through the read-only path: what an earlier kernel
-// writes must not be read before wait_for_previous().
+// load_once() and load_kept() load 16 bytes if `wanted`; else they return zeros. Each is one
+// instruction under a predicate: with a branch, each load would wait for the load before it. Both
+// are volatile and avoid the read-only path: no load may move before wait_for_previous(), for an
+// earlier kernel may write what it reads.
 
-/// What is read once goes past L1, and through L2 by a policy. Without one it would leave L2 first:
-/// that is what no_allocate does.
+/// For bytes that are read once: L1 does not keep them, and L2 follows `policy`. Without a policy
+/// `L1::no_allocate` makes lines leave L2 first, too (docs/findings/sums.md).
 __device__ __forceinline__ uint4 load_once(const void* from, bool wanted, std::uint64_t policy) {
   uint4 bits = {};
   asm volatile(
@@ -102,7 +104,7 @@ __device__ __forceinline__ uint4 load_once(const void* from, bool wanted, std::u
       : "l"(from), "r"(static_cast<int>(wanted)), "l"(policy));
   return bits;
 }
-/// What other threads read, too.
+/// For bytes that other threads read, too: L1 keeps them.
 __device__ __forceinline__ uint4 load_kept(const void* from, bool wanted) {
   uint4 bits = {};
   asm volatile(
@@ -114,7 +116,7 @@ __device__ __forceinline__ uint4 load_kept(const void* from, bool wanted) {
   return bits;
 }
 
-/// Or-ed into the error word, if there is one.
+/// Sets `bit` in the error word, if there is one.
 __device__ __forceinline__ void report(std::int32_t* error_word, std::int32_t bit) {
   if (error_word != nullptr) atomicOr(error_word, bit);
 }
