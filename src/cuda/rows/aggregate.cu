@@ -1,5 +1,7 @@
-// out[t] = sum over t's slots, in slot order, of score * rows[row of slot], + another such sum of
-// dlogits[t, e] * router_w[e], + addend[t]; fp32, one rounding. It runs at the speed of memory.
+// The sums over a token's rows, in fp32 with one rounding at the end.
+//   out[t] = sum of score * rows[row] + sum of dlogits[t, e] * router_w[e] + addend[t].
+// Each sum runs over t's slots in slot order; row, score and expert e are the slot's. Memory
+// bandwidth bounds the kernel.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -36,29 +38,29 @@ __device__ __forceinline__ void store_rounded(const float (&sum)[8], T* to) {
 
 /// The slots of token t are t K, t K + 1, ...
 struct Slots {
-  const std::int32_t* rows;     ///< -1: none
-  const std::int32_t* experts;  ///< with a router
-  const float* scores;          ///< weighted
+  const std::int32_t* rows;     ///< -1: the slot has no row
+  const std::int32_t* experts;  ///< with the router's part
+  const float* scores;          ///< of a weighted sum
   std::int32_t top_k;
 };
 
-// Without the router's part: a thread owns 8 columns of a token, and a block the next kThreads such
-// pieces of out, wherever a token begins.
+// The kernel without the router's part. A thread owns a piece: 8 columns of a token. A block owns
+// kThreads consecutive pieces of `out`, wherever a token begins: blocks are full for every d.
 
 constexpr int kThreads = 256;
 
-/// The slots of a token in a list, in order.
+/// Lists: token t's slots are token_slots[i], i from token_offsets[t] to token_offsets[t + 1] - 1.
 struct Lists {
   const std::int32_t* token_offsets;
   const std::int32_t* token_slots;
 };
 
-/// Where a token may have any number of slots, they are added in groups of so many at most, and of
-/// one size but for the last.
+/// The most slots of a group, where a token may have any number of slots. All groups of a token
+/// have the same size, but the last may be smaller.
 constexpr int kInFlight = 5;
 
-/// Blocks of a multiprocessor. A thread loads all rows of a group before it adds the first; the
-/// fewer those are, the more threads have registers.
+/// Blocks that a multiprocessor holds. A thread loads all rows of a group before it adds the first,
+/// so fewer slots take fewer registers a thread.
 template <int kSlots>
 constexpr int kBlocksThatFit = kSlots == 0   ? 4
                                : kSlots <= 2 ? 8
@@ -66,10 +68,11 @@ constexpr int kBlocksThatFit = kSlots == 0   ? 4
                                : kSlots <= 8 ? 4
                                              : 3;
 
-/// A token has kSlots slots at most, or, if that is 0, any number.
+/// A token has at most kSlots slots, or any number if kSlots is 0.
 ///
-/// What is not there adds zeros that change no bit: to a sum of rows, which began at +0 and so is
-/// never -0, +0; to a weighted sum, which may become -0, -0 times that.
+/// A slot without a row adds a zero that changes no bit of the sum. An unweighted sum begins at
+/// positive zero and never becomes negative zero, so it adds positive zero. A weighted sum may
+/// underflow to negative zero, so it adds negative zero: a score of -0 times +0.
 template <class T, int kSlots, bool kWeighted, bool kLists>
 __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
     aggregate(const T* rows, Slots slots, Lists lists, const T* addend, T* out,
@@ -81,12 +84,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
   const std::uint32_t j = piece % pieces * 8, hidden = pieces * 8;
   wait_for_previous();
   if (t >= tokens) return;
-  // Slots and t K are int32 by validation.
+  // Validation keeps slots and t * K within int32.
   const std::int32_t begin =
       kLists ? lists.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
   const std::uint32_t count = kLists ? max(lists.token_offsets[t + 1] - begin, 0) : slots.top_k;
 
-  constexpr std::uint32_t kRows = kSlots == 0 ? kInFlight : kSlots;  // of a group, at most
+  constexpr std::uint32_t kRows = kSlots == 0 ? kInFlight : kSlots;  // most rows of a group
   const std::uint32_t groups = max((count + kRows - 1) / kRows, 1u);
   const std::uint32_t group = kSlots == 0 ? (count + groups - 1) / groups : kRows;
   struct LookedUp {
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
           load_once(rows + std::int64_t{found.row[i]} * hidden + j, found.row[i] >= 0, policy);
     }
     const LookedUp now = found;
-    if constexpr (kSlots == 0) found = look_up(first + group);  // while those are on their way
+    if constexpr (kSlots == 0) found = look_up(first + group);  // while these rows load
 #pragma unroll
     for (std::uint32_t i = 0; i < kRows; ++i) {
       if constexpr (kWeighted) {
@@ -138,14 +141,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
   store_rounded(sum, out + std::uint64_t{t} * hidden + j);
 }
 
-// With the router's part: a warp takes 256 columns of a token, and then of another.
+// The kernel with the router's part. A warp sums 256 columns of a token at a time.
 
-constexpr int kWarps = 8;              // of a block, unless it keeps weights
-constexpr int kRings = 128 << 10;      // bytes of rows on a multiprocessor
+constexpr int kWarps = 8;              // of a block that keeps no weights
+constexpr int kRings = 128 << 10;      // bytes of rows in all rings of a multiprocessor
 constexpr int kColumns = 8 * kWarp;    // of a part of a row: 16 bytes a lane
-constexpr int kRowBytes = 16 * kWarp;  // of those
+constexpr int kRowBytes = 16 * kWarp;  // of a part of a row
 
-/// What is read beside the rows.
+/// The operands of the router's part.
 template <class T>
 struct Router {
   const T* dlogits;  ///< (T, E)
@@ -153,41 +156,43 @@ struct Router {
   std::int32_t experts;
 };
 
-/// kGroup slots are added together. A warp has kDepth such groups in its ring: one that is added,
-/// the others on their way.
+/// A warp's ring of rows in shared memory. It holds kDepth groups of kGroup slots: the warp adds
+/// one group while the others load.
 ///
-/// kKeeps: a block has a section of the columns, some parts, and keeps the weights of all experts
-/// there in shared memory, beside the rings. Otherwise it has all columns, and asks for weights
-/// when it wants them: of L1, which has what the rings leave, then of L2, which brings rows, too.
-/// At the clock that the power cap leaves, L2 is not fast enough for both (docs/findings/sums.md).
+/// With kKeeps a block sums a section of the columns, which is one or more parts. It keeps the
+/// section's router weights of all experts in shared memory, beside the rings. Without kKeeps a
+/// block sums all columns and loads weights when it needs them. L1 holds them as far as the rings
+/// leave it room; L2, which also brings the rows, holds the rest. At the clock that the power cap
+/// leaves, L2 is not fast enough for both (docs/findings/sums.md).
 template <int kGroup_, int kDepth_, bool kKeeps_>
 struct Ring {
   static constexpr int kGroup = kGroup_;
   static constexpr int kDepth = kDepth_;
   static constexpr bool kKeeps = kKeeps_;
-  static constexpr int kFit = kRings / (kGroup * kDepth * kRowBytes);  // warps
+  static constexpr int kFit = kRings / (kGroup * kDepth * kRowBytes);  // warps that fill kRings
   static constexpr int kMostWarps = kKeeps ? kFit : kWarps;            // of a block
   static constexpr int kBlocks = kFit / kMostWarps;                    // of a multiprocessor
   static constexpr int kTermBytes = 8;
   static constexpr int kWarpBytes = kDepth * kGroup * (kRowBytes + kTermBytes);
 
   std::uint32_t base;
-  /// Of a lane: 16 bytes of the row of a slot.
+  /// The address of this lane's 16 bytes of a slot's row.
   __device__ __forceinline__ std::uint32_t row(int stage, int slot) const {
     return base + (stage * kGroup + slot) * kRowBytes + lane_id() * 16;
   }
+  /// The address of a slot's Term, which all lanes read.
   __device__ __forceinline__ std::uint32_t term(int stage, int slot) const {
     return base + kDepth * kGroup * kRowBytes + (stage * kGroup + slot) * kTermBytes;
   }
 };
 
-/// A group of a token's slots, 256 columns of it.
+/// One step of a warp: a group of a token's slots, in one part of the columns.
 struct Piece {
   std::uint32_t token, part, group;
 };
 
-/// The pieces of a warp. The warps of a section take parts of tokens in turn, and the groups of one
-/// in order.
+/// The pieces of a warp, in order. The warps of a section take (token, part) pairs round robin; a
+/// warp takes all groups of a pair one after another.
 class Pieces {
  public:
   __device__ __forceinline__ Pieces(std::uint32_t warp, std::uint32_t warps, std::uint32_t parts,
@@ -212,14 +217,15 @@ class Pieces {
   std::uint32_t tokens_, rest_, parts_, groups_;
 };
 
-/// What a slot's row, or the weights of its expert, are multiplied with.
+/// A slot's term of the router's sum: factor * router_w[expert]. The factor is dlogits[t, expert].
 struct Term {
-  std::int32_t expert;  ///< -1: none
+  std::int32_t expert;  ///< -1: no term
   float factor;
 };
 
-/// What is not there adds zeros that change no bit: to the sum of rows, which began at +0 and so is
-/// never -0, and to the router's, which is added to that and may be either zero.
+/// A missing row or term adds a zero that changes no bit of `out`. The sum of rows begins at
+/// positive zero and never becomes negative zero, so adding either zero keeps its bits. The
+/// router's sum may end as either zero, for it is added to the sum of rows.
 template <class T, class R>
 __global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
     aggregate_ring(const T* rows, Slots slots, Router<T> router, const T* addend, T* out,
@@ -230,7 +236,8 @@ __global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
   const std::uint32_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const R ring{shared_address(memory) + warp * R::kWarpBytes};
   const std::uint32_t kept = shared_address(memory) + warps * R::kWarpBytes;
-  // Blocks of a section take all tokens, all sections at about the same time.
+  // The blocks of each section take all tokens, from the first on. So all sections read their parts
+  // of a row at about the same time.
   const std::uint32_t section = blockIdx.x % sections;
   const std::uint32_t blocks = (gridDim.x - section + sections - 1) / sections;
   const std::uint32_t first_column = section * parts * kColumns;
@@ -288,7 +295,7 @@ __global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
 
   wait_for_previous();
   if constexpr (R::kKeeps) {
-    const std::uint32_t line = parts * kWarp;  // pieces of 16 bytes
+    const std::uint32_t line = parts * kWarp;  // 16-byte pieces of an expert's section
     for (std::uint32_t i = threadIdx.x; i < router.experts * line; i += blockDim.x) {
       const std::uint32_t e = i / line, j = first_column + i % line * 8;
       const bool there = j < hidden;
@@ -306,14 +313,14 @@ __global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
 #pragma unroll
   for (int i = 0; i < R::kDepth - 1; ++i) put(terms[i], i);
   if constexpr (R::kKeeps) {
-    copy_async_wait<R::kDepth - 1>();  // weights were asked for first
-    __syncthreads();
+    copy_async_wait<R::kDepth - 1>();  // this thread's weights are its oldest group
+    __syncthreads();                   // the block sees all weights, each warp its terms
   } else {
-    __syncwarp();
+    __syncwarp();  // all lanes see the warp's terms
   }
   LookedUp next = found[R::kDepth - 1];
   float sum[8] = {};
-  float routers[8] = {};  // a sum of its own, as on every backend
+  float routers[8] = {};  // the router's sum, kept apart until the end as on every backend
   for (int stage = 0; now.piece().token < tokens; now.next()) {
     const int free = stage == 0 ? R::kDepth - 1 : stage - 1;
     const Term coming = fetch(next, free);
@@ -324,7 +331,7 @@ __global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
     const auto add_term = [&](int k, const uint4& weights) {
       add_times<T>(get(stage, k).factor, weights, routers);
     };
-    uint4 weights[R::kKeeps ? 1 : R::kGroup];  // where they come from memory, all of them at once
+    uint4 weights[R::kKeeps ? 1 : R::kGroup];  // not kept: all of a group load at once
     if constexpr (R::kKeeps) {
 #pragma unroll
       for (int k = 0; k < R::kGroup; ++k) {
@@ -356,7 +363,7 @@ __global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
       for (int c = 0; c < 8; ++c) sum[c] = routers[c] = 0.0f;
     }
     put(coming, free);
-    __syncwarp();
+    __syncwarp();  // all lanes see these terms, and have read those of `stage`
     stage = stage + 1 == R::kDepth ? 0 : stage + 1;
   }
 }
@@ -365,9 +372,10 @@ Slots slots_of(const AggregateDesc& d, const AggregateArgs& a) {
   return {a.slot_rows, a.slot_experts, a.slot_scores, static_cast<std::int32_t>(d.top_k)};
 }
 
-/// The product before a sum has left its last rows in L2. Where little is summed they are a good
-/// part of it, and wait there if what was read leaves first: 2 to 20 % of the time. Where they are
-/// not, reading so takes 1 to 7 % more. docs/findings/sums.md
+/// Whether the sum reads with evict_first. The product before it leaves its last rows in L2. They
+/// are a good part of a small sum, and evict_first keeps them there until the sum reads them: that
+/// saves 2 to 20 % of its time. In a large sum evict_first takes 1 to 7 % more
+/// (docs/findings/sums.md).
 bool leave_first(const AggregateDesc& d, const Exec& exec) {
   return (d.rows + d.tokens) * d.hidden * std::int64_t{2} < 3 * exec.traits.l2_bytes;
 }
@@ -384,11 +392,15 @@ void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
                leave_first(d, exec));
 }
 
-/// Parts of a section whose weights a block keeps: as many as fit, and divide those of a row. 0
-/// where it keeps none: L1 does well with the weights of all columns; or so many experts' do not
-/// fit; or fewer than eight blocks would be left for a section, so that some could have more than
-/// an eighth more than others; or a block would use what it keeps less than four times. Limits by
-/// measurement: docs/findings/sums.md.
+/// The parts of a section, whose router weights a block keeps: the most that fit into kMost bytes
+/// and divide the parts of a row. 0 if blocks keep no weights, for one of these reasons, whose
+/// limits are measured (docs/findings/sums.md):
+///
+/// - L1 does well with the weights of all columns, at most kLeast bytes.
+/// - One part of all experts' weights does not fit.
+/// - A section would have fewer than eight blocks. Some blocks could then have more than an eighth
+///   more work than others.
+/// - A block would use the weights that it keeps less than four times.
 unsigned kept_parts(const AggregateDesc& d, const DeviceTraits& device) {
   constexpr std::int64_t kMost = 128 << 10, kLeast = 128 << 10;
   static_assert(kMost <= kLeast, "a block could keep the weights of more columns than there are");

@@ -1,6 +1,8 @@
-// db1 = column sums of dH, db2 = column sums of s dO, per expert; and the b2 term of dS:
-// row_dscores += <dO, b2>. An expert's rows are cut into chunks that are summed at the same time,
-// row after row; then chunk after chunk. dO is read once for both of its uses.
+// Per expert: db1 = column sums of dH, db2 = column sums of s dO. Per row, the b2 term of dS:
+// row_dscores += <dO, b2>.
+//
+// Blocks sum the chunks of an expert's rows in parallel, each row after row. A last kernel adds an
+// expert's chunks in order. One read of dO serves both db2 and dS.
 #include <algorithm>
 #include <bit>
 
@@ -10,24 +12,24 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kChunk = 128;    // rows of one expert, at most
-constexpr int kInFlight = 8;   // rows loaded before the first is added
-constexpr int kThreads = 512;  // of a block, at most; each owns 8 columns at a time
+constexpr int kChunk = 128;    // most rows of a chunk, all of one expert
+constexpr int kInFlight = 8;   // rows that a thread loads before it adds the first
+constexpr int kThreads = 512;  // most threads of a block; each owns 8 columns at a time
 constexpr int kMaxWarps = kThreads / kWarp;
 
-/// first_chunk[e] = chunks of the experts before e; first_chunk[E] = all.
+/// first_chunk[e] = number of chunks of the experts before e; first_chunk[E] = number of all.
 __global__ void __launch_bounds__(1024)
     cut_rows(const std::int32_t* offsets, int experts, std::int32_t* first_chunk) {
   const auto chunks = [&](int e) {
     const std::int32_t rows = offsets[e + 1] - offsets[e];
-    return rows / kChunk + (rows % kChunk > 0);  // up to 2^31 - 1 rows
+    return rows / kChunk + (rows % kChunk > 0);  // no overflow at 2^31 - 1 rows
   };
   const std::int32_t all =
       exclusive_sums<1024>(experts, chunks, [&](int e, std::int32_t sum) { first_chunk[e] = sum; });
   if (threadIdx.x == 0) first_chunk[experts] = all;
 }
 
-/// The expert that chunk c is of.
+/// The expert whose rows chunk c holds.
 __device__ int expert_of(const std::int32_t* first_chunk, int experts, std::int32_t c) {
   int low = 0;  // first_chunk[low] <= c < first_chunk[high]
   int high = experts;
@@ -42,8 +44,8 @@ __device__ int expert_of(const std::int32_t* first_chunk, int experts, std::int3
   return low;
 }
 
-/// Each row's sum over a warp: lane 4 i gets that of row i. Every step halves the rows of a lane,
-/// so that 9 exchanges do for 8 rows.
+/// Sums each of 8 rows over a warp; lane 4 i gets the sum of row i. Every step halves the rows that
+/// a lane holds, so this takes 9 shuffles.
 __device__ float sum_rows(float (&row)[kInFlight]) {
 #pragma unroll
   for (int rows = kInFlight / 2, distance = 16; rows > 0; rows /= 2, distance /= 2) {
@@ -67,9 +69,12 @@ struct Rows {
   int experts;
 };
 
-/// partial[c][j] = sum over the rows of chunk c. kOutput: rows of dO, gathered and weighted by s,
-/// and their products with b2; else rows of dH as they lie. Blocks (c, y) share the columns of dH;
-/// the columns of dO are one block's, for its products run over all of them.
+/// partial[c][j] = sum of column j over the rows of chunk c. With kOutput the rows are those of dO,
+/// gathered and weighted by s, and the kernel also adds <dO, b2> to row_dscores. Else they are rows
+/// of dH, in place.
+///
+/// For dH the blocks (c, y) divide the columns. For dO one block takes all columns, because the
+/// products with b2 run over all of them.
 template <class T, bool kOutput>
 __global__ void __launch_bounds__(kThreads)
     sum_chunk(Rows rows, const T* data, std::int64_t width, const T* b2, float* row_dscores,
@@ -90,10 +95,10 @@ __global__ void __launch_bounds__(kThreads)
       score[r] = rows.row_scores[begin + r];
     }
     for (int r = lane_id(); r < kChunk; r += kWarp) product[warp][r] = 0.0f;
-    __syncthreads();
+    __syncthreads();  // the block sees token, score and product
   }
 
-  // In turn: leaving first takes longer (docs/findings/sums.md).
+  // evict_normal: evict_first takes 5 and 10 % longer at two shapes (docs/findings/sums.md).
   const std::uint64_t policy = l2_policy(false);
   const std::int64_t step = std::int64_t{blockDim.x} * 8 * gridDim.y;
   for (std::int64_t j0 = std::int64_t{blockIdx.y} * blockDim.x * 8; j0 < width; j0 += step) {
@@ -137,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   if constexpr (kOutput) {
-    __syncthreads();
+    __syncthreads();  // all warps' products are complete
     for (int r = threadIdx.x; r < count; r += blockDim.x) {
       float sum = 0.0f;
       for (int w = 0; w < static_cast<int>(blockDim.x) / kWarp; ++w) sum += product[w][r];
@@ -146,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// Where column j of H has its bias in expert e's part of db1: pointers and strides are the layout.
+/// Maps column j of H to its element of expert e's db1. Pointers and strides describe W1's layout.
 template <class T>
 struct Db1 {
   T* gate;
@@ -160,7 +165,7 @@ struct Db1 {
   }
 };
 
-/// Adds an expert's chunks up, in order; a thread per column.
+/// Adds the partial sums of an expert's chunks in order, a thread a column: of db1, then of db2.
 template <class T>
 __global__ void __launch_bounds__(256)
     sum_chunks(const std::int32_t* first_chunk, const float* partial1, std::int64_t width1,
@@ -184,7 +189,7 @@ std::int64_t preact_width(const BiasGradDesc& d) {
   return is_glu(d.activation) ? 2 * d.intermediate : d.intermediate;
 }
 
-/// No expert has more than one chunk that is not full.
+/// The most chunks that there can be: an expert has at most one chunk that is not full.
 std::int64_t max_chunks(const BiasGradDesc& d) {
   return d.rows / kChunk + std::min(d.experts, d.rows);
 }
@@ -220,7 +225,7 @@ struct Memory {
         first_chunk(reinterpret_cast<std::int32_t*>(partial2 + max_chunks(d) * d.hidden)) {}
 };
 
-/// Threads for a row of `width`, in whole warps.
+/// Threads for a row of `width` columns, 8 a thread: whole warps, at most `most` threads.
 unsigned threads_for(std::int64_t width, std::int64_t most) {
   const std::int64_t warps = (width / 8 + kWarp - 1) / kWarp;
   return static_cast<unsigned>(std::min(most, warps * kWarp));
