@@ -1,7 +1,8 @@
-// Token choice first; then each expert whose count is not a multiple of the tile drops its weakest
-// tokens or adds the best others. Probabilities lie expert by expert with the sign bit set where a
-// token is routed, so that an expert's block reads one stretch of memory to select and flips signs
-// in it; nothing else writes there.
+// Every token first chooses its top-K experts (token choice). Then each expert whose count is not a
+// multiple of the tile drops its weakest tokens or adds the best others.
+// Probabilities lie expert by expert; the sign bit says that a token is routed. So the block that
+// rounds an expert reads one stretch of memory and flips sign bits in it. No other block writes
+// there meanwhile.
 #include "core/backends.h"
 #include "cuda/routing/select.cuh"
 #include "math/philox.h"
@@ -10,20 +11,20 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 8;             // tokens of a block that routes
+constexpr int kWarps = 8;             // of a block that routes, a token each
 constexpr int kTokens = 32;           // of a block that writes lists, a warp each
-constexpr int kSelectThreads = 1024;  // of an expert's block
-constexpr int kMaxChanging = 1024;    // below the largest tile
+constexpr int kSelectThreads = 1024;  // of the block that rounds an expert
+constexpr int kMaxChanging = 1024;    // the largest tile; fewer tokens of an expert change
 constexpr std::uint32_t kRouted = 0x80000000u;
 
 struct Memory {
-  std::uint32_t* marked;       // (E, T): bits of the probability, kRouted
+  std::uint32_t* marked;       // (E, T): bits of the probability, and kRouted
   float* scores;               // (T, K): of token choice
   std::int32_t* ids;           // (T, K)
   std::int32_t* chosen;        // (E): rows before rounding
-  std::int32_t* goes_up;       // (E)
-  std::uint32_t* words;        // (T, ceil(E/32)): a bit per routed expert
-  std::int32_t* block_starts;  // (blocks + 1): entries before each kTokens tokens
+  std::int32_t* goes_up;       // (E): 1 if the expert rounds up; not of nearest_scores
+  std::uint32_t* words;        // (T, ceil(E/32)): bit e % 32 of word e / 32 is set if e is routed
+  std::int32_t* block_starts;  // (blocks + 1): entries before each block of kTokens tokens
   void* check;
 
   static __host__ __device__ std::int64_t words_per_token(std::int64_t experts) {
@@ -54,14 +55,14 @@ struct Memory {
   }
 };
 
-/// Token choice. The block's 8 tokens go through shared memory, so that an expert's 8 probabilities
-/// are written as one sector.
+/// Token choice, a warp a token. The probabilities of the block's 8 tokens go through shared
+/// memory, so that the block writes the 8 of each expert as one sector.
 template <class T, int kPerLane>
 __global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8 ? 3 : 2)
     choose_tokens(const T* logits, std::int64_t tokens, Route route, Memory m,
                   std::int32_t* error_word) {
   extern __shared__ std::uint32_t marked[];  // (E, kWarps + 1)
-  constexpr int kStride = kWarps + 1;
+  constexpr int kStride = kWarps + 1;        // odd, against bank conflicts
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t first = std::int64_t{blockIdx.x} * kWarps;
   const std::int64_t t = first + warp;
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8 ? 3 : 2)
     }
     const Chosen chosen =
         route.over_top_k ? row.choose_by_logit(route) : row.choose_by_probability(route, p);
-    __syncwarp();
+    __syncwarp();  // all lanes see the token's probabilities, and may set kRouted
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = lane_id() + i * kWarp;
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8 ? 3 : 2)
       marked[chosen.expert[i] * kStride + warp] |= kRouted;
     }
   }
-  __syncthreads();
+  __syncthreads();  // all warps' tokens are complete
   const int cells = static_cast<int>(route.experts) * kWarps;
   for (int i = threadIdx.x; i < cells; i += blockDim.x) {
     const int e = i / kWarps;
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8 ? 3 : 2)
   }
 }
 
+/// Token choice for any number of experts and entries, a block a token.
 template <class T>
 __global__ void __launch_bounds__(kSlowThreads)
     choose_tokens_slowly(const T* logits, std::int64_t tokens, Route route, Memory m,
@@ -118,13 +120,13 @@ __global__ void __launch_bounds__(kSlowThreads)
 __device__ int block_sum(int x) {
   __shared__ int of_warp[kSelectThreads / kWarp];
   x = __reduce_add_sync(kAllLanes, x);
-  __syncthreads();  // the last result has been read
+  __syncthreads();  // all warps have read the previous call's of_warp
   if (lane_id() == 0) of_warp[threadIdx.x / kWarp] = x;
-  __syncthreads();
+  __syncthreads();  // all warps have written of_warp
   return __reduce_add_sync(kAllLanes, of_warp[lane_id()]);
 }
 
-/// Rows of each expert before rounding, a block per expert.
+/// Counts the rows of each expert before rounding, a block an expert.
 __global__ void __launch_bounds__(kSelectThreads)
     count_chosen(std::int64_t tokens, Memory m, std::int32_t* frequency) {
   const std::int64_t expert = blockIdx.x;
@@ -138,11 +140,11 @@ __global__ void __launch_bounds__(kSelectThreads)
   if (frequency != nullptr) frequency[expert] = count;
 }
 
-/// Where the draws of a call come from.
+/// The draws of a call.
 struct Draws {
   std::uint64_t seed;
   std::uint64_t offset;
-  const std::uint64_t* memory;  ///< (2), instead of both
+  const std::uint64_t* memory;  ///< (2) seed and offset on the device, instead of both; or null
   __device__ std::uint32_t operator()(std::int64_t expert) const {
     const bool inside = memory != nullptr;
     return math::philox(inside ? memory[0] : seed, inside ? memory[1] : offset,
@@ -158,8 +160,8 @@ struct Rounding {
   Draws draw;
 };
 
-/// The decision of every rule that needs counts only. One block; the running error of `balance`
-/// needs the experts in order.
+/// Decides goes_up for every rule that needs counts only. The grid is one block. `balance` takes
+/// one thread, because its running error needs the experts in order.
 __global__ void __launch_bounds__(1024) decide(Rounding rounding, Memory m) {
   const auto candidates = [&](std::int64_t e) {
     return math::candidates(m.chosen[e], rounding.tile, rounding.tokens);
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(1024) decide(Rounding rounding, Memory m) {
       case RoundingRule::up:
         up = true;
         break;
-      case RoundingRule::nearest_scores:  // decided where the scores are
+      case RoundingRule::nearest_scores:  // round_expert() decides, for it has the scores
       case RoundingRule::balance:         // above
       case RoundingRule::down:
         break;
@@ -197,21 +199,21 @@ __global__ void __launch_bounds__(1024) decide(Rounding rounding, Memory m) {
   }
 }
 
-/// What an expert's block shares.
+/// Shared memory of the block that rounds an expert.
 struct Selection {
   static constexpr int kDigitBits = 11;
   std::int32_t bins[1 << kDigitBits];
-  std::int32_t token[kMaxChanging];  ///< those that change, ascending
+  std::int32_t token[kMaxChanging];  ///< the tokens that change, ascending
   std::uint32_t threshold;
-  std::int32_t left;   ///< how many are wanted of the tokens with the threshold's rank
-  std::int32_t equal;  ///< how many there are
-  std::int32_t before[kSelectThreads / kWarp];
+  std::int32_t left;   ///< tokens wanted of those with the threshold's rank
+  std::int32_t equal;  ///< all tokens with the threshold's rank
+  std::int32_t before[kSelectThreads / kWarp];  ///< a warp's lower | equal tokens << 16
   float sum;
 };
 
-/// One expert's tokens that could change: the routed ones (down) or the others (up). The lowest
-/// rank goes first: the best of the others, the weakest of the routed. Among equals the lower token
-/// goes up first, and the higher one goes down first.
+/// The tokens of one expert that could change: the routed tokens when it rounds down, the others
+/// when it rounds up. Tokens change by ascending rank: the weakest of the routed, the best of the
+/// others. Among equal ranks the expert adds the lower token first, and drops the higher one first.
 struct Changing {
   const std::uint32_t* marked;
   std::int64_t tokens;
@@ -222,15 +224,16 @@ struct Changing {
   }
 };
 
-/// Puts the `wanted` tokens of lowest rank into s.token in ascending order of token. A radix select
-/// finds the rank of the last; then one pass in token order. The whole block calls it.
+/// Puts the `wanted` tokens of lowest rank into s.token, ascending by token. A radix select finds
+/// the rank of the last of them, the threshold. Then one pass in token order collects them. The
+/// whole block calls this.
 __device__ void select_changing(const Changing& who, int wanted, Selection& s) {
   constexpr int kBits = Selection::kDigitBits;
   std::uint32_t prefix = 0;
   int left = wanted;
   for (int shift = 2 * kBits; shift >= 0; shift -= kBits) {
     for (int b = threadIdx.x; b < 1 << kBits; b += kSelectThreads) s.bins[b] = 0;
-    __syncthreads();
+    __syncthreads();  // all bins are 0
     for (std::int64_t t = threadIdx.x; t < who.tokens; t += kSelectThreads) {
       const std::uint32_t mark = who.marked[t];
       const std::uint32_t rank = who.rank(mark);
@@ -239,8 +242,8 @@ __device__ void select_changing(const Changing& who, int wanted, Selection& s) {
         atomicAdd(&s.bins[rank >> shift & ((1u << kBits) - 1u)], 1);
       }
     }
-    __syncthreads();
-    // The bin in which the wanted-th lies: two bins a thread.
+    __syncthreads();  // all bins are counted
+    // Finds the bin of the last wanted token. A thread has two bins.
     const int pair = s.bins[2 * threadIdx.x] + s.bins[2 * threadIdx.x + 1];
     (void)exclusive_sums<kSelectThreads>(
         kSelectThreads, [&](int) { return pair; },
@@ -252,15 +255,15 @@ __device__ void select_changing(const Changing& who, int wanted, Selection& s) {
           s.left = left - below - (second ? first : 0);
           s.equal = second ? pair - first : first;
         });
-    __syncthreads();
+    __syncthreads();  // the block sees what one thread has found
     prefix = s.threshold;
     left = s.left;
-    __syncthreads();
+    __syncthreads();  // all threads have read it
   }
 
-  const int skipped = who.up ? 0 : s.equal - left;  // of those equal to the threshold
-  int lower = 0;                                    // in the tokens before
-  int equal = 0;
+  const int skipped = who.up ? 0 : s.equal - left;  // tokens at the threshold that do not change
+  int lower = 0;                                    // tokens below the threshold, so far
+  int equal = 0;                                    // tokens at the threshold, so far
   for (std::int64_t first = 0; first < who.tokens; first += kSelectThreads) {
     const std::int64_t t = first + threadIdx.x;
     const std::uint32_t mark = t < who.tokens ? who.marked[t] : (who.up ? kRouted : 0u);
@@ -271,7 +274,7 @@ __device__ void select_changing(const Changing& who, int wanted, Selection& s) {
     const unsigned equals = __ballot_sync(kAllLanes, is_equal);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     if (lane_id() == 0) s.before[warp] = __popc(lowers) | __popc(equals) << 16;
-    __syncthreads();
+    __syncthreads();  // all warps have written s.before
     const int of_warp = s.before[lane_id()];
     const int warps_before = __reduce_add_sync(kAllLanes, lane_id() < warp ? of_warp : 0);
     const int all = __reduce_add_sync(kAllLanes, of_warp);
@@ -284,11 +287,11 @@ __device__ void select_changing(const Changing& who, int wanted, Selection& s) {
     }
     lower += all & 0xffff;
     equal += all >> 16;
-    __syncthreads();
+    __syncthreads();  // all warps have read s.before and written s.token
   }
 }
 
-/// A routed entry's score: of top-K, or if it was added, the probability.
+/// The score of an entry: that of top-K if token choice made the entry, else the probability.
 __device__ float score_of(const std::int32_t* ids, const float* scores, int top_k,
                           std::int64_t expert, std::uint32_t mark) {
   for (int k = 0; k < top_k; ++k) {
@@ -297,7 +300,7 @@ __device__ float score_of(const std::int32_t* ids, const float* scores, int top_
   return math::from_bits(mark & ~kRouted);
 }
 
-/// Rounds one expert: a block.
+/// Rounds each expert, a block an expert: flips kRouted of the tokens that change.
 __global__ void __launch_bounds__(kSelectThreads)
     round_expert(Rounding rounding, int top_k, Memory m, std::int32_t* counts) {
   __shared__ Selection s;
@@ -309,7 +312,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   const auto select = [&](bool up) {
     select_changing({marked, rounding.tokens, up}, up ? to_add : to_drop, s);
   };
-  // The sum of what would change, ascending by token, as math::lane_sum32 adds.
+  // The score sum of the tokens that would change, ascending by token, as by math::lane_sum32.
   const auto changing_score = [&](bool up) {
     select(up);
     if (threadIdx.x < kWarp) {
@@ -322,7 +325,7 @@ __global__ void __launch_bounds__(kSelectThreads)
       sum = warp_sum(sum);
       if (lane_id() == 0) s.sum = sum;
     }
-    __syncthreads();
+    __syncthreads();  // the block sees s.sum
     return s.sum;
   };
 
@@ -339,8 +342,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   for (int i = threadIdx.x; i < wanted; i += kSelectThreads) marked[s.token[i]] ^= kRouted;
 }
 
-/// Gathers each token's experts into words, and counts: block_starts[b] = entries of a block's
-/// tokens. Lanes are tokens, which lie together.
+/// Packs each token's routed experts into words of bits, and counts them: block_starts[b] = entries
+/// of block b's tokens. A lane takes a token, because the tokens of an expert lie together.
 __global__ void __launch_bounds__(kWarps* kWarp)
     count_entries(std::int64_t tokens, std::int64_t experts, Memory m) {
   __shared__ int of_warp[kWarps];
@@ -360,12 +363,13 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
   entries = __reduce_add_sync(kAllLanes, entries);
   if (lane_id() == 0) of_warp[warp] = entries;
-  __syncthreads();
+  __syncthreads();  // all warps have written of_warp
   if (threadIdx.x != 0) return;
   for (int w = 1; w < kWarps; ++w) entries += of_warp[w];
   m.block_starts[blockIdx.x] = entries;
 }
 
+/// Turns each block's count of entries into the entries before it; block_starts[blocks] = all.
 __global__ void __launch_bounds__(1024) start_blocks(int blocks, std::int32_t* block_starts) {
   const int all = exclusive_sums<1024>(
       blocks, [&](int b) { return block_starts[b]; },
@@ -373,15 +377,16 @@ __global__ void __launch_bounds__(1024) start_blocks(int blocks, std::int32_t* b
   if (threadIdx.x == 0) block_starts[blocks] = all;
 }
 
-/// A token's entries from `at` on, by one warp, 1024 experts at a time: first all of them as if
-/// they were added, then the scores of those that token choice made.
+/// One warp writes token t's entries from position `at` on, 1024 experts at a time. It first writes
+/// all of them with their probabilities as scores, as if rounding had added them. Then it writes
+/// the scores of the entries that token choice made.
 __device__ void write_token(std::int64_t t, std::int64_t tokens, std::int64_t experts, int top_k,
                             const Memory& m, const TokenRoundingArgs& a, std::int32_t at) {
   const std::int64_t words = Memory::words_per_token(experts);
   const unsigned lanes_before = (1u << lane_id()) - 1u;
   for (std::int64_t w0 = 0; w0 < words; w0 += kWarp) {
     const std::uint32_t mine = w0 + lane_id() < words ? m.words[t * words + w0 + lane_id()] : 0u;
-    int end = __popc(mine);  // of this lane's word, after the words before
+    int end = __popc(mine);  // after the scan: entries up to the end of this lane's word
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
       const int before = __shfl_up_sync(kAllLanes, end, distance);
@@ -399,7 +404,7 @@ __device__ void write_token(std::int64_t t, std::int64_t tokens, std::int64_t ex
       a.token_ids[i] = static_cast<std::int32_t>(t);
       a.expert_ids[i] = static_cast<std::int32_t>(e);
     }
-    __syncwarp();
+    __syncwarp();  // the probabilities are written before other lanes overwrite them
     for (int k0 = 0; k0 < top_k; k0 += kWarp) {
       const int k = k0 + lane_id();
       const std::int64_t e = k < top_k ? m.ids[t * top_k + k] - w0 * 32 : -1;
@@ -414,7 +419,7 @@ __device__ void write_token(std::int64_t t, std::int64_t tokens, std::int64_t ex
   }
 }
 
-/// The lists, a token per warp; then the sentinels, all threads together.
+/// Writes the lists, a warp a token. Then all threads of the grid write the sentinels.
 __global__ void __launch_bounds__(kTokens* kWarp)
     write_lists(std::int64_t tokens, std::int64_t experts, int top_k, std::int64_t capacity,
                 Memory m, TokenRoundingArgs a) {
@@ -428,7 +433,7 @@ __global__ void __launch_bounds__(kTokens* kWarp)
   }
   mine = __reduce_add_sync(kAllLanes, mine);
   if (lane_id() == 0) entries[warp] = mine;
-  __syncthreads();
+  __syncthreads();  // all warps have written entries
   const int before = __reduce_add_sync(kAllLanes, lane_id() < warp ? entries[lane_id()] : 0);
   if (t < tokens) {
     write_token(t, tokens, experts, top_k, m, a, m.block_starts[blockIdx.x] + before);

@@ -1,6 +1,6 @@
-// From the gradients of rounded lists' scores to dlogits. Entries that top-K chose carry its score,
-// entries that rounding added carry their full-softmax probability. A token per warp, which routes
-// it again; rows that do not fit take a block.
+// Takes the gradients of the rounded lists' scores to dlogits. Entries that top-K chose carry its
+// score; entries that rounding added carry their full-softmax probability. A warp takes a token and
+// routes it again. A row that does not fit a warp takes a block.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -9,8 +9,8 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 4;                  // tokens of a block
-constexpr std::int64_t kSlowBlocks = 264;  // each with a row of scratch
+constexpr int kWarps = 4;                  // of a block, a token each
+constexpr std::int64_t kSlowBlocks = 264;  // most blocks, each with a row of scratch
 
 /// The lists; `tokens` ascends.
 struct Entries {
@@ -19,7 +19,7 @@ struct Entries {
   const float* dscores;
   std::int64_t length;
 
-  /// The first entry of a token >= t.
+  /// The position of the first entry whose token is t or higher; `length` if there is none.
   __device__ std::int64_t first(std::int64_t t) const {
     std::int64_t low = 0;
     std::int64_t high = length;
@@ -33,7 +33,8 @@ struct Entries {
     }
     return low;
   }
-  /// Puts token t's gradients into row[0 .. experts), which is zero, by `threads` threads.
+  /// `threads` threads write the gradients of entries begin to end - 1 into row[0 .. count), which
+  /// holds zeros. They leave out the sentinels, whose expert is not below `count`.
   __device__ void scatter(std::int64_t begin, std::int64_t end, std::int64_t count, float* row,
                           int thread, int threads) const {
     for (std::int64_t i = begin + thread; i < end; i += threads) {
@@ -43,8 +44,9 @@ struct Entries {
   }
 };
 
-/// own_softmax: a top-K score that is not the probability itself has a softmax of its own, over the
-/// K; its gradients leave the full softmax.
+/// own_softmax: the top-K scores are not probabilities of the full softmax, but a softmax over the
+/// token's K experts. Their gradients go through that softmax alone; the full softmax gets zeros
+/// for these experts.
 template <class T, int kPerLane>
 __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane) - 1)
     token_rounding_grad(const T* logits, std::int64_t tokens, Route route, bool own_softmax,
@@ -54,6 +56,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane) - 1)
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + warp;
   if (t >= tokens) return;
   const int experts = static_cast<int>(route.experts);
+  // Each __syncwarp() below shows a step's writes to `gradient` to all lanes before the next step.
   float* const gradient = rows + warp * experts;
 
   const std::int64_t bound = entries.first(t + lane_id() % 2);
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane) - 1)
   }
 }
 
-/// Scratch of a block.
+/// The scratch row of a block, in the workspace.
 struct SlowRow {
   float* gradient;    // (E)
   float* scores;      // (K)
@@ -130,21 +133,25 @@ struct SlowRow {
         ids(reinterpret_cast<std::int32_t*>(top + route.top_k)) {}
 };
 
+/// Sum over a block of kSlowThreads; every thread gets it.
 __device__ float slow_block_sum(float x) {
   __shared__ float of_warp[kSlowThreads / kWarp];
   x = warp_sum(x);
-  __syncthreads();  // the last result has been read
+  __syncthreads();  // all warps have read the previous call's of_warp
   if (lane_id() == 0) of_warp[threadIdx.x / kWarp] = x;
-  __syncthreads();
+  __syncthreads();  // all warps have written of_warp
   float sum = 0.0f;
   for (int w = 0; w < kSlowThreads / kWarp; ++w) sum = math::add(sum, of_warp[w]);
   return sum;
 }
 
+/// The same for any number of experts and entries; a block takes every gridDim.x-th token.
 template <class T>
 __global__ void __launch_bounds__(kSlowThreads, 1)
     token_rounding_grad_slow(const T* logits, std::int64_t tokens, Route route, bool own_softmax,
                              Entries entries, const T* dlogits_in, T* dlogits, float* memory) {
+  // Each __syncthreads() below shows a step's accesses to the scratch row to the whole block before
+  // the next step.
   const SlowRow r(memory, route);
   const int thread = static_cast<int>(threadIdx.x);
   for (std::int64_t t = blockIdx.x; t < tokens; t += gridDim.x) {
@@ -156,7 +163,7 @@ __global__ void __launch_bounds__(kSlowThreads, 1)
                     kSlowThreads);
     if (own_softmax) route_slowly(route, row, softmax, r.scores, r.ids);
     __syncthreads();
-    float inner_top_k = 0.0f;  // every thread the same sum, in stored order
+    float inner_top_k = 0.0f;  // every thread adds the same terms, in stored order
     for (int k = 0; own_softmax && k < route.top_k; ++k) {
       inner_top_k = math::fma(r.gradient[r.ids[k]], r.scores[k], inner_top_k);
     }
@@ -190,7 +197,7 @@ __global__ void __launch_bounds__(kSlowThreads, 1)
   }
 }
 
-/// Lowers *first to the first position that would be refused.
+/// Lowers *first to the position of the first entry that check_entries() refuses.
 __global__ void find_bad_entries(Entries entries, std::int64_t tokens, unsigned long long* first) {
   const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= entries.length) return;
