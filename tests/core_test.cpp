@@ -147,15 +147,8 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::up_proj, 1536, 256, "128x256", kSwiglu, 196608, 128},
       {GemmOp::up_proj, 4096, 1024, "128x256"},
       {GemmOp::up_proj, 2048, 64, "128x128"},
-      // Long sums, many rows an expert, many rounds, SwiGLU: tiles of 192 rows.
-      {GemmOp::up_proj, 4096, 512, "192x256", kSwiglu, 262144, 128},
-      {GemmOp::up_proj, 4096, 256, "192x256", kSwiglu, 524288, 256},
-      {GemmOp::up_proj, 2048, 512, "192x256", kSwiglu, 131072, 64},
-      {GemmOp::up_proj, 1984, 512, "128x256", kSwiglu, 131072, 64},
-      {GemmOp::up_proj, 4096, 1024, "192x256", kSwiglu, 49152, 128},
-      {GemmOp::up_proj, 4096, 1024, "128x256", kSwiglu, 49151, 128},
-      {GemmOp::up_proj, 4096, 512, "192x256", kSwiglu, 98304, 96},
-      {GemmOp::up_proj, 4096, 512, "128x256", kSwiglu, 65536, 64},
+      {GemmOp::up_proj, 4096, 512, "128x256", kSwiglu, 262144, 128},
+      {GemmOp::up_proj, 4096, 256, "128x256", kSwiglu, 524288, 256},
       {GemmOp::up_proj, 4096, 512, "128x256", Activation::geglu, 262144, 128},
       // 2.1 rounds or 4.2: three of wide tiles take longer than five of narrow ones.
       {GemmOp::up_proj, 1536, 256, "128x128"},
@@ -330,53 +323,18 @@ TEST(Kernels, CudaStartsAreSpreadByShape) {
 
 // Where operands are long and tiles many; sooner with a counter that is clear, which costs nothing.
 TEST(Kernels, CudaDealsTilesByShape) {
-  EXPECT_TRUE(cuda::deals(8, 32, true, false));
-  EXPECT_FALSE(cuda::deals(8, 31, true, false));
-  EXPECT_TRUE(cuda::deals(8, 24, true, true));
-  EXPECT_FALSE(cuda::deals(8, 23, true, true));
-  EXPECT_TRUE(cuda::deals(8, 16, false, false));
-  EXPECT_FALSE(cuda::deals(8, 15, false, false));
-  EXPECT_TRUE(cuda::deals(8, 12, false, true));
-  EXPECT_FALSE(cuda::deals(8, 11, false, true));
+  EXPECT_TRUE(cuda::schedules_dynamically(8, 32, true, false));
+  EXPECT_FALSE(cuda::schedules_dynamically(8, 31, true, false));
+  EXPECT_TRUE(cuda::schedules_dynamically(8, 24, true, true));
+  EXPECT_FALSE(cuda::schedules_dynamically(8, 23, true, true));
+  EXPECT_TRUE(cuda::schedules_dynamically(8, 16, false, false));
+  EXPECT_FALSE(cuda::schedules_dynamically(8, 15, false, false));
+  EXPECT_TRUE(cuda::schedules_dynamically(8, 12, false, true));
+  EXPECT_FALSE(cuda::schedules_dynamically(8, 11, false, true));
   for (const bool cleared : {false, true}) {
-    EXPECT_FALSE(cuda::deals(7.9, 1000, true, cleared));
-    EXPECT_FALSE(cuda::deals(7.9, 1000, false, cleared));
+    EXPECT_FALSE(cuda::schedules_dynamically(7.9, 1000, true, cleared));
+    EXPECT_FALSE(cuda::schedules_dynamically(7.9, 1000, false, cleared));
   }
-}
-
-// For SwiGLU without a bias, and as many tokens as 32 bits count 16-byte pieces of.
-TEST(Kernels, CudaTallTilesAreRefused) {
-  GroupedGemmDesc desc = product(GemmOp::up_proj, (std::int64_t{1} << 24) - 1, 4096, 8, 2048, 64);
-  const auto choose = [&] { return choose_kernel(desc, kH200, "sm90.up_proj.192x256"); };
-  if (choose().walk.empty()) GTEST_SKIP() << "this build has no CUDA";
-  EXPECT_NE(choose().kernel, nullptr) << choose().walk;
-  const auto expect_refused = [&](const std::string& reason) {
-    EXPECT_EQ(choose().kernel, nullptr);
-    EXPECT_NE(choose().walk.find(reason), std::string::npos) << choose().walk;
-  };
-  desc.bias = true;
-  expect_refused("bias: got true, allowed: false");
-  desc.bias = false;
-  desc.activation = Activation::geglu;
-  expect_refused("activation: got geglu, allowed: swiglu");
-  desc.activation = Activation::swiglu;
-  ++desc.tokens;
-  expect_refused("tokens: got 16777216, allowed: at most 16777215 of 2048 elements");
-}
-
-TEST(Kernels, CudaEndsTallTilesInLowOnes) {
-  EXPECT_EQ(cuda::low_from(kH200, 262144, 128, 4), 125);  // 32 pairs of low tiles an expert
-  EXPECT_EQ(cuda::low_from(kH200, 524288, 256, 2), 251);
-  EXPECT_EQ(cuda::low_from(kH200, 256 * 66, 66, 1), 58);  // an eighth of all, not all
-  EXPECT_EQ(cuda::low_from(kH200, 0, 16, 1), 14);
-  EXPECT_EQ(cuda::low_from(kH200, 1 << 30, 7, 1000), 7);
-}
-
-TEST(Kernels, CudaHalvesTheLastTilesByShape) {
-  EXPECT_TRUE(cuda::halves_last(4, 256, 1));
-  EXPECT_FALSE(cuda::halves_last(3.9, 256, 1));
-  EXPECT_FALSE(cuda::halves_last(4, 255, 1));
-  EXPECT_TRUE(cuda::halves_last(1e6, std::int64_t{1} << 40, INT32_MAX));
 }
 
 // Over all six products the choice is within 5 % of the best of all compiled tiles.

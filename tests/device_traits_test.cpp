@@ -60,11 +60,9 @@ TEST(DeviceTraits, TilesAreChosenForTheDevice) {
   const Row kRows[] = {
       // As many rounds, or as good ones, with all three.
       {GemmOp::up_proj, {24576, 1536, 256, 128, 8}, "128x256", "128x256", "128x256"},
-      {GemmOp::up_proj, {32768, 4096, 512, 128, 8}, "192x256", "192x256", "192x256"},
+      {GemmOp::up_proj, {32768, 4096, 512, 128, 8}, "128x256", "128x256", "128x256"},
       {GemmOp::down_proj, {2880, 2880, 2880, 32, 4}, "128x192", "128x192", "128x192"},
       {GemmOp::up_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x128"},
-      // Sixteen rounds with fewer multiprocessors: tall tiles.
-      {GemmOp::up_proj, {16384, 2560, 512, 8, 6}, "128x256", "192x256", "192x256"},
       // The last round is full enough, or is not.
       {GemmOp::up_proj, {512, 7168, 1408, 16, 6}, "128x256", "128x128", "128x256"},
       {GemmOp::up_proj, {16384, 7168, 192, 16, 1}, "128x128", "128x128", "128x256"},
@@ -135,7 +133,7 @@ TEST(DeviceTraits, LessL2IsFullSooner) {
   EXPECT_EQ(tile_for(desc, kHalf), "128x256");
 }
 
-// Fewer multiprocessors: more rounds, no more parts of the tokens, no fewer low tiles at the end.
+// Fewer multiprocessors: more rounds, no more parts of the tokens.
 TEST(DeviceTraits, FewerMultiprocessorsMakeMoreRounds) {
   for (const TileTimes& shape : kTileTimes) {
     const std::int64_t rows = shape.tokens * shape.top_k;
@@ -144,8 +142,6 @@ TEST(DeviceTraits, FewerMultiprocessorsMakeMoreRounds) {
       const DeviceTraits less = like(kH100Sxm, count, kH100Sxm.l2_bytes);
       const DeviceTraits more = like(kH100Sxm, count + 2, kH100Sxm.l2_bytes);
       EXPECT_NEAR(cuda::rounds(less, rows, shape.experts, 3) * count, of_all * 132, 1e-6 * rows);
-      EXPECT_GE(cuda::low_from(less, rows, shape.experts, 3),
-                cuda::low_from(more, rows, shape.experts, 3));
       for (const int width : {64, 128, 256}) {
         const auto split = [&](const DeviceTraits& device) {
           return cuda::token_split(device, shape.tokens, shape.hidden, shape.experts, width, 64);

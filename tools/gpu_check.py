@@ -70,7 +70,7 @@ SHARDS = 4
 SANITIZED = ":".join(
     [
         "Kernels/ExactGemm.Quick/*",
-        "Kernels/ExactDealt.CountsWhereItIsTold/sm90_down_proj_dgrad_128x256",
+        "Kernels/ExactDynamic.CountsInTheGivenCounter/sm90_down_proj_dgrad_128x256",
         "Kernels/ExactRouterGemm.Quick/*",
         "Kernels/ExactWeightGradient.AnyNumberOfRows/sm90_up_proj_wgrad_256x128",
         "Beside.SmallShape",

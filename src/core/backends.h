@@ -67,7 +67,6 @@ extern const Kernel<RouterGemmDesc> kRouterGemm256;
 extern const Kernel<RouterGemmDesc> kRouterGemm128;
 extern const Kernel<RouterGemmDesc> kRouterGemm64;
 // The number is the tile's width along the axis that a cluster shares.
-extern const Kernel<GroupedGemmDesc> kUpProjTall;  // 192 rows, 256 columns
 extern const Kernel<GroupedGemmDesc> kUpProj256;
 extern const Kernel<GroupedGemmDesc> kUpProj128;
 extern const Kernel<GroupedGemmDesc> kDownProj256;

@@ -42,7 +42,6 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cpu::kUpProjWgradAvx512,
     &cpu::kUpProjWgrad,  //
 #if SONICMOE_HAS_CUDA
-    &cuda::kUpProjTall,
     &cuda::kUpProj256,
     &cuda::kUpProj128,  //
     &cuda::kDownProj256,

@@ -37,9 +37,6 @@ std::vector<std::string> activation_cases() {
 constexpr const char* kReplayed[] = {"tiles/separate", "given/hostile-bias-swiglu",
                                      "activation/swiglu-concatenated-bias"};
 
-/// Tall tiles are for SwiGLU without a bias.
-bool is_tall(const KernelInfo& kernel) { return kernel.name.ends_with(".192x256"); }
-
 class EachKernel : public testing::TestWithParam<KernelInfo> {
  protected:
   static Options forced() {
@@ -100,15 +97,7 @@ TEST_P(EachKernel, SameBitsAgain) {
 }
 
 TEST_P(EachKernel, ReplaysWithOtherRouting) {
-  for_cases(kReplayed, is_tall(GetParam()) ? 1 : 2,
-            [](const Case& c) { expect_replays(c, GetParam().name); });
-}
-
-/// Of those with an activation, the ones that have more than SwiGLU.
-std::vector<KernelInfo> with_activations() {
-  std::vector<KernelInfo> kernels = kernels_of(kDevice, {"up_proj", "down_proj_dgrad"});
-  std::erase_if(kernels, is_tall);
-  return kernels;
+  for_cases(kReplayed, 2, [](const Case& c) { expect_replays(c, GetParam().name); });
 }
 
 std::set<std::string> products() {
@@ -119,7 +108,8 @@ std::set<std::string> products() {
 
 INSTANTIATE_TEST_SUITE_P(Kernels, EachKernel, testing::ValuesIn(kernels_of(kDevice, products())),
                          [](const auto& param) { return label_of(param.param.name); });
-INSTANTIATE_TEST_SUITE_P(Kernels, EachActivation, testing::ValuesIn(with_activations()),
+INSTANTIATE_TEST_SUITE_P(Kernels, EachActivation,
+                         testing::ValuesIn(kernels_of(kDevice, {"up_proj", "down_proj_dgrad"})),
                          [](const auto& param) { return label_of(param.param.name); });
 
 }  // namespace

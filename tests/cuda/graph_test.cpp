@@ -17,17 +17,17 @@ TEST(Graph, ReplaysWithOtherRouting) {
   }
 }
 
-// With tiles that are dealt (ExactDealt), whose counters the layer has to clear each time: a call
+// With dynamic scheduling (ExactDynamic), whose counters the layer has to reset each time: a call
 // without a graph, on poison, agrees with the oracle, and replays on poison agree with such calls.
-TEST(Graph, DealsAgain) {
+TEST(Graph, SchedulesDynamicallyAgain) {
   Case c = case_named("given/hostile", DType::bf16);
   c.desc.tokens = 300;
   c.desc.router.experts = 600;
   c.desc.router.list_length = 1000;
   const double rounds =
       cuda::rounds(device_traits(kDevice), c.desc.rows(), c.desc.router.experts, 1);
-  ASSERT_TRUE(cuda::deals(rounds, 32, true, false));
-  for (const std::string kernel : {"up_proj.192x256", "up_proj.128x256", "down_proj.128x256",
+  ASSERT_TRUE(cuda::schedules_dynamically(rounds, 32, true, false));
+  for (const std::string kernel : {"up_proj.128x256", "down_proj.128x256",
                                    "down_proj_dgrad.128x256", "up_proj_dgrad.128x256"}) {
     const bool gathers = kernel.starts_with("up_proj.") || kernel.starts_with("down_proj_dgrad");
     c.desc.experts.hidden = gathers ? 2048 : 8;

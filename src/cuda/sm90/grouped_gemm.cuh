@@ -30,15 +30,12 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
   // Who has too few registers asks for the rank again.
   if constexpr (!Traits::kGathers || Traits::kDealt) rank = static_cast<int>(cluster_rank());
   const Share share{rank, Traits::kRows && tile.apart != 0};
-  constexpr int kOwnBox = Traits::kGathers ? 0 : Traits::kOwnBytes;
+  constexpr int kOwnBox = Traits::kGathers ? 0 : kOwnBytes;
   mbarrier_expect(full, kN * kLineBytes + kOwnBox);
   if constexpr (Traits::kRows) {
     const int half = block >= p.k_half;
     const int k = (block - half * p.k_half) * kK;
-    if constexpr (Traits::kTall) {
-      const CUtensorMap* const maps[2] = {&p.shared[0], &p.shared[1]};
-      load_shared_in_turn<kN>(shared, full, share, maps, tile.shared * (kN / 2), k, tile.expert);
-    } else if constexpr (Traits::kSharedMajor == Major::k) {
+    if constexpr (Traits::kSharedMajor == Major::k) {
       const CUtensorMap* const maps[2] = {&p.shared[0], &p.shared[1]};
       const int first = tile.shared * (p.paired ? kN / 2 : kN);
       load_shared_k<kN>(shared, full, share, maps, {first, first + (p.paired ? 0 : kN / 2)}, k,
@@ -48,7 +45,7 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
                          tile.expert);
     }
     if constexpr (!Traits::kGathers) {
-      load_box(own, &p.own[half], full, k, tile.first_row + tile.own * Traits::kOwn, 0);
+      load_box(own, &p.own[half], full, k, tile.first_row + tile.own * kOwn, 0);
     }
   } else {
     const int half = tile.shared >= p.shared_half;
@@ -60,8 +57,8 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
                        tile.first_row + block * kK, 0);
     if constexpr (!Traits::kGathers) {
 #pragma unroll
-      for (int chunk = 0; chunk < Traits::kOwn / 64; ++chunk) {
-        load_box(own + chunk * kChunkBytes, &p.own[0], full, tile.own * Traits::kOwn + chunk * 64,
+      for (int chunk = 0; chunk < kOwn / 64; ++chunk) {
+        load_box(own + chunk * kChunkBytes, &p.own[0], full, tile.own * kOwn + chunk * 64,
                  tile.first_row + block * kK, 0);
       }
     }
@@ -173,9 +170,8 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   // lane's: docs/findings/machine-code.md.
   const bool leader_warp = uniform(static_cast<int>(threadIdx.x) / 32) == 0;
   if (!Traits::kGathers && !leader_warp) return;
-  TileWalk<Traits::kRows, Traits::kOwn, Traits::kCluster> walk(
-      p.offsets, p.expert_order, p.experts, p.rows, p.part, p.gathered_width, p.shared_tiles,
-      Traits::kHalves && p.halves_last ? stride : 0, p.low_from);
+  TileWalk<Traits::kRows, kOwn, Traits::kCluster> walk(p.offsets, p.expert_order, p.experts, p.rows,
+                                                       p.part, p.gathered_width, p.shared_tiles);
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTiles> tiles;
   Tile tile;
@@ -274,9 +270,9 @@ class EpilogueBlocks {
   /// Where part 0 or 1 of a tile's rows x 64 columns lies in a stage: away from the gathered
   /// operand where there is room, else the second in its place.
   static constexpr int place(int part) {
-    static_assert(Traits::kStageBytes >= 2 * Traits::kOwnBytes);
-    const int at = (1 + part) * Traits::kOwnBytes;
-    return at + Traits::kOwnBytes <= Traits::kStageBytes ? at : 0;
+    static_assert(Traits::kStageBytes >= 2 * kOwnBytes);
+    const int at = (1 + part) * kOwnBytes;
+    return at + kOwnBytes <= Traits::kStageBytes ? at : 0;
   }
 
   /// Address of stage `block`, once it is there.
@@ -341,15 +337,13 @@ __device__ __forceinline__ void pass(SharedMemory<Traits> memory, Ring<Traits::k
   }
 }
 
-/// acc = the products of all k blocks of a tile, added to what is there if the epilogue says so,
-/// and with kHasThird third = this consumer's half of the third stripe's. Calls during() beside
-/// those of the first, send() beside those of each in the loop, and issued() when the last are on
-/// their way.
-template <class Traits, bool kHasThird, class During, class Send, class Issued>
+/// acc = the products of all k blocks of a tile, added to what is there if the epilogue says so.
+/// Calls during() beside those of the first, send() beside those of each in the loop, and issued()
+/// when the last are on their way.
+template <class Traits, class During, class Send, class Issued>
 __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
                                          float (&acc)[Traits::kMBlocks][Traits::kN / 2],
-                                         float (&third)[Traits::kTall ? Traits::kThird : 1],
                                          During&& during, Send&& send, Issued&& issued) {
   constexpr Major kMajorA = Traits::kOwnMajor;
   constexpr Major kMajorB = Traits::kSharedMajor;
@@ -359,7 +353,6 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
   const auto pin_all = [&] {
 #pragma unroll
     for (int m = 0; m < Traits::kMBlocks; ++m) pin(acc[m]);
-    if constexpr (kHasThird) pin(third);
   };
   const auto stage_offset = [&] {
     return static_cast<std::uint32_t>(pipe.slot() * (Traits::kStageBytes >> 4));
@@ -370,12 +363,6 @@ __device__ __forceinline__ void multiply(SharedMemory<Traits> memory, Ring<Trait
     for (int m = 0; m < Traits::kMBlocks; ++m) {
       wgmma<typename Traits::T, Traits::kN, kMajorA, kMajorB>(acc[m], a + m * (kChunkBytes >> 4), b,
                                                               Traits::Epilogue::kAdds ? 1 : later);
-    }
-    if constexpr (kHasThird) {
-      constexpr int kColumns = Traits::kN / 2;
-      wgmma<typename Traits::T, kColumns, kMajorA, kMajorB>(
-          third, a + (2 - m_first) * (kChunkBytes >> 4), b + m_first * (kColumns * kLineBytes >> 4),
-          later);
     }
   };
   // Contractions: the last block need not have all its rows.
@@ -493,7 +480,7 @@ __device__ __forceinline__ void consume(const GemmParams& p,
       if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.turn(consumer ^ 1));
     };
     const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kMBlocks;
-    if (Traits::kRows && tile.rows <= tile.own * Traits::kOwn + m_first * 64) {
+    if (Traits::kRows && tile.rows <= tile.own * kOwn + m_first * 64) {
       give_back();
       wait_for_turn();
       pass(memory, pipe, blocks + kBlocks);
@@ -501,45 +488,25 @@ __device__ __forceinline__ void consume(const GemmParams& p,
       take_next();
       continue;
     }
-    if constexpr (Traits::kTall) {
-      static_assert(kTakesEarly);
-      const auto compute = [&](auto third_has_rows) {
-        constexpr bool kHasThird = decltype(third_has_rows)::value;
-        float acc[1][Traits::kN / 2], third[Traits::kThird];
-        typename Traits::Epilogue::template Run<Traits> run(epilogue, tile, consumer);
-        multiply<Traits, kHasThird>(memory, pipe, blocks, tile.rows, m_first, acc, third, give_back,
-                                    send, take_next);
-        run.template finish<kHasThird>(acc[0], third, EpilogueBlocks<Traits>(memory, pipe));
-      };
-      // Code of its own for either: accumulators that are set in a branch would serialise wgmma.
-      // (For other tiles not by way of a lambda, which changes what the compiler makes of them.)
-      if (tile.rows > Traits::kOwn - 64) {
-        compute(std::true_type{});
-      } else {
-        compute(std::false_type{});
-      }
-    } else {
-      float acc[Traits::kMBlocks][Traits::kN / 2];  // begins where the epilogue or the products say
-      float none[1];
-      typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first,
-                                                          memory.warp(warp));
-      run.begin(acc);
-      wait_for_turn();
-      multiply<Traits, false>(
-          memory, pipe, blocks, tile.rows, m_first, acc, none,
-          [&] {
-            give_back();
-            run.prefetch();
-          },
-          send,
-          [&] {
-            end_turn();
-            if constexpr (kTakesEarly) take_next();
-          });
-      while (send()) {  // where chunks outnumber blocks
-      }
-      run.finish(acc, held, EpilogueBlocks<Traits>(memory, pipe));
+    float acc[Traits::kMBlocks][Traits::kN / 2];  // begins where the epilogue or the products say
+    typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first,
+                                                        memory.warp(warp));
+    run.begin(acc);
+    wait_for_turn();
+    multiply<Traits>(
+        memory, pipe, blocks, tile.rows, m_first, acc,
+        [&] {
+          give_back();
+          run.prefetch();
+        },
+        send,
+        [&] {
+          end_turn();
+          if constexpr (kTakesEarly) take_next();
+        });
+    while (send()) {  // where chunks outnumber blocks
     }
+    run.finish(acc, held, EpilogueBlocks<Traits>(memory, pipe));
     if constexpr (!kTakesEarly) take_next();
   }
   while (send()) {

@@ -78,8 +78,8 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
 inline constexpr std::size_t kDealerBytes = sizeof(std::int32_t);
 inline std::size_t dealer_workspace(const GroupedGemmDesc&, const Exec&) { return kDealerBytes; }
 
-/// launch(), with tiles dealt where deals() says so: counted where Handoff::tile_counter says, or
-/// if that is null in the workspace.
+/// launch(), with tiles dealt where schedules_dynamically() says so: counted where
+/// Handoff::tile_counter says, or if that is null in the workspace.
 template <class Traits>
 Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
                     const typename Traits::Epilogue::Params& epilogue, void* workspace,
@@ -87,8 +87,8 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
   std::int32_t* const tile_counter = exec.handoff.tile_counter;
   if constexpr (Traits::kDealt) {
     static_assert(Dealer<Traits>::kTellAt < kLeastDealtBlocks);
-    if (deals(rounds(exec.traits, d.rows, d.experts, params.shared_tiles, Traits::kOwn),
-              params.k_blocks, Traits::kGathers, tile_counter != nullptr)) {
+    if (schedules_dynamically(rounds(exec.traits, d.rows, d.experts, params.shared_tiles),
+                              params.k_blocks, Traits::kGathers, tile_counter != nullptr)) {
       params.beside_previous = false;  // what comes before clears the counter
       params.tile_counter = tile_counter;
       if (tile_counter == nullptr) {
@@ -101,10 +101,9 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
   return launch<Traits>(params, epilogue, exec, what);
 }
 
-/// Stripes of rows are rounded up to pairs of 128, or to one of 192, in 32 bits.
+/// Stripes of rows are rounded up to pairs of 128, in 32 bits.
 inline std::string reject_rows(const char* argument, std::int64_t rows) {
   constexpr std::int64_t kMost = INT32_MAX - 2 * kOwn + 1;
-  static_assert(TallRowGather::kRows <= 2 * kOwn);
   if (rows <= kMost) return {};
   return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
          std::to_string(kMost) + " (on CUDA)";

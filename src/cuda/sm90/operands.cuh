@@ -7,7 +7,7 @@
 /// How operand tiles come into a pipeline stage. The K extent of a stage is 64 elements of 16 bits,
 /// one 128-byte swizzled line.
 ///
-/// Every CTA has an operand of its own, 128 wide (16 KiB a stage) or 192, and one that it shares
+/// Every CTA has an operand of its own, 128 wide (16 KiB a stage), and one that it shares
 /// with its cluster, `kN` wide: each CTA loads its part and multicasts it.
 namespace sonicmoe::cuda {
 
@@ -39,24 +39,6 @@ __device__ __forceinline__ void load_shared_k(std::uint32_t stage, std::uint32_t
     if (!share.loads(i)) continue;
     load_box_multicast(stage + i * (kN / 2 * kLineBytes), maps[i], barrier, share.mask(), k,
                        rows[i], expert);
-  }
-}
-
-/// The same in boxes of kN/4 rows, of one map and the other in turn, so that either half of the
-/// tile has rows of both: from row `first` of each map on, then from kN/4 further on.
-template <int kN>
-__device__ __forceinline__ void load_shared_in_turn(std::uint32_t stage, std::uint32_t barrier,
-                                                    const Share& share,
-                                                    const CUtensorMap* const (&maps)[2], int first,
-                                                    int k, int expert) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!share.loads(i)) continue;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      load_box_multicast(stage + (2 * i + j) * (kN / 4 * kLineBytes), maps[j], barrier,
-                         share.mask(), k, first + i * (kN / 4), expert);
-    }
   }
 }
 
@@ -194,68 +176,6 @@ __device__ __forceinline__ const char* at_piece(const char* base, std::uint32_t 
       : "l"(base), "r"(pieces));
   return reinterpret_cast<const char*>(address);
 }
-
-/// As RowGather, 192 rows, in few registers: a warp's 48 rows are its lanes' to keep, one or two
-/// each, and every copy asks for its row's.
-class TallRowGather {
- public:
-  static constexpr int kRows = 192;
-  struct Ahead {
-    int token[2];
-  };
-  template <class Params>
-  static __device__ __forceinline__ Ahead look_up(const Params& p, const Tile& tile) {
-    const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
-    Ahead ahead;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      // Place 4 i + j of 48: line 16 i + j from the warp's first. The last 16 lanes have one.
-      const int place = min(t % 32 + 32 * i, kRows / 4 - 1);
-      const int line = place / 4 * 16 + t / 32 * 4 + place % 4;
-      // A tile without rows is of an expert that has some.
-      const int row = max(min(line, tile.rows - 1), 0);
-      ahead.token[i] = p.row_tokens[tile.first_row + row];
-    }
-    return ahead;
-  }
-
-  template <class Params>
-  __device__ __forceinline__ TallRowGather(const Params& p, const Tile& tile, const Ahead& ahead) {
-    const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
-    left_ = p.gathered_width - t % 8 * 8;
-    rows_ = tile.rows;
-    place_ = t / 8 * kLineBytes + ((t % 8) ^ (t / 8 % 8)) * 16;
-    lane_ = t / 8 % 4;
-    from_ = static_cast<const char*>(p.gathered) + t % 8 * 16;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      offset_[i] = static_cast<std::uint32_t>(ahead.token[i]) * (p.gathered_width / 8);
-    }
-  }
-
-  /// Calls with block = 0, 1, 2, ... in order.
-  __device__ __forceinline__ void load(std::uint32_t stage, int) {
-    const std::uint32_t to = stage + place_;
-#pragma unroll
-    for (int i = 0; i < kRows / 16; ++i) {
-      const std::uint32_t row = __shfl_sync(~0u, offset_[i / 8], i % 8 * 4 + lane_);
-      // Lines of 64 rows of which none is there keep what they had.
-      if (i / 4 * 64 < rows_) {
-        copy_async_16_of_256(to + i * 16 * kLineBytes, at_piece(from_, row), left_ > 0);
-      }
-    }
-    from_ += kLineBytes;
-    left_ -= kK;
-  }
-
- private:
-  const char* from_;  // this thread's piece of the block, of row 0
-  std::uint32_t offset_[2];
-  std::uint32_t place_;
-  int lane_;  // which of the four rows that the warp copies at a time
-  int rows_;  // of the tile
-  int left_;  // columns from this thread's piece on
-};
 
 /// Rows of a (T, width) tensor by token id, along K: two chunks of 64 columns x 64 k, columns
 /// contiguous. Eight threads fetch the 128 bytes of a row in each chunk; thread t serves k = t/8,

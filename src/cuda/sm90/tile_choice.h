@@ -59,10 +59,10 @@ inline std::int64_t pair_tiles(std::int64_t stripes, int across) {
 }
 
 /// Rounds of all pairs, whole or not, that an operation over `rows` rows takes, `across` tiles to a
-/// stripe of `height` rows. Experts have the mean number of rows, or a standard deviation of random
+/// stripe of 128 rows. Experts have the mean number of rows, or a standard deviation of random
 /// routing more or less, with equal weight.
 inline double rounds(const DeviceTraits& device, std::int64_t rows, std::int64_t experts,
-                     int across, int height = 128) {
+                     int across) {
   // Experts without rows have no tiles.
   experts = std::clamp<std::int64_t>(experts, 1, std::max<std::int64_t>(rows, 1));
   const double mean = static_cast<double>(rows) / static_cast<double>(experts);
@@ -70,7 +70,7 @@ inline double rounds(const DeviceTraits& device, std::int64_t rows, std::int64_t
   for (int side = -1; side <= 1; ++side) {
     const double of_expert = mean + side * std::sqrt(mean);
     const auto stripes =
-        std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / height)));
+        std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / 128)));
     of_three += pair_tiles(stripes, across);
   }
   return static_cast<double>(of_three * experts) / (3 * pairs_of(device));
@@ -112,30 +112,6 @@ inline int narrow_up_proj_percent(const DeviceTraits& device, std::int64_t bytes
   return bytes > 2 * counted_l2(device) && k_blocks >= 64 ? 70 : 57;
 }
 
-/// up_proj: tiles of 192 rows defer to those of 128, but where sums are long, experts have a pair
-/// of stripes in the mean and rounds are many: docs/findings/tall-tiles.md.
-inline std::string defer_to_low(const DeviceTraits& device, std::int64_t rows, std::int64_t experts,
-                                int across, std::int64_t k_blocks) {
-  constexpr int kHeight = 192, kLeastBlocks = 32, kLeastRounds = 16;
-  if (k_blocks >= kLeastBlocks && rows >= 2 * kHeight * experts &&
-      rounds(device, rows, experts, across, kHeight) >= kLeastRounds) {
-    return {};
-  }
-  return "rows " + std::to_string(rows) + " of " + std::to_string(experts) + " experts, " +
-         std::to_string(across) + " tiles across, " + std::to_string(k_blocks) +
-         " k blocks: tiles of 128 rows take less time than tiles of 192";
-}
-
-/// The first of the experts whose tiles are 128 rows high where others are higher, so that all
-/// pairs of CTAs end at about the same time: the last ones, with a round of tiles together, but at
-/// most an eighth of all.
-inline int low_from(const DeviceTraits& device, std::int64_t rows, std::int64_t experts,
-                    int across) {
-  const double of_expert = static_cast<double>(rows) / static_cast<double>(experts) / 256 * across;
-  const double needed = std::ceil(pairs_of(device) / std::max(of_expert, 1e-3));
-  return static_cast<int>(experts - std::min(experts / 8, static_cast<std::int64_t>(needed)));
-}
-
 /// Cycles over which the pairs of CTAs of a product with gathered rows begin, one after the other:
 /// half of a tile's time. Who begins together also stores together, tile after tile, and meanwhile
 /// nobody gathers. Without effect where the `bytes` that are gathered from fit into L2, and few
@@ -147,20 +123,13 @@ inline int start_spread(const DeviceTraits& device, std::int64_t bytes, double r
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }
 
-/// up_proj: do the tiles of a last round that is at most half full come in halves (TileWalk)? Where
-/// experts have so few rows that halves would often have none, or tiles are few, that is not looked
-/// for.
-inline bool halves_last(double rounds, std::int64_t rows, std::int64_t experts) {
-  return rounds >= 4 && rows >= 256 * experts;
-}
-
 /// No tile that is dealt has fewer k blocks.
 inline constexpr int kLeastDealtBlocks = 12;
 
 /// Are tiles dealt to whoever is free, instead of each pair of CTAs having its share? That repays
 /// where operands are long, and where there are many tiles: docs/findings/dealing.md. A counter
 /// that nobody has `cleared` yet costs a launch of 2 to 3 microseconds and an early start.
-inline bool deals(double rounds, int k_blocks, bool gathers, bool cleared) {
+inline bool schedules_dynamically(double rounds, int k_blocks, bool gathers, bool cleared) {
   if (rounds < 8) return false;
   if (gathers) return k_blocks >= (cleared ? 24 : 32);
   return k_blocks >= (cleared ? kLeastDealtBlocks : 16);

@@ -4,8 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-/// One output tile of one CTA. Where tiles are taller than 128 rows, or come in halves, `first_row`
-/// and `rows` are the tile's own, and `own` is 0.
+/// One output tile of one CTA.
 struct alignas(16) Tile {
   int expert;
   int own;        ///< which 128-wide stripe along the axis that the CTA does not share
@@ -27,53 +26,29 @@ struct alignas(16) Tile {
 ///
 /// `kRows`: the own axis is the expert's rows, so that experts differ in their number of tiles.
 /// Otherwise the own axis has `own_extent` elements for every expert, and the rows are contracted.
-///
-/// Taller tiles than 128 rows lie next to each other along the shared axis (kGroup of 1), and are
-/// 128 high where rows would not fill them: the last pair of an expert, if that is enough for it,
-/// and all pairs of the last experts, so that clusters end at about the same time. Their `own` is
-/// 0, and `first_row` and `rows` are the tile's own.
-///
-/// With kRows the tiles of the last round may come as two halves each, the first and the last rows
-/// of their stripes, so that clusters that would have none left take half of those of the others.
 template <bool kRows, int kOwn, int kCluster>
 class TileWalk {
  public:
-  static constexpr bool kTall = kOwn > 128;
-  static constexpr int kGroup = kTall ? 1 : 8;
-  static constexpr int kLow = 128;
+  static constexpr int kGroup = 8;
   static_assert(kCluster == 2, "pairs");
-  static_assert(kRows || !kTall, "tiles of contractions are 128 wide");
 
   /// `offsets` null: the rows are split into equal parts of `part` rows, one for each expert.
-  /// `order` (not kRows) null: experts ascend; what is no expert there has no tiles. `clusters`:
-  /// how many share the tiles, if those of a last round with at most half as many are to be halved;
-  /// else 0. `low_from` (kTall): the first of the experts whose tiles are all 128 high.
+  /// `order` (not kRows) null: experts ascend; what is no expert there has no tiles.
   __device__ TileWalk(const std::int32_t* offsets, const std::int32_t* order, int experts, int rows,
-                      int part, int own_extent, int shared_tiles, int clusters, int low_from)
+                      int part, int own_extent, int shared_tiles)
       : offsets_(offsets),
         order_(order),
         experts_(experts),
         rows_(rows),
         part_(part),
         own_extent_(own_extent),
-        shared_tiles_(shared_tiles),
-        low_from_(low_from) {
+        shared_tiles_(shared_tiles) {
     load_window();
-    if (kRows && clusters > 0) halve_last_round(clusters);
   }
 
   /// The tile with number `index` for this CTA of the cluster; false past the last. Indices must
   /// not decrease from call to call. The whole warp calls together.
   __device__ __forceinline__ bool find(int index, int rank, Tile* tile) {
-    const int past = kRows ? index - halved_from_ : -1;
-    if (past >= 0) index = halved_from_ + past / 2;
-    if (!find_whole(index, rank, tile)) return false;
-    if (past >= 0) halve(past % 2, tile);
-    return true;
-  }
-
- private:
-  __device__ __forceinline__ bool find_whole(int index, int rank, Tile* tile) {
     while (true) {
       const int total = __shfl_sync(~0u, last_, 31);
       if (index < start_ + total) break;
@@ -89,12 +64,11 @@ class TileWalk {
     tile->rows = __shfl_sync(~0u, count_, lane);
     const int before = __shfl_sync(~0u, last_, lane == 0 ? 0 : lane - 1);
     const int local = inside - (lane == 0 ? 0 : before);
-    const int stripes = own_stripes(tile->rows, tile->expert);
+    const int stripes = own_stripes(tile->rows);
     const int pairs = apart(stripes) ? stripes / kCluster : (stripes + 1) / kCluster;
     tile->apart = local >= pairs * shared_tiles_;
     if (tile->apart) {
       tile->own = stripes - 1;
-      if (kTall) place(tile, height(tile->expert), height(tile->expert));
       tile->shared = (local - pairs * shared_tiles_) * kCluster + rank;
       if (tile->shared >= shared_tiles_) tile->rows = 0;
       return true;
@@ -105,58 +79,20 @@ class TileWalk {
     tile->shared = in_group / size;
     const int pair = group * kGroup + in_group - tile->shared * size;
     tile->own = pair * kCluster + rank;
-    if (kTall) {
-      const int usual = height(tile->expert);
-      const int left = tile->rows - pair * kCluster * usual;
-      place(tile, usual, left <= kCluster * kLow ? kLow : usual);
-    }
     return true;
   }
 
-  /// The rows of a tile that is `height` high, in a pair where those before it were `usual`.
-  static __device__ __forceinline__ void place(Tile* tile, int usual, int height) {
-    const int first = tile->own / kCluster * kCluster * usual + tile->own % kCluster * height;
-    clip(tile, first, height);
-  }
-
-  static __device__ __forceinline__ void halve(int half, Tile* tile) {
-    clip(tile, tile->own * kOwn + half * (kOwn / 2), kOwn / 2);
-  }
-
-  /// At most `most` rows from the expert's `first` on. A tile without stays at the expert's first
-  /// row, which exists.
-  static __device__ __forceinline__ void clip(Tile* tile, int first, int most) {
-    const int rows = min(tile->rows - first, most);
-    if (rows > 0) tile->first_row += first;
-    tile->rows = max(rows, 0);
-    tile->own = 0;
-  }
-
-  __device__ __forceinline__ void halve_last_round(int clusters) {
-    int total = 0;
-    for (int e = static_cast<int>(threadIdx.x) % 32; e < experts_; e += 32) {
-      total += cluster_tiles(offsets_[e + 1] - offsets_[e], e);
-    }
-    total = __reduce_add_sync(~0u, total);
-    const int last = total % clusters;
-    if (last <= clusters / 2) halved_from_ = total - last;
-  }
-
-  /// Of this expert's tiles, but for a last pair that needs less.
-  __device__ __forceinline__ int height(int expert) const {
-    return kTall && expert >= low_from_ ? kLow : kOwn;
-  }
-  __device__ __forceinline__ int own_stripes(int rows, int expert) const {
-    const int extent = kRows ? rows : own_extent_;
-    return height(expert) == kLow ? (extent + kLow - 1) / kLow : (extent + kOwn - 1) / kOwn;
+ private:
+  __device__ __forceinline__ int own_stripes(int rows) const {
+    return ((kRows ? rows : own_extent_) + kOwn - 1) / kOwn;
   }
   /// Does the last of these stripes go apart? Not if there is nothing to share it by, nor where it
   /// is always the same one.
   __device__ __forceinline__ bool apart(int stripes) const {
     return kRows && stripes % kCluster != 0 && shared_tiles_ > 1;
   }
-  __device__ __forceinline__ int cluster_tiles(int rows, int expert) const {
-    const int stripes = own_stripes(rows, expert);
+  __device__ __forceinline__ int cluster_tiles(int rows) const {
+    const int stripes = own_stripes(rows);
     if (!apart(stripes)) return (stripes + 1) / kCluster * shared_tiles_;
     return stripes / kCluster * shared_tiles_ + (shared_tiles_ + 1) / kCluster;
   }
@@ -182,7 +118,7 @@ class TileWalk {
         first_row_ = min(expert * part_, rows_);
         count_ = min(part_, rows_ - first_row_);
       }
-      last_ = cluster_tiles(count_, expert);
+      last_ = cluster_tiles(count_);
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -193,9 +129,8 @@ class TileWalk {
 
   const std::int32_t* offsets_;
   const std::int32_t* order_;
-  int experts_, rows_, part_, own_extent_, shared_tiles_, low_from_;
+  int experts_, rows_, part_, own_extent_, shared_tiles_;
   int window_ = 0, start_ = 0;
-  int halved_from_ = 1 << 30;              // past the last: no operands have so many
   int expert_, first_row_, count_, last_;  // of this lane's expert
 };
 

@@ -21,10 +21,9 @@ enum class Own {
 };
 
 /// All numbers of one compiled kernel. The own axis is M, kOwn wide in a tile; N is the axis of the
-/// operand that the CTAs of a cluster share. In a tall tile, of 192 rows, each consumer has 64 of
-/// its own, and of the last 64, the third stripe, half of the columns.
+/// operand that the CTAs of a cluster share.
 template <class T_, Own kOwnLoad_, Major kSharedMajor_, int kN_, Schedule kSchedule_, int kStages_,
-          class Epilogue_, bool kDealt_ = false, bool kTall_ = false>
+          class Epilogue_, bool kDealt_ = false>
 struct Traits {
   using T = T_;
   using Epilogue = Epilogue_;
@@ -35,17 +34,13 @@ struct Traits {
   static constexpr int kStages = kStages_;
 
   static constexpr int kCluster = 2;
-  static constexpr bool kTall = kTall_;
-  static constexpr int kOwn = kTall ? TallRowGather::kRows : cuda::kOwn;
-  static constexpr int kOwnBytes = kOwn * kLineBytes;
   static constexpr bool kRows = kOwnLoad == Own::gather_rows || kOwnLoad == Own::load_rows;
   static constexpr bool kGathers =
       kOwnLoad == Own::gather_rows || kOwnLoad == Own::gather_contraction;
   /// By how many blocks the producer's loop is unrolled: see RowGather. Wide tiles, with twice the
   /// cycles a block, gain nothing by it; without a gather less code is as fast.
   static constexpr int kBlocksInTurn = kOwnLoad == Own::gather_rows && kN <= 128 ? 2 : 1;
-  using GatherRows = std::conditional_t<kTall, TallRowGather, RowGather<kBlocksInTurn>>;
-  using Gather = std::conditional_t<kOwnLoad == Own::gather_rows, GatherRows,
+  using Gather = std::conditional_t<kOwnLoad == Own::gather_rows, RowGather<kBlocksInTurn>,
                                     std::conditional_t<kGathers, ContractionGather, NoGather>>;
   /// The own operand's part of a stage has a barrier of its own, which nobody but this CTA's
   /// consumers arrive on: a gather along K does not wait for the peer.
@@ -53,14 +48,10 @@ struct Traits {
   static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
   static constexpr Major kOwnMajor = kRows ? Major::k : Major::mn;
   static constexpr int kMBlocks = kOwn / 64 / (kPingpong ? 1 : 2);  // m64 blocks of one warpgroup
-  static constexpr int kThird = kTall ? kN / 4 : 0;  ///< accumulators of the third stripe
   static constexpr int kStageBytes = kOwnBytes + kN * kLineBytes;
   static constexpr int kTiles = 2;  // tiles that the producer announces ahead
   /// May tiles be dealt (see Dealer)?
   static constexpr bool kDealt = kDealt_;
-  /// May tiles of the last round come in halves (see TileWalk)? up_proj asks for it. Narrow tiles
-  /// are many, and tall ones end in lower ones.
-  static constexpr bool kHalves = kOwnLoad == Own::gather_rows && kN > 128 && !kTall;
   static constexpr int kTold = kDealt ? 16 : 0;  // places for numbers of tiles that are told
   static constexpr int kWarpBytes = Epilogue::kWarpBytes;  // for each consumer warp
   static constexpr int kEpilogueBlocks = Epilogue::template kBlocks<kN>;
@@ -69,9 +60,7 @@ struct Traits {
                                        kTiles * static_cast<int>(sizeof(Tile)) + kBarriers * 8 +
                                        kTold * 4;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows && !kTall ? 72
-                                            : kGathers                             ? 56
-                                                                                   : 40;
+  static constexpr int kProducerRegisters = kOwnLoad == Own::gather_rows ? 72 : kGathers ? 56 : 40;
   static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 16 * 8;
 
   // g++ 12 makes one of decltype(parameter) under `if constexpr` in nested generic lambdas, where
@@ -80,16 +69,13 @@ struct Traits {
   static_assert(kSharedMemory <= kMostSharedMemory,
                 "stages do not fit into 227 KiB of shared memory");
   static_assert(kStageBytes % kBlockBytes == 0, "a stage must keep the swizzle's alignment");
-  static_assert(kMBlocks * kN / 2 + kThird <= 192,
-                "accumulators leave no registers for the epilogue");
+  static_assert(kMBlocks * kN / 2 <= 192, "accumulators leave no registers for the epilogue");
   static_assert((kProducerRegisters + 2 * kConsumerRegisters) * 128 <= 168 * kThreads,
                 "register split exceeds the register file");
   static_assert(kRows || !kPingpong, "ping-pong needs the same number of k blocks in every tile");
   static_assert(kRows || kEpilogueBlocks == 0, "consumers count blocks by tiles");
   static_assert(!kPingpong || kEpilogueBlocks == 0, "a tile's blocks follow each other");
   static_assert(kRows || !kDealt, "a tile may have too few k blocks to be told the next in");
-  static_assert(!kTall || (kOwnLoad == Own::gather_rows && !kPingpong && kN == 256),
-                "a third stripe is shared by two consumers of gathered rows");
   static_assert(!kDealt || kStages < kTold, "a peer that is behind would miss a number");
 };
 
@@ -112,11 +98,9 @@ struct GemmParams {
   bool paired;                 ///< K contiguous: both boxes start at the same row (gate and up)
   int shared_half;             ///< contraction ops: shared tiles in the first half
   int start_spread;            ///< gather_rows: cycles between the first and the last pair's start
-  bool halves_last;            ///< kHalves: the tiles of the last round, where they are few
   std::int32_t* tile_counter;  ///< kDealt: (1) numbers drawn so far, or null: see Dealer
   std::int32_t* next_tile_counter;  ///< gather_rows: (1) set to 0, or null
   bool beside_previous;             ///< needs nothing of the kernel before it in the stream
-  int low_from;     ///< kTall: the first of the experts whose tiles are all 128 high
   int shared_last;  ///< rows ops, K not contiguous: where the last chunk of 64 columns begins
 };
 
@@ -137,7 +121,7 @@ struct SharedMemory {
     return base + stage * Traits::kStageBytes;
   }
   __device__ __forceinline__ std::uint32_t shared(int stage) const {
-    return own(stage) + Traits::kOwnBytes;
+    return own(stage) + kOwnBytes;
   }
   __device__ __forceinline__ std::uint32_t warp(int consumer_warp) const {
     return base + Traits::kStages * Traits::kStageBytes + consumer_warp * Traits::kWarpBytes;

@@ -1,7 +1,6 @@
 // H = x[tokens] W1^T + b1 and A = act(H): M = rows (gathered), N = gate and up columns, K = d.
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/activation.cuh"
-#include "cuda/sm90/epilogue/activation_tall.cuh"
 #include "cuda/sm90/launch.cuh"
 
 namespace sonicmoe::cuda {
@@ -11,10 +10,6 @@ template <class T, class Activations, bool kBias, int kN, Schedule kSchedule, in
 struct UpProj : Traits<T, Own::gather_rows, Major::k, kN, kSchedule, kStages,
                        StoreActivation<Activations, kBias>, (kN == 256)> {};
 
-template <class T, class Fn>
-struct UpProjTall : Traits<T, Own::gather_rows, Major::k, 256, Schedule::cooperative, 4,
-                           StoreActivationTall<Fn>, true, true> {};
-
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
               const Exec& exec) {
@@ -22,13 +17,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   const bool gated = is_glu(d.activation);
   const W1View w1 = w1_view(d, d.hidden);
   TensorMaps maps(d.dtype);
-  TensorView view{a.w1,
-                  d.hidden,
-                  d.intermediate,
-                  d.experts,
-                  w1.row_stride,
-                  w1.expert_stride,
-                  Config::kTall ? kN / 4 : kN / 2};
+  TensorView view{a.w1,          d.hidden,         d.intermediate, d.experts,
+                  w1.row_stride, w1.expert_stride, kN / 2};
   GemmParams p{};
   p.shared[0] = maps.encode(view);
   if (gated) view.base = up_base(d, w1, a.w1, a.w1_up);
@@ -48,16 +38,10 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   p.shared_tiles = tiles(d.intermediate, gated ? kN / 2 : kN);
   p.k_blocks = p.k_half = tiles(d.hidden, kK);
   p.paired = gated;
-  const double tile_rounds = rounds(exec.traits, d.rows, d.experts, p.shared_tiles, Config::kOwn);
-  if constexpr (Config::kTall) {
-    p.low_from = low_from(exec.traits, d.rows, d.experts, p.shared_tiles);
-  } else {
-    // About the cycles of a tile, by those in docs/findings/epilogue-stages.md. (Tall tiles gain
-    // nothing by starts that are spread.)
-    p.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2, tile_rounds,
-                                  kN * (4.4 * p.k_blocks + 20));
-    p.halves_last = halves_last(tile_rounds, d.rows, d.experts);
-  }
+  // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
+  p.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2,
+                                rounds(exec.traits, d.rows, d.experts, p.shared_tiles),
+                                kN * (4.4 * p.k_blocks + 20));
 
   const W1View b1 = w1_view(d, 1);
   e.preact = d.inference ? nullptr : a.preact;
@@ -81,15 +65,8 @@ constexpr bool kCompiledWithBias =
     kN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
 
 /// What is compiled: visit(desc, f) calls f(Config{}).
-struct Tall {
-  template <class F>
-  static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_storage(d.dtype,
-                         [&](auto type) { return f(UpProjTall<decltype(type), SwigluFn>{}); });
-  }
-};
 template <int kN, int kStages>
-struct Low {
+struct Tiles {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
@@ -107,8 +84,8 @@ struct Low {
     });
   }
 };
-using Wide = Low<256, 4>;
-using Narrow = Low<128, 6>;
+using Wide = Tiles<256, 4>;
+using Narrow = Tiles<128, 6>;
 
 template <class Compiled>
 Status prepare_as(const GroupedGemmDesc& d, const Exec&) {
@@ -122,26 +99,11 @@ Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
       d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
 }
 
-/// Tall tiles are for SwiGLU without a bias, as large models have it, and count 16-byte pieces of x
-/// in 32 bits: see kNoRow.
-std::string reject_tall(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  if (std::string reason = reject_gemm(d, device); !reason.empty()) return reason;
-  if (d.activation != Activation::swiglu) {
-    return "activation: got " + to_string(d.activation) + ", allowed: swiglu";
-  }
-  if (d.bias) return "bias: got true, allowed: false";
-  return reject_tokens(d, "up_proj in tiles of 192 rows");
-}
-
 std::string reject_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
   if (std::string reason = reject_gemm(d, device); !reason.empty() || !d.bias) return reason;
   const bool compiled = visit_activations<true>(
       d.activation, [](auto activations) { return kCompiledWithBias<256, decltype(activations)>; });
   return compiled ? "" : "bias: got true, allowed: false for " + to_string(d.activation);
-}
-
-std::string defer_tall(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  return defer_to_low(device, d.rows, d.experts, tiles(d.intermediate, 128), tiles(d.hidden, kK));
 }
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
@@ -153,17 +115,6 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kUpProjTall = {
-    .op = "up_proj",
-    .name = "sm90.up_proj.192x256",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject_tall,
-    .defer = defer_tall,
-    .workspace = dealer_workspace,
-    .prepare = prepare_as<Tall>,
-    .run = run<Tall>,
-};
 const Kernel<GroupedGemmDesc> kUpProj256 = {
     .op = "up_proj",
     .name = "sm90.up_proj.128x256",
