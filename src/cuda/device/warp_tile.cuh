@@ -60,7 +60,7 @@ struct Pair<__half> {
 
 /// The words of a 16 x 16 block as a warp holds them in an accumulator, lane l: [0] row l/4,
 /// columns 2 (l%4) + {0, 1}; [1] eight rows below; [2], [3] eight columns to the right of those.
-struct Block {
+struct Fragment {
   std::uint32_t w[4];
 };
 
@@ -95,14 +95,14 @@ class WarpTile {
 
   __device__ __forceinline__ std::uint32_t address() const { return address_; }
 
-  /// Block `i` of four along the columns.
-  __device__ __forceinline__ void put(int i, const Block& b) const {
+  /// Fragment `i` of four along the columns.
+  __device__ __forceinline__ void put(int i, const Fragment& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at(i)),
                  "r"(b.w[0]), "r"(b.w[1]), "r"(b.w[2]), "r"(b.w[3])
                  : "memory");
   }
-  __device__ __forceinline__ Block get(int i) const {
-    Block b;
+  __device__ __forceinline__ Fragment get(int i) const {
+    Fragment b;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(b.w[0]), "=r"(b.w[1]), "=r"(b.w[2]), "=r"(b.w[3])
                  : "r"(at(i))
@@ -190,15 +190,15 @@ class WarpgroupTile {
 
   __device__ __forceinline__ std::uint32_t address() const { return address_; }
 
-  /// Block `i` of four: columns 16 i to 16 i + 15 of the accumulators, rows here.
-  __device__ __forceinline__ void put(int i, const Block& b) const {
+  /// Fragment `i` of four: columns 16 i to 16 i + 15 of the accumulators, rows here.
+  __device__ __forceinline__ void put(int i, const Fragment& b) const {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      fragment_ + i * 16 * 128),
                  "r"(b.w[0]), "r"(b.w[1]), "r"(b.w[2]), "r"(b.w[3])
                  : "memory");
   }
-  __device__ __forceinline__ Block get(int i) const {
-    Block b;
+  __device__ __forceinline__ Fragment get(int i) const {
+    Fragment b;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(b.w[0]), "=r"(b.w[1]), "=r"(b.w[2]), "=r"(b.w[3])
                  : "r"(fragment_ + i * 16 * 128)
@@ -240,7 +240,7 @@ class Staging {
   /// `turn`: which tile is next.
   __device__ __forceinline__ Staging(std::uint32_t address, int lane, int turn = 0)
       : address_(address), lane_(lane), turn_(turn) {}
-  /// The next tile, once the copy engine has read what it held.
+  /// The next tile, once the copy engine has read what it deferred.
   __device__ __forceinline__ WarpTile next() {
     if (lane_ == 0) store_wait_read<kTiles - 1>();
     __syncwarp();
@@ -276,11 +276,11 @@ class Staging {
 /// 64 columns a chunk. So tensor cores do not wait for stores, and these have a tile's time to
 /// leave.
 template <int kChunks>
-class HeldChunks {
+class DeferredChunks {
  public:
   /// When none is left of the tile before.
   template <class T>
-  __device__ __forceinline__ void keep(const float (&acc)[kChunks * 32]) {
+  __device__ __forceinline__ void defer(const float (&acc)[kChunks * 32]) {
 #pragma unroll
     for (int i = 0; i < kChunks * 16; ++i) {
       blocks_[i / 4].w[i % 4] = Pair<T>::pack(acc[2 * i], acc[2 * i + 1]);
@@ -300,23 +300,24 @@ class HeldChunks {
   }
 
  private:
-  Block blocks_[kChunks * 4];
+  Fragment blocks_[kChunks * 4];
   int next_ = kChunks;
 };
 
 /// The four blocks of a chunk into a staging tile, a warp's or a warpgroup's.
 template <class Tile>
-__device__ __forceinline__ void put_all(const Tile& tile, const Block* blocks) {
+__device__ __forceinline__ void put_all(const Tile& tile, const Fragment* blocks) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) tile.put(i, blocks[i]);
 }
 
 /// Of epilogues that store a tile at once.
-struct HoldsNothing {
+struct DefersNothing {
   template <class Traits>
-  struct Held {};
+  struct Deferred {};
   template <class Traits, class Params>
-  static __device__ __forceinline__ bool send(const Params&, Held<Traits>&, std::uint32_t, int) {
+  static __device__ __forceinline__ bool send(const Params&, Deferred<Traits>&, std::uint32_t,
+                                              int) {
     return false;
   }
 };

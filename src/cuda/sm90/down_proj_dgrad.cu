@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kWide = 256;  // tiles that may be dealt
 
-template <class T, class Activations, int kN, Schedule kSchedule, int kStages>
-struct DownProjDgrad : Traits<T, Own::gather_rows, Major::mn, kN, kSchedule, kStages,
-                              StoreActivationGrad<Activations>, kN == kWide> {};
+template <class T, class Activations, int kTileN, Schedule kSchedule, int kStages>
+struct DownProjDgrad : Traits<T, ALoad::gather_m, Major::mn, kTileN, kSchedule, kStages,
+                              StoreActivationGrad<Activations>, kTileN == kWide> {};
 
 /// dscores[r] = sum over the tiles along n, in order. One thread a row.
 __global__ void sum_partials(const float* partials, int tiles_n, std::int64_t capacity,
@@ -36,7 +36,8 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   const std::int64_t n = d.intermediate;
   TensorMaps maps(d.dtype);
   GemmParams p{};
-  p.shared[0] = p.shared[1] = maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kK / 2});
+  p.b_maps[0] = p.b_maps[1] =
+      maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kTileK / 2});
   typename Config::Epilogue::Params e{};
   encode_preact(&maps, d, a.preact, 64, e.preact_boxes);
   encode_preact(&maps, d, a.dpreact, WarpTile::kRows, e.dpreact_boxes);
@@ -44,42 +45,43 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
   p.offsets = a.offsets;
-  p.beside_previous = exec.handoff.overlap_previous;
+  p.overlap_previous = exec.handoff.overlap_previous;
   p.next_tile_counter = exec.handoff.next_tile_counter;
   p.row_tokens = a.row_tokens;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
-  p.shared_tiles = tiles(n, Config::kN);
-  p.shared_last = last_chunk(n);
-  p.k_blocks = p.k_half = tiles(d.hidden, kK);
+  p.n_blocks = tiles(n, Config::kTileN);
+  p.n_last_chunk = last_chunk(n);
+  p.k_blocks = p.k_half = tiles(d.hidden, kTileK);
   // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
   p.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2,
-                                rounds(exec.traits, d.rows, d.experts, p.shared_tiles),
-                                Config::kN * (4.3 * p.k_blocks + 78));
+                                rounds(exec.traits, d.rows, d.experts, p.n_blocks),
+                                Config::kTileN * (4.3 * p.k_blocks + 78));
 
   e.dpreact = a.dpreact;
   e.scaled_act = a.scaled_act;
   e.row_scores = a.row_scores;
-  e.dscores = p.shared_tiles == 1 ? a.row_dscores : static_cast<float*>(workspace);
+  e.dscores = p.n_blocks == 1 ? a.row_dscores : static_cast<float*>(workspace);
   e.capacity = d.rows;
   e.intermediate = static_cast<int>(n);
   e.activations = decltype(e.activations)::of(d.activation);
-  char* const counter = static_cast<char*>(workspace) + partials_bytes(d, p.shared_tiles);
-  Status status = launch_dealt<Config>(d, p, e, counter, exec, "down_proj_dgrad: launch");
-  if (!status.ok() || p.shared_tiles == 1) return status;
+  char* const counter = static_cast<char*>(workspace) + partials_bytes(d, p.n_blocks);
+  Status status = launch_scheduled<Config>(d, p, e, counter, exec, "down_proj_dgrad: launch");
+  if (!status.ok() || p.n_blocks == 1) return status;
   constexpr int kThreads = 256;
   sum_partials<<<tiles(d.rows, kThreads), kThreads, 0, stream_of(exec)>>>(
-      e.dscores, p.shared_tiles, d.rows, a.offsets, p.experts, a.row_dscores);
+      e.dscores, p.n_blocks, d.rows, a.offsets, p.experts, a.row_dscores);
   return launched("down_proj_dgrad: sums");
 }
 
-template <int kN, Schedule kSchedule, int kStages>
+template <int kTileN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return visit_activations<(kN > 128)>(d.activation, [&](auto activations) {
-        return f(DownProjDgrad<decltype(type), decltype(activations), kN, kSchedule, kStages>{});
+      return visit_activations<(kTileN > 128)>(d.activation, [&](auto activations) {
+        return f(
+            DownProjDgrad<decltype(type), decltype(activations), kTileN, kSchedule, kStages>{});
       });
     });
   }
@@ -87,7 +89,8 @@ struct Entry {
     return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
   }
   static std::size_t workspace(const GroupedGemmDesc& d, const Exec&) {
-    return partials_bytes(d, tiles(d.intermediate, kN)) + (kN == kWide ? kDealerBytes : 0);
+    return partials_bytes(d, tiles(d.intermediate, kTileN)) +
+           (kTileN == kWide ? kTileCounterBytes : 0);
   }
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* memory,
                     const Exec& exec) noexcept {

@@ -6,9 +6,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, bool kPlain, int kN, int kStages>
-struct DownProjWgrad : Traits<T, Own::gather_contraction, Major::mn, kN, Schedule::cooperative,
-                              kStages, StoreTile<AtOwnByShared<kPlain>, false>> {};
+template <class T, bool kPlain, int kTileN, int kStages>
+struct DownProjWgrad : Traits<T, ALoad::gather_k, Major::mn, kTileN, Schedule::cooperative, kStages,
+                              StoreTile<AtMByN<kPlain>, false>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -18,7 +18,7 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   // Without rows nothing is loaded, but the map must point somewhere: every expert still gets its
   // zeros.
   const void* const scaled_act = d.rows > 0 ? a.scaled_act : a.dw2;
-  p.shared[0] = p.shared[1] = maps.encode({scaled_act, n, d.rows, 1, n, 0, kK / 2});
+  p.b_maps[0] = p.b_maps[1] = maps.encode({scaled_act, n, d.rows, 1, n, 0, kTileK / 2});
   StoreParams e{};
   if (!d.f32_weight_grads) {
     e.boxes[0] = maps.encode({a.dw2, n, d.hidden, d.experts, n, d.hidden * n, WarpTile::kRows});
@@ -26,12 +26,12 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.dout;
   p.offsets = a.offsets;
-  p.beside_previous = exec.handoff.overlap_previous;
+  p.overlap_previous = exec.handoff.overlap_previous;
   p.row_tokens = a.row_tokens;
   p.expert_order = a.expert_order;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
-  p.shared_tiles = p.shared_half = tiles(n, Config::kN);
+  p.n_blocks = p.n_half = tiles(n, Config::kTileN);
 
   e.out[0] = a.dw2;
   e.expert_stride = d.hidden * n;
@@ -43,16 +43,16 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   return launch<Config>(p, e, exec, "down_proj_wgrad: launch");
 }
 
-template <int kN, int kStages>
+template <int kTileN, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       if (d.f32_weight_grads || d.accumulate_weight_grads) {
-        return f(DownProjWgrad<T, false, kN, kStages>{});
+        return f(DownProjWgrad<T, false, kTileN, kStages>{});
       }
-      return f(DownProjWgrad<T, true, kN, kStages>{});
+      return f(DownProjWgrad<T, true, kTileN, kStages>{});
     });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {

@@ -74,26 +74,28 @@ Status launch(const GemmParams& params, const typename Traits::Epilogue::Params&
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 
-/// What a Dealer counts in, as workspace.
-inline constexpr std::size_t kDealerBytes = sizeof(std::int32_t);
-inline std::size_t dealer_workspace(const GroupedGemmDesc&, const Exec&) { return kDealerBytes; }
+/// What a TileCounter counts in, as workspace.
+inline constexpr std::size_t kTileCounterBytes = sizeof(std::int32_t);
+inline std::size_t tile_counter_workspace(const GroupedGemmDesc&, const Exec&) {
+  return kTileCounterBytes;
+}
 
 /// launch(), with tiles dealt where schedules_dynamically() says so: counted where
 /// Handoff::tile_counter says, or if that is null in the workspace.
 template <class Traits>
-Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
-                    const typename Traits::Epilogue::Params& epilogue, void* workspace,
-                    const Exec& exec, const char* what) {
+Status launch_scheduled(const GroupedGemmDesc& d, GemmParams params,
+                        const typename Traits::Epilogue::Params& epilogue, void* workspace,
+                        const Exec& exec, const char* what) {
   std::int32_t* const tile_counter = exec.handoff.tile_counter;
-  if constexpr (Traits::kDealt) {
-    static_assert(Dealer<Traits>::kTellAt < kLeastDealtBlocks);
-    if (schedules_dynamically(rounds(exec.traits, d.rows, d.experts, params.shared_tiles),
+  if constexpr (Traits::kDynamic) {
+    static_assert(TileCounter<Traits>::kSendAt < kLeastDynamicBlocks);
+    if (schedules_dynamically(rounds(exec.traits, d.rows, d.experts, params.n_blocks),
                               params.k_blocks, Traits::kGathers, tile_counter != nullptr)) {
-      params.beside_previous = false;  // what comes before clears the counter
+      params.overlap_previous = false;  // what comes before clears the counter
       params.tile_counter = tile_counter;
       if (tile_counter == nullptr) {
         params.tile_counter = static_cast<std::int32_t*>(workspace);
-        const cudaError_t error = cudaMemsetAsync(workspace, 0, kDealerBytes, stream_of(exec));
+        const cudaError_t error = cudaMemsetAsync(workspace, 0, kTileCounterBytes, stream_of(exec));
         if (Status status = to_status(error, what); !status.ok()) return status;
       }
     }
@@ -103,7 +105,7 @@ Status launch_dealt(const GroupedGemmDesc& d, GemmParams params,
 
 /// Stripes of rows are rounded up to pairs of 128, in 32 bits.
 inline std::string reject_rows(const char* argument, std::int64_t rows) {
-  constexpr std::int64_t kMost = INT32_MAX - 2 * kOwn + 1;
+  constexpr std::int64_t kMost = INT32_MAX - 2 * kTileM + 1;
   if (rows <= kMost) return {};
   return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
          std::to_string(kMost) + " (on CUDA)";

@@ -14,21 +14,21 @@ namespace {
 
 /// Experts are N of logits and dWr. Reading x is what both take time for, so that a tile has room
 /// for as many experts as there are, where it can, and little more.
-template <int kN>
-constexpr int kDepth = kN == 64    ? 8
-                       : kN == 128 ? 6
-                                   : 4;  // stages, all that fit
-template <class T, int kN>
-struct Logits : Traits<T, Own::load_rows, Major::k, kN,
-                       kN == 256 ? Schedule::cooperative : Schedule::pingpong, kDepth<kN>,
+template <int kTileN>
+constexpr int kDepth = kTileN == 64    ? 8
+                       : kTileN == 128 ? 6
+                                       : 4;  // stages, all that fit
+template <class T, int kTileN>
+struct Logits : Traits<T, ALoad::load_m, Major::k, kTileN,
+                       kTileN == 256 ? Schedule::cooperative : Schedule::pingpong, kDepth<kTileN>,
                        StoreTile<AtRows, false>> {};
-template <class T, int kN>
-struct RouterWgrad : Traits<T, Own::load_contraction, Major::mn, kN, Schedule::cooperative,
-                            kDepth<kN>, StoreTransposed<false>> {};
+template <class T, int kTileN>
+struct RouterWgrad : Traits<T, ALoad::load_k, Major::mn, kTileN, Schedule::cooperative,
+                            kDepth<kTileN>, StoreTransposed<false>> {};
 /// Here N is the hidden size.
 template <class T>
 struct RouterDgrad
-    : Traits<T, Own::load_rows, Major::mn, 128, Schedule::pingpong, 5, StoreTile<AtRows, false>> {};
+    : Traits<T, ALoad::load_m, Major::mn, 128, Schedule::pingpong, 5, StoreTile<AtRows, false>> {};
 
 /// The copy engine wants rows that start at multiples of 16 bytes.
 bool needs_padding(const RouterGemmDesc& d) {
@@ -37,7 +37,7 @@ bool needs_padding(const RouterGemmDesc& d) {
 std::int64_t padded(std::int64_t experts) { return (experts + 7) / 8 * 8; }
 
 TokenSplit split_of(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
-  return token_split(device, d.tokens, d.hidden, d.experts, width, kK);
+  return token_split(device, d.tokens, d.hidden, d.experts, width, kTileK);
 }
 
 struct Regions {
@@ -91,17 +91,17 @@ template <class Config>
 Status forward(const RouterGemmDesc& d, const RouterGemmArgs& a, const Exec& exec) {
   TensorMaps maps(d.dtype);
   GemmParams p = all_tokens(d);
-  p.own[0] = p.own[1] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kOwn});
-  p.shared[0] = p.shared[1] =
-      maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, Config::kN / 2});
+  p.a_maps[0] = p.a_maps[1] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kTileM});
+  p.b_maps[0] = p.b_maps[1] =
+      maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, Config::kTileN / 2});
   StoreParams e{};
   e.boxed = d.experts % 8 == 0;
   if (e.boxed) {
     e.boxes[0] = maps.encode({a.logits, d.experts, d.tokens, 1, d.experts, 0, WarpTile::kRows});
   }
   if (!maps.status().ok()) return maps.status();
-  p.shared_tiles = tiles(d.experts, Config::kN);
-  p.k_blocks = p.k_half = tiles(d.hidden, kK);
+  p.n_blocks = tiles(d.experts, Config::kTileN);
+  p.k_blocks = p.k_half = tiles(d.hidden, kTileK);
   e.out[0] = a.logits;
   e.row_stride = d.experts;
   e.columns = static_cast<int>(d.experts);
@@ -113,15 +113,16 @@ Status dgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
              const Exec& exec) {
   TensorMaps maps(d.dtype);
   GemmParams p = all_tokens(d);
-  p.own[0] = p.own[1] = maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kOwn});
-  p.shared[0] = p.shared[1] = maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, kK / 2});
+  p.a_maps[0] = p.a_maps[1] =
+      maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kTileM});
+  p.b_maps[0] = p.b_maps[1] = maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, kTileK / 2});
   StoreParams e{};
   e.boxes[0] = maps.encode({a.dx, d.hidden, d.tokens, 1, d.hidden, 0, WarpTile::kRows});
   e.boxed = true;
   if (!maps.status().ok()) return maps.status();
-  p.shared_tiles = tiles(d.hidden, Config::kN);
-  p.shared_last = last_chunk(d.hidden);
-  p.k_blocks = p.k_half = tiles(d.experts, kK);
+  p.n_blocks = tiles(d.hidden, Config::kTileN);
+  p.n_last_chunk = last_chunk(d.hidden);
+  p.k_blocks = p.k_half = tiles(d.experts, kTileK);
   e.out[0] = a.dx;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
@@ -132,20 +133,20 @@ template <class Config>
 Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogits, float* partials,
              const Exec& exec) {
   using T = typename Config::T;
-  const TokenSplit split = split_of(d, exec.traits, Config::kN);
+  const TokenSplit split = split_of(d, exec.traits, Config::kTileN);
   const std::int64_t elements = d.experts * d.hidden;
   if (d.tokens > 0) {
     TensorMaps maps(d.dtype);
     GemmParams p{};
-    p.own[0] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kK});
-    p.shared[0] = p.shared[1] =
-        maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kK / 2});
+    p.a_maps[0] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kTileK});
+    p.b_maps[0] = p.b_maps[1] =
+        maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kTileK / 2});
     if (!maps.status().ok()) return maps.status();
     p.gathered_width = static_cast<int>(d.hidden);
     p.experts = split.parts;
     p.rows = static_cast<int>(d.tokens);
     p.part = split.tokens;
-    p.shared_tiles = p.shared_half = tiles(d.experts, Config::kN);
+    p.n_blocks = p.n_half = tiles(d.experts, Config::kTileN);
     StoreParams e{};
     e.out[0] = partials;
     e.expert_stride = elements;
@@ -166,10 +167,10 @@ std::string reject(const RouterGemmDesc& d, const DeviceTraits&) {
   return d.pass != GemmPass::wgrad ? reject_rows("tokens", d.tokens) : std::string();
 }
 
-template <int kN>
+template <int kTileN>
 struct Entry {
   static std::size_t workspace(const RouterGemmDesc& d, const Exec& exec) {
-    return regions(d, exec.traits, kN).bytes;
+    return regions(d, exec.traits, kTileN).bytes;
   }
 
   static Status prepare(const RouterGemmDesc& d, const Exec&) {
@@ -177,20 +178,20 @@ struct Entry {
       using T = decltype(type);
       switch (d.pass) {
         case GemmPass::forward:
-          return cuda::prepare<Logits<T, kN>>();
+          return cuda::prepare<Logits<T, kTileN>>();
         case GemmPass::dgrad:
           return cuda::prepare<RouterDgrad<T>>();
         case GemmPass::wgrad:
           break;
       }
-      return cuda::prepare<RouterWgrad<T, kN>>();
+      return cuda::prepare<RouterWgrad<T, kTileN>>();
     });
   }
 
   static Status run(const RouterGemmDesc& d, const RouterGemmArgs& a, void* memory,
                     const Exec& exec) noexcept {
     if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
-    const Regions at = regions(d, exec.traits, kN);
+    const Regions at = regions(d, exec.traits, kTileN);
     const void* dlogits = a.dlogits;
     if (needs_padding(d) && d.tokens > 0) {
       constexpr int kThreads = 256;
@@ -205,13 +206,13 @@ struct Entry {
       using T = decltype(type);
       switch (d.pass) {
         case GemmPass::forward:
-          return forward<Logits<T, kN>>(d, a, exec);
+          return forward<Logits<T, kTileN>>(d, a, exec);
         case GemmPass::dgrad:
           return dgrad<RouterDgrad<T>>(d, a, dlogits, exec);
         case GemmPass::wgrad:
           break;
       }
-      return wgrad<RouterWgrad<T, kN>>(
+      return wgrad<RouterWgrad<T, kTileN>>(
           d, a, dlogits, reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials), exec);
     });
   }

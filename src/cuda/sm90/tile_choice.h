@@ -52,10 +52,10 @@ inline std::int64_t counted_l2(const DeviceTraits& device) {
   return std::min<std::int64_t>(device.l2_bytes, 50'000'000);
 }
 
-/// Tiles of pairs of CTAs in an expert's stripes of rows, `across` tiles to a stripe. The last
-/// of an odd number of stripes is shared by a pair along `across`.
-inline std::int64_t pair_tiles(std::int64_t stripes, int across) {
-  return stripes / 2 * across + stripes % 2 * ((across + 1) / 2);
+/// Tiles of pairs of CTAs in an expert's m_blocks of rows, `across` tiles to a stripe. The last
+/// of an odd number of m_blocks is shared by a pair along `across`.
+inline std::int64_t pair_tiles(std::int64_t m_blocks, int across) {
+  return m_blocks / 2 * across + m_blocks % 2 * ((across + 1) / 2);
 }
 
 /// Rounds of all pairs, whole or not, that an operation over `rows` rows takes, `across` tiles to a
@@ -69,9 +69,9 @@ inline double rounds(const DeviceTraits& device, std::int64_t rows, std::int64_t
   std::int64_t of_three = 0;
   for (int side = -1; side <= 1; ++side) {
     const double of_expert = mean + side * std::sqrt(mean);
-    const auto stripes =
+    const auto m_blocks =
         std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(of_expert / 128)));
-    of_three += pair_tiles(stripes, across);
+    of_three += pair_tiles(m_blocks, across);
   }
   return static_cast<double>(of_three * experts) / (3 * pairs_of(device));
 }
@@ -124,7 +124,7 @@ inline int start_spread(const DeviceTraits& device, std::int64_t bytes, double r
 }
 
 /// No tile that is dealt has fewer k blocks.
-inline constexpr int kLeastDealtBlocks = 12;
+inline constexpr int kLeastDynamicBlocks = 12;
 
 /// Are tiles dealt to whoever is free, instead of each pair of CTAs having its share? That repays
 /// where operands are long, and where there are many tiles: docs/findings/dealing.md. A counter
@@ -132,7 +132,7 @@ inline constexpr int kLeastDealtBlocks = 12;
 inline bool schedules_dynamically(double rounds, int k_blocks, bool gathers, bool cleared) {
   if (rounds < 8) return false;
   if (gathers) return k_blocks >= (cleared ? 24 : 32);
-  return k_blocks >= (cleared ? kLeastDealtBlocks : 16);
+  return k_blocks >= (cleared ? kLeastDynamicBlocks : 16);
 }
 
 /// The router's products with x, in tiles of `width` experts. Bytes that come into a multiprocessor

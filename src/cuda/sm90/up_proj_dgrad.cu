@@ -6,9 +6,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, int kN, Schedule kSchedule, int kStages>
-struct UpProjDgrad : Traits<T, Own::load_rows, Major::mn, kN, kSchedule, kStages,
-                            StoreTile<AtRows, false>, (kN == 256)> {};
+template <class T, int kTileN, Schedule kSchedule, int kStages>
+struct UpProjDgrad : Traits<T, ALoad::load_m, Major::mn, kTileN, kSchedule, kStages,
+                            StoreTile<AtRows, false>, (kTileN == 256)> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
@@ -19,41 +19,41 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspac
   const W1View w1 = w1_view(d, d.hidden);
   TensorMaps maps(d.dtype);
   // Two maps of n columns each, never one of 2n: a block of K must not reach into the other half.
-  TensorView dpreact{a.dpreact, n, d.rows, 1, width, 0, kOwn};
-  TensorView weights{a.w1, d.hidden, n, d.experts, w1.row_stride, w1.expert_stride, kK / 2};
+  TensorView dpreact{a.dpreact, n, d.rows, 1, width, 0, kTileM};
+  TensorView weights{a.w1, d.hidden, n, d.experts, w1.row_stride, w1.expert_stride, kTileK / 2};
   GemmParams p{};
-  p.own[0] = maps.encode(dpreact);
-  p.shared[0] = maps.encode(weights);
+  p.a_maps[0] = maps.encode(dpreact);
+  p.b_maps[0] = maps.encode(weights);
   if (gated) {
     dpreact.base = static_cast<const char*>(a.dpreact) + n * 2;
     weights.base = up_base(d, w1, a.w1, a.w1_up);
   }
-  p.own[1] = maps.encode(dpreact);
-  p.shared[1] = maps.encode(weights);
+  p.a_maps[1] = maps.encode(dpreact);
+  p.b_maps[1] = maps.encode(weights);
   StoreParams e{};
   e.boxes[0] = maps.encode({a.dx_rows, d.hidden, d.rows, 1, d.hidden, 0, WarpTile::kRows});
   e.boxed = true;
   if (!maps.status().ok()) return maps.status();
   p.offsets = a.offsets;
-  p.beside_previous = exec.handoff.overlap_previous;
+  p.overlap_previous = exec.handoff.overlap_previous;
   p.experts = static_cast<int>(d.experts);
-  p.shared_tiles = tiles(d.hidden, Config::kN);
-  p.shared_last = last_chunk(d.hidden);
-  p.k_half = tiles(n, kK);
+  p.n_blocks = tiles(d.hidden, Config::kTileN);
+  p.n_last_chunk = last_chunk(d.hidden);
+  p.k_half = tiles(n, kTileK);
   p.k_blocks = (gated ? 2 : 1) * p.k_half;
 
   e.out[0] = a.dx_rows;
   e.row_stride = d.hidden;
   e.columns = static_cast<int>(d.hidden);
-  return launch_dealt<Config>(d, p, e, workspace, exec, "up_proj_dgrad: launch");
+  return launch_scheduled<Config>(d, p, e, workspace, exec, "up_proj_dgrad: launch");
 }
 
-template <int kN, Schedule kSchedule, int kStages>
+template <int kTileN, Schedule kSchedule, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return f(UpProjDgrad<decltype(type), kN, kSchedule, kStages>{});
+      return f(UpProjDgrad<decltype(type), kTileN, kSchedule, kStages>{});
     });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {
@@ -71,7 +71,7 @@ using Pingpong = Entry<192, Schedule::pingpong, 4>;
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
   return defer_to_pingpong(device, d.rows, d.experts, d.hidden,
-                           (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, kK));
+                           (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, kTileK));
 }
 
 }  // namespace
@@ -83,7 +83,7 @@ const Kernel<GroupedGemmDesc> kUpProjDgrad256 = {
     .dtypes = kStorageTypes,
     .reject = reject_gemm,
     .defer = defer_wide,
-    .workspace = dealer_workspace,
+    .workspace = tile_counter_workspace,
     .prepare = Wide::prepare,
     .run = Wide::run,
 };

@@ -7,9 +7,9 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, bool kPlain, int kN, int kStages>
-struct UpProjWgrad : Traits<T, Own::gather_contraction, Major::mn, kN, Schedule::cooperative,
-                            kStages, StoreTransposed<kPlain>> {};
+template <class T, bool kPlain, int kTileN, int kStages>
+struct UpProjWgrad : Traits<T, ALoad::gather_k, Major::mn, kTileN, Schedule::cooperative, kStages,
+                            StoreTransposed<kPlain>> {};
 
 template <class Config>
 Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
@@ -20,11 +20,11 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   // Two maps of n columns each: a tile of gate rows must not reach into the up rows. Without rows
   // nothing is loaded, but the map must point somewhere.
   const bool empty = d.rows == 0;
-  TensorView dpreact{empty ? a.dw1 : a.dpreact, n, d.rows, 1, gated ? 2 * n : n, 0, kK / 2};
+  TensorView dpreact{empty ? a.dw1 : a.dpreact, n, d.rows, 1, gated ? 2 * n : n, 0, kTileK / 2};
   GemmParams p{};
-  p.shared[0] = maps.encode(dpreact);
+  p.b_maps[0] = maps.encode(dpreact);
   if (gated && !empty) dpreact.base = static_cast<const char*>(a.dpreact) + n * 2;
-  p.shared[1] = maps.encode(dpreact);
+  p.b_maps[1] = maps.encode(dpreact);
   StoreParams e{};
   e.out[0] = a.dw1;
   e.out[1] = gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : nullptr;
@@ -35,13 +35,13 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   if (!maps.status().ok()) return maps.status();
   p.gathered = a.x;
   p.offsets = a.offsets;
-  p.beside_previous = exec.handoff.overlap_previous;
+  p.overlap_previous = exec.handoff.overlap_previous;
   p.row_tokens = a.row_tokens;
   p.expert_order = a.expert_order;
   p.gathered_width = static_cast<int>(d.hidden);
   p.experts = static_cast<int>(d.experts);
-  p.shared_half = tiles(n, Config::kN);
-  p.shared_tiles = (gated ? 2 : 1) * p.shared_half;
+  p.n_half = tiles(n, Config::kTileN);
+  p.n_blocks = (gated ? 2 : 1) * p.n_half;
 
   e.expert_stride = dw1.expert_stride;
   e.row_stride = dw1.row_stride;
@@ -52,16 +52,16 @@ Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& ex
   return launch<Config>(p, e, exec, "up_proj_wgrad: launch");
 }
 
-template <int kN, int kStages>
+template <int kTileN, int kStages>
 struct Entry {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       if (d.f32_weight_grads || d.accumulate_weight_grads) {
-        return f(UpProjWgrad<T, false, kN, kStages>{});
+        return f(UpProjWgrad<T, false, kTileN, kStages>{});
       }
-      return f(UpProjWgrad<T, true, kN, kStages>{});
+      return f(UpProjWgrad<T, true, kTileN, kStages>{});
     });
   }
   static Status prepare(const GroupedGemmDesc& d, const Exec&) {

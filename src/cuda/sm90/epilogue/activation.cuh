@@ -2,7 +2,7 @@
 
 #include "cuda/device/warp_tile.cuh"
 #include "cuda/sm90/epilogue/dispatch.cuh"
-#include "cuda/sm90/grouped_gemm.cuh"
+#include "cuda/sm90/pipeline.cuh"
 
 /// Epilogue of up_proj: H = acc + b1 is stored for backward (unless for inference), A = act(H) from
 /// the unrounded H.
@@ -27,7 +27,7 @@ template <class T>
 __device__ __forceinline__ void put_rounded(const WarpTile& tile, const float* acc) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    Block block;
+    Fragment block;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       block.w[j] = Pair<T>::pack(acc[8 * i + 2 * j], acc[8 * i + 2 * j + 1]);
@@ -38,8 +38,8 @@ __device__ __forceinline__ void put_rounded(const WarpTile& tile, const float* a
 
 /// A of block `i` of a chunk, whose ups are kUp accumulators further than its gates.
 template <class T, int kUp, class Fn>
-__device__ __forceinline__ Block activate(const Fn& fn, const float* acc, int i) {
-  Block block;
+__device__ __forceinline__ Fragment activate(const Fn& fn, const float* acc, int i) {
+  Fragment block;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const float* g = &acc[8 * i + 2 * j];
@@ -56,19 +56,20 @@ __device__ __forceinline__ Block activate(const Fn& fn, const float* acc, int i)
 
 /// `kBias`: there may be one.
 template <class Activations, bool kBias>
-struct StoreActivation : HoldsNothing {
+struct StoreActivation : DefersNothing {
   using Params = ActivationParams<Activations>;
   static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr bool kGated = Activations::kGated;
-  /// Units (columns of A) of a tile that is kN wide. With a gate the tile's left half holds gate
-  /// columns, the right half the up columns of the same units, so that a pair lies in one thread.
-  template <int kN>
-  static constexpr int kUnits = kGated ? kN / 2 : kN;
+  /// Units (columns of A) of a tile that is kTileN wide. With a gate the tile's left half holds
+  /// gate columns, the right half the up columns of the same units, so that a pair lies in one
+  /// thread.
+  template <int kTileN>
+  static constexpr int kUnits = kGated ? kTileN / 2 : kTileN;
   static constexpr int kActTiles = 2;
-  static constexpr int kWarpBytes = kActTiles * WarpTile::kBytes;
+  static constexpr int kStagingBytes = kActTiles * WarpTile::kBytes;
   /// The stages that a chunk's H leaves from.
-  template <int kN>
-  static constexpr int kBlocks = kUnits<kN> / 64;
+  template <int kTileN>
+  static constexpr int kRingStages = kUnits<kTileN> / 64;
 
   /// Nothing comes into the epilogue's stages.
   template <class Traits>
@@ -81,11 +82,11 @@ struct StoreActivation : HoldsNothing {
   class Run {
    public:
     using T = typename Traits::T;
-    static constexpr int kCount = Traits::kN / 2;
-    static constexpr int kUnits = StoreActivation::kUnits<Traits::kN>;
+    static constexpr int kCount = Traits::kTileN / 2;
+    static constexpr int kUnits = StoreActivation::kUnits<Traits::kTileN>;
     static constexpr int kUp = kGated ? kCount / 2 : 0;
 
-    static_assert(Traits::kMBlocks == 1);
+    static_assert(Traits::kM64 == 1);
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
                                    int m_first, std::uint32_t staging)
@@ -93,9 +94,9 @@ struct StoreActivation : HoldsNothing {
 
     /// The biases go where the sums begin, which costs no registers beside them. Element by
     /// element, for accumulators set in a branch would serialise wgmma.
-    __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void begin(float (&acc)[Traits::kM64][kCount]) {
       if constexpr (!kBias) return;
-      const int unit = tile_.shared * kUnits + here(static_cast<int>(threadIdx.x)) % 4 * 2;
+      const int unit = tile_.n_block * kUnits + here(static_cast<int>(threadIdx.x)) % 4 * 2;
       static_for<kGated ? 2 : 1>([&](auto part) {
         constexpr int half = decltype(part)::value;
         const T* const bias =
@@ -108,7 +109,7 @@ struct StoreActivation : HoldsNothing {
             const float b = e_.biased && column < e_.intermediate
                                 ? static_cast<float>(bias[column * e_.bias_stride])
                                 : 0.0f;
-            static_for<Traits::kMBlocks>([&](auto block) {
+            static_for<Traits::kM64>([&](auto block) {
               float* a = &acc[decltype(block)::value][half * kUp + 4 * j + i];
               a[0] = a[2] = b;
             });
@@ -119,25 +120,25 @@ struct StoreActivation : HoldsNothing {
 
     __device__ __forceinline__ void prefetch() {}
 
-    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount], Held<Traits>&,
-                                           const EpilogueBlocks<Traits>& stages) {
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kM64][kCount], Deferred<Traits>&,
+                                           const EpilogueStages<Traits>& stages) {
       e_.activations.visit([&](const auto& fn) { finish_as(fn, acc[0], stages); });
     }
 
    private:
     template <class Fn>
     __device__ __forceinline__ void finish_as(const Fn& fn, float (&acc)[kCount],
-                                              const EpilogueBlocks<Traits>& stages) {
+                                              const EpilogueStages<Traits>& stages) {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int lane = t % 32;
       const int row = m_first_ * 64 + uniform(t / 32) * 16;  // this warp's first, in the tile
-      const int rows = tile_.rows - tile_.own * kOwn - row;
-      const int at = tile_.first_row + tile_.own * kOwn + row;
+      const int rows = tile_.rows - tile_.m_block * kTileM - row;
+      const int at = tile_.first_row + tile_.m_block * kTileM + row;
       const bool whole = rows >= WarpTile::kRows;
       static_for<kUnits / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
-        const int unit = tile_.shared * kUnits + chunk * 64;
+        const int unit = tile_.n_block * kUnits + chunk * 64;
         const std::uint32_t stage = uniform(stages.wait(chunk)) + row * kLineBytes;
         const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
         const WarpTile act(staging_ + chunk % kActTiles * WarpTile::kBytes, lane);

@@ -2,7 +2,7 @@
 
 #include "cuda/device/warp_tile.cuh"
 #include "cuda/sm90/epilogue/dispatch.cuh"
-#include "cuda/sm90/grouped_gemm.cuh"
+#include "cuda/sm90/pipeline.cuh"
 
 /// Epilogue of down_proj_dgrad. The accumulators are dA' (unscaled). With H read back and A
 /// computed from it again: dH = dAct(s dA', H), A' = s A, and the tile's part of dS = <dA', A>.
@@ -28,27 +28,27 @@ struct ActivationGradParams {
 /// experts', or already their dH where that takes H's place, and dA' there may be anything: they
 /// are computed with, and what comes out is not stored.
 template <class Activations>
-struct StoreActivationGrad : HoldsNothing {
+struct StoreActivationGrad : DefersNothing {
   using Params = ActivationGradParams<Activations>;
   static constexpr bool kAdds = false;
   static constexpr int kParts = Activations::kGated ? 2 : 1;
   static constexpr int kScaledTiles = 2;  ///< of A', in turn
-  static constexpr int kWarpBytes = kScaledTiles * WarpTile::kBytes;
-  template <int kN>
-  static constexpr int kBlocks = kN / 64;
+  static constexpr int kStagingBytes = kScaledTiles * WarpTile::kBytes;
+  template <int kTileN>
+  static constexpr int kRingStages = kTileN / 64;
 
   /// H of chunk `block` into a stage, by one thread.
   template <class Traits>
   static __device__ __forceinline__ void load(const Params& e, const Tile& tile, int block,
                                               std::uint32_t stage, std::uint32_t full) {
-    const int left = tile.rows - tile.own * kOwn;
+    const int left = tile.rows - tile.m_block * kTileM;
     const int halves = left > 64 ? 2 : left > 0 ? 1 : 0;
     mbarrier_expect(full, kParts * halves * kChunkBytes);
     for (int part = 0; part < kParts; ++part) {
       for (int half = 0; half < halves; ++half) {
-        load_box(stage + EpilogueBlocks<Traits>::place(part) + half * kChunkBytes,
-                 &e.preact_boxes[part], full, tile.shared * Traits::kN + block * 64,
-                 tile.first_row + tile.own * kOwn + half * 64, 0);
+        load_box(stage + EpilogueStages<Traits>::place(part) + half * kChunkBytes,
+                 &e.preact_boxes[part], full, tile.n_block * Traits::kTileN + block * 64,
+                 tile.first_row + tile.m_block * kTileM + half * 64, 0);
       }
     }
   }
@@ -58,9 +58,9 @@ struct StoreActivationGrad : HoldsNothing {
    public:
     using T = typename Traits::T;
     static constexpr bool kGated = kParts == 2;
-    static constexpr int kCount = Traits::kN / 2;
+    static constexpr int kCount = Traits::kTileN / 2;
 
-    static_assert(Traits::kMBlocks == 1);
+    static_assert(Traits::kM64 == 1);
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
                                    int m_first, std::uint32_t staging)
@@ -77,42 +77,44 @@ struct StoreActivationGrad : HoldsNothing {
       }
     }
 
-    __device__ __forceinline__ void finish(float (&acc)[1][kCount], Held<Traits>&,
-                                           const EpilogueBlocks<Traits>& stages) {
+    __device__ __forceinline__ void finish(float (&acc)[1][kCount], Deferred<Traits>&,
+                                           const EpilogueStages<Traits>& stages) {
       e_.activations.visit([&](const auto& fn) { finish_as(fn, acc[0], stages); });
     }
 
    private:
-    __device__ __forceinline__ int valid() const { return tile_.rows - tile_.own * kOwn; }
-    __device__ __forceinline__ int tile_row() const { return tile_.first_row + tile_.own * kOwn; }
+    __device__ __forceinline__ int valid() const { return tile_.rows - tile_.m_block * kTileM; }
+    __device__ __forceinline__ int tile_row() const {
+      return tile_.first_row + tile_.m_block * kTileM;
+    }
     /// This warp's first row, in the tile.
     __device__ __forceinline__ int first_row(int t) const { return m_first_ * 64 + t / 32 * 16; }
 
     template <class Fn>
     __device__ __forceinline__ void finish_as(const Fn& fn, float (&acc)[kCount],
-                                              const EpilogueBlocks<Traits>& stages) {
+                                              const EpilogueStages<Traits>& stages) {
       const int n = e_.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int lane = t % 32;
       const int row = uniform(first_row(t));
       const int rows = valid() - row;
       float dot[2] = {0.0f, 0.0f};
-      static_for<Traits::kN / 64>([&](auto index) {
+      static_for<Traits::kTileN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const std::uint32_t stage = uniform(stages.wait(chunk)) + row * kLineBytes;
         const WarpTile gate(stage + stages.place(0), lane), up(stage + stages.place(1), lane);
         // What was stored from here two chunks ago has been read: see below.
         const WarpTile scaled(staging_ + chunk % kScaledTiles * WarpTile::kBytes, lane);
-        Block next_g = gate.get(0), next_u = {};
+        Fragment next_g = gate.get(0), next_u = {};
         if (kGated) next_u = up.get(0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const Block g = next_g, u = next_u;
+          const Fragment g = next_g, u = next_u;
           if (i < 3) {
             next_g = gate.get(i + 1);
             if (kGated) next_u = up.get(i + 1);
           }
-          Block dg, du, a;
+          Fragment dg, du, a;
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float score = scores_[j % 2];
@@ -137,7 +139,7 @@ struct StoreActivationGrad : HoldsNothing {
           __syncwarp();
           stages.give_back(chunk - 1);
         }
-        const int unit = tile_.shared * Traits::kN + chunk * 64;
+        const int unit = tile_.n_block * Traits::kTileN + chunk * 64;
         const bool whole = rows >= WarpTile::kRows && unit < n;
         fence_async_proxy();
         __syncwarp();
@@ -167,7 +169,7 @@ struct StoreActivationGrad : HoldsNothing {
         const float sum = quad_sum(dot[h]);
         const int r = row + lane / 4 + 8 * h;
         if (lane % 4 == 0 && r < valid()) {
-          e_.dscores[tile_.shared * e_.capacity + tile_row() + r] = sum;
+          e_.dscores[tile_.n_block * e_.capacity + tile_row() + r] = sum;
         }
       }
     }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/device/warp_tile.cuh"
-#include "cuda/sm90/grouped_gemm.cuh"
+#include "cuda/sm90/pipeline.cuh"
 
 /// Epilogue that stores the tile, with an optional bias or on top of what is there.
 namespace sonicmoe::cuda {
@@ -36,8 +36,8 @@ struct AtRows {
   static constexpr bool kClips = false;  // other rows follow in the same matrix
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
-    const int column = tile.shared * Traits::kN;
-    const int row = tile.own * kOwn;
+    const int column = tile.n_block * Traits::kTileN;
+    const int row = tile.m_block * kTileM;
     return {(static_cast<std::int64_t>(tile.first_row) + row) * e.row_stride + column,
             e.row_stride,
             tile.rows - row,
@@ -62,13 +62,13 @@ __device__ __forceinline__ Place in_expert(const StoreParams& e, const Tile& til
 
 /// Each expert has a matrix (own axis, shared axis).
 template <bool kPlain_>
-struct AtOwnByShared {
+struct AtMByN {
   static constexpr bool kPlain = kPlain_;
   static constexpr bool kClips = true;  // at the map's extents
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
-    const int row = tile.own * kOwn;
-    const int column = tile.shared * Traits::kN;
+    const int row = tile.m_block * kTileM;
+    const int column = tile.n_block * Traits::kTileN;
     return in_expert(e, tile, row, column);
   }
 };
@@ -89,7 +89,7 @@ __device__ __forceinline__ void fill(const Staged& tile, float (&acc)[kCount], c
   for (int i = 0; i < 4; ++i) {
     float* a = &acc[(kChunk * 4 + i) * 8];
     if (old != nullptr) {
-      const Block before = tile.get(i);
+      const Fragment before = tile.get(i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 pair = Pair<T>::unpack(before.w[j]);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void fill(const Staged& tile, float (&acc)[kCount], c
         a[2 * j + 1] += pair.y;
       }
     }
-    Block b;
+    Fragment b;
 #pragma unroll
     for (int j = 0; j < 4; ++j) b.w[j] = Pair<T>::pack(a[2 * j], a[2 * j + 1]);
     tile.put(i, b);
@@ -106,19 +106,19 @@ __device__ __forceinline__ void fill(const Staged& tile, float (&acc)[kCount], c
 
 /// A tile that waits to be stored, and where this warp's or warpgroup's part of it goes.
 template <int kChunks>
-struct HeldTile {
-  HeldChunks<kChunks> chunks;
+struct DeferredTile {
+  DeferredChunks<kChunks> chunks;
   int row, column, expert;  ///< in the tensor map
   int rows;                 ///< left of the matrix from `row` on
   /// `first`: the part's first row in the tile.
   template <class T>
-  __device__ __forceinline__ void keep(const float (&acc)[kChunks * 32], const Place& at,
-                                       int first) {
+  __device__ __forceinline__ void defer(const float (&acc)[kChunks * 32], const Place& at,
+                                        int first) {
     row = at.row0 + first;
     column = at.column0;
     expert = at.expert0;
     rows = at.rows - first;
-    chunks.template keep<T>(acc);
+    chunks.template defer<T>(acc);
   }
 };
 
@@ -127,35 +127,35 @@ struct StoreTile {
   using Params = StoreParams;
   static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
   static constexpr int kTiles = 2;
-  static constexpr int kWarpBytes = kTiles * WarpTile::kBytes;
-  template <int kN>
-  static constexpr int kBlocks = 0;
+  static constexpr int kStagingBytes = kTiles * WarpTile::kBytes;
+  template <int kTileN>
+  static constexpr int kRingStages = 0;
 
   /// Whether a tile is held in registers until the next one's products. In ping-pong the other
   /// warpgroup's run meanwhile, and wider tiles leave no registers.
   template <class Traits>
-  static constexpr bool kHolds = At::kPlain && !Traits::kPingpong;
+  static constexpr bool kDefers = At::kPlain && !Traits::kPingpong;
   template <class Traits>
-  using Held =
-      std::conditional_t<kHolds<Traits>, HeldTile<Traits::kN / 64>, HoldsNothing::Held<Traits>>;
+  using Deferred = std::conditional_t<kDefers<Traits>, DeferredTile<Traits::kTileN / 64>,
+                                      DefersNothing::Deferred<Traits>>;
 
   /// Sends the next chunk of a held tile, one warp at a time; false if there is none.
   template <class Traits>
-  static __device__ __forceinline__ bool send(const Params& e, Held<Traits>& held,
+  static __device__ __forceinline__ bool send(const Params& e, Deferred<Traits>& deferred,
                                               std::uint32_t staging_address, int) {
-    if constexpr (!kHolds<Traits>) {
+    if constexpr (!kDefers<Traits>) {
       return false;
     } else {
-      return held.chunks.next([&](auto index, const Block* blocks) {
+      return deferred.chunks.next([&](auto index, const Fragment* blocks) {
         constexpr int chunk = decltype(index)::value;
         // One group of stores a chunk, so that a tile's first comes after the last of the one
         // before.
-        static_assert(Traits::kN / 64 % kTiles == 0);
+        static_assert(Traits::kTileN / 64 % kTiles == 0);
         Staging<kTiles> staging(uniform(staging_address), here(static_cast<int>(threadIdx.x)) % 32,
                                 chunk);
-        const int row = uniform(here(held.row)), rows = uniform(here(held.rows));
-        const int column = uniform(here(held.column)) + chunk * 64;
-        const int expert = At::kClips ? uniform(here(held.expert)) : 0;
+        const int row = uniform(here(deferred.row)), rows = uniform(here(deferred.rows));
+        const int column = uniform(here(deferred.column)) + chunk * 64;
+        const int expert = At::kClips ? uniform(here(deferred.expert)) : 0;
         if (rows <= 0 || column >= e.columns) return staging.skip();
         const WarpTile tile = staging.next();
         put_all(tile, blocks);
@@ -170,25 +170,26 @@ struct StoreTile {
   class Run {
    public:
     using T = typename Traits::T;
-    static constexpr int kCount = Traits::kN / 2;
+    static constexpr int kCount = Traits::kTileN / 2;
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
                                    int m_first, std::uint32_t staging)
         : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
 
     /// The bias goes where the sums begin, which costs no registers beside them.
-    __device__ __forceinline__ void begin(float (&acc)[Traits::kMBlocks][kCount]) {
+    __device__ __forceinline__ void begin(float (&acc)[Traits::kM64][kCount]) {
       if constexpr (!kBias) return;
-      const int column = tile_.shared * Traits::kN + here(static_cast<int>(threadIdx.x)) % 4 * 2;
+      const int column =
+          tile_.n_block * Traits::kTileN + here(static_cast<int>(threadIdx.x)) % 4 * 2;
       const T* const bias = static_cast<const T*>(e_.bias) +
                             static_cast<std::int64_t>(tile_.expert) * e_.columns + column;
-      static_for<Traits::kN / 8>([&](auto index) {
+      static_for<Traits::kTileN / 8>([&](auto index) {
         constexpr int j = decltype(index)::value;
         // Columns are even: multiples of 8.
         const bool inside = e_.biased && column + j * 8 < e_.columns;
         const float low = inside ? static_cast<float>(bias[j * 8]) : 0.0f;
         const float high = inside ? static_cast<float>(bias[j * 8 + 1]) : 0.0f;
-        static_for<Traits::kMBlocks>([&](auto block) {
+        static_for<Traits::kM64>([&](auto block) {
           float* a = &acc[decltype(block)::value][4 * j];
           a[0] = a[2] = low;
           a[1] = a[3] = high;
@@ -198,20 +199,21 @@ struct StoreTile {
 
     /// Beside the main loop: the copy engine has read what the tile before has left in staging.
     __device__ __forceinline__ void prefetch() {
-      if (kHolds<Traits>) return;  // send() waits
+      if (kDefers<Traits>) return;  // send() waits
       if (threadIdx.x % 32 == 0) store_wait_read<0>();
       __syncwarp();
     }
 
-    __device__ __forceinline__ void finish(float (&acc)[Traits::kMBlocks][kCount],
-                                           Held<Traits>& held, const EpilogueBlocks<Traits>&) {
+    __device__ __forceinline__ void finish(float (&acc)[Traits::kM64][kCount],
+                                           Deferred<Traits>& deferred,
+                                           const EpilogueStages<Traits>&) {
       const Place at = At::template place<Traits>(e_, tile_);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
-      if constexpr (kHolds<Traits>) {
-        held.template keep<T>(acc[0], at, m_first_ * 64 + uniform(t / 32) * 16);
+      if constexpr (kDefers<Traits>) {
+        deferred.template defer<T>(acc[0], at, m_first_ * 64 + uniform(t / 32) * 16);
       } else {
         Staging<kTiles> staging(staging_, t % 32);
-        static_for<Traits::kMBlocks>([&](auto index) {
+        static_for<Traits::kM64>([&](auto index) {
           constexpr int m = decltype(index)::value;
           const int row = (m_first_ + m) * 64 + uniform(t / 32) * 16;
           if (row < at.rows) {
@@ -231,7 +233,7 @@ struct StoreTile {
     __device__ __forceinline__ void store_16(T* out, const Place& at, int row, float (&acc)[kCount],
                                              Staging<kTiles>& staging) const {
       const int rows = at.rows - row;
-      static_for<Traits::kN / 64>([&](auto index) {
+      static_for<Traits::kTileN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int columns = at.columns - chunk * 64;
         if (columns <= 0) return staging.skip();

@@ -2,7 +2,7 @@
 
 #include "cuda/device/warp_tile.cuh"
 #include "cuda/sm90/epilogue/store_tile.cuh"
-#include "cuda/sm90/grouped_gemm.cuh"
+#include "cuda/sm90/pipeline.cuh"
 
 /// Epilogue for outputs in which the own axis is contiguous, though it is M of the products: stores
 /// the transposed tile, or adds it to what is there. With the wider operand as N, wgmma reads 80
@@ -16,28 +16,29 @@ struct StoreTransposed {
   using Params = StoreParams;
   static constexpr bool kAdds = false;
   static constexpr int kTiles = 2;  // of a warpgroup; a warp has a quarter of each
-  static constexpr int kWarpBytes = kTiles * WarpgroupTile::kBytes / 4;
-  template <int kN>
-  static constexpr int kBlocks = 0;
+  static constexpr int kStagingBytes = kTiles * WarpgroupTile::kBytes / 4;
+  template <int kTileN>
+  static constexpr int kRingStages = 0;
 
   template <class Traits>
-  struct HeldHalf : HeldTile<Traits::kN / 64> {
+  struct DeferredHalf : DeferredTile<Traits::kTileN / 64> {
     int half;  ///< which tensor map
   };
   template <class Traits>
-  using Held = std::conditional_t<kPlain, HeldHalf<Traits>, HoldsNothing::Held<Traits>>;
+  using Deferred =
+      std::conditional_t<kPlain, DeferredHalf<Traits>, DefersNothing::Deferred<Traits>>;
 
   /// Sends the next chunk of a held tile, all warps of a warpgroup together; false if there is
   /// none.
   template <class Traits>
-  static __device__ __forceinline__ bool send(const Params& e, Held<Traits>& held,
+  static __device__ __forceinline__ bool send(const Params& e, Deferred<Traits>& deferred,
                                               std::uint32_t staging, int consumer) {
     if constexpr (!kPlain) {
       return false;
     } else {
-      return held.chunks.next([&](auto index, const Block* blocks) {
+      return deferred.chunks.next([&](auto index, const Fragment* blocks) {
         constexpr int chunk = decltype(index)::value;
-        if (held.rows <= chunk * 64) return;
+        if (deferred.rows <= chunk * 64) return;
         const int t = here(static_cast<int>(threadIdx.x)) % 128;
         const int warp = uniform(t / 32), lane = t % 32;
         const auto everyone_once_read = [&] {
@@ -47,8 +48,9 @@ struct StoreTransposed {
         // The tile before may have ended with any chunk.
         if (chunk == 0) everyone_once_read();
         const WarpgroupTile tile = staging_tile(uniform(staging), chunk, warp, lane);
-        const int half = uniform(here(held.half)), expert = uniform(here(held.expert));
-        const int row = uniform(here(held.row)) + chunk * 64, column = uniform(here(held.column));
+        const int half = uniform(here(deferred.half)), expert = uniform(here(deferred.expert));
+        const int row = uniform(here(deferred.row)) + chunk * 64,
+                  column = uniform(here(deferred.column));
         put_all(tile, blocks);
         fence_async_proxy();
         // Past the barrier this tile is full, and the other one, which the chunk before left
@@ -66,9 +68,9 @@ struct StoreTransposed {
   class Run {
    public:
     using T = typename Traits::T;
-    static constexpr int kCount = Traits::kN / 2;
+    static constexpr int kCount = Traits::kTileN / 2;
 
-    static_assert(!Traits::kRows && Traits::kMBlocks == 1);
+    static_assert(!Traits::kRows && Traits::kM64 == 1);
 
     __device__ __forceinline__ Run(const Params& e, const GemmParams& p, const Tile& tile,
                                    int m_first, std::uint32_t staging)
@@ -82,16 +84,16 @@ struct StoreTransposed {
       everyone();
     }
 
-    __device__ __forceinline__ void finish(float (&acc)[1][kCount], Held<Traits>& held,
-                                           const EpilogueBlocks<Traits>&) {
-      const int half = tile_.shared >= p_.shared_half;
-      const int row = (tile_.shared - half * p_.shared_half) * Traits::kN;
-      const int column = tile_.own * kOwn + m_first_ * 64;
+    __device__ __forceinline__ void finish(float (&acc)[1][kCount], Deferred<Traits>& deferred,
+                                           const EpilogueStages<Traits>&) {
+      const int half = tile_.n_block >= p_.n_half;
+      const int row = (tile_.n_block - half * p_.n_half) * Traits::kTileN;
+      const int column = tile_.m_block * kTileM + m_first_ * 64;
       if (column >= e_.columns) return;
       const Place at = in_expert(e_, tile_, row, column);
       if constexpr (kPlain) {
-        held.half = half;
-        held.template keep<T>(acc[0], at, 0);
+        deferred.half = half;
+        deferred.template defer<T>(acc[0], at, 0);
       } else if (e_.f32) {
         store_f32(static_cast<float*>(e_.out[half]) + at.start, at, acc[0]);
       } else {
@@ -108,7 +110,7 @@ struct StoreTransposed {
                                              float (&acc)[kCount]) const {
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int warp = t / 32;
-      static_for<Traits::kN / 64>([&](auto index) {
+      static_for<Traits::kTileN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int rows = at.rows - chunk * 64;
         if (rows <= 0) return;
@@ -155,7 +157,7 @@ struct StoreTransposed {
   /// From the address of the warp's part of staging, where the chunk's tile of the warpgroup lies.
   static __device__ __forceinline__ WarpgroupTile staging_tile(std::uint32_t staging, int chunk,
                                                                int warp, int lane) {
-    const std::uint32_t first = staging - warp * kWarpBytes;
+    const std::uint32_t first = staging - warp * kStagingBytes;
     return {first + chunk % kTiles * WarpgroupTile::kBytes, warp, lane};
   }
 };

@@ -1,65 +1,10 @@
 #pragma once
 
 #include "cuda/device/ptx.cuh"
-#include "cuda/device/wgmma.cuh"
-#include "cuda/sm90/tile_walk.cuh"
+#include "cuda/sm90/tile.cuh"
 
-/// How operand tiles come into a pipeline stage. The K extent of a stage is 64 elements of 16 bits,
-/// one 128-byte swizzled line.
-///
-/// Every CTA has an operand of its own, 128 wide (16 KiB a stage), and one that it shares
-/// with its cluster, `kN` wide: each CTA loads its part and multicasts it.
+/// Gathers of operand A.
 namespace sonicmoe::cuda {
-
-inline constexpr int kK = 64;
-inline constexpr int kOwn = 128;
-inline constexpr int kLineBytes = 128;
-inline constexpr int kOwnBytes = kOwn * kLineBytes;
-inline constexpr int kChunkBytes = 64 * kLineBytes;  // 64 x 64 elements
-inline constexpr int kProducerThreads = 128;
-
-/// What a CTA loads of the operand that it shares: its half, for both CTAs, or everything, for
-/// itself, where they are apart.
-struct Share {
-  int rank;
-  bool apart;
-  __device__ __forceinline__ bool loads(int half) const { return apart || half == rank; }
-  __device__ __forceinline__ std::uint16_t mask() const { return apart ? 1 << rank : 3; }
-};
-
-/// The shared operand where K is contiguous: two boxes of {64 k, kN/2 rows}. Box i starts at
-/// row rows[i] of map i.
-template <int kN>
-__device__ __forceinline__ void load_shared_k(std::uint32_t stage, std::uint32_t barrier,
-                                              const Share& share,
-                                              const CUtensorMap* const (&maps)[2],
-                                              const int (&rows)[2], int k, int expert) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!share.loads(i)) continue;
-    load_box_multicast(stage + i * (kN / 2 * kLineBytes), maps[i], barrier, share.mask(), k,
-                       rows[i], expert);
-  }
-}
-
-/// The shared operand where its own axis is contiguous: chunks of 64 columns, each of two boxes of
-/// {64 columns, 32 k}. In place of chunks past the one at column `last` that one comes again: of
-/// zeros, which the copy engine fills in past an end, all multiprocessors together get some 700
-/// GB/s (docs/findings/past-the-end.md).
-template <int kN>
-__device__ __forceinline__ void load_shared_mn(std::uint32_t stage, std::uint32_t barrier,
-                                               const Share& share, const CUtensorMap* map,
-                                               int column, int last, int k, int expert) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!share.loads(i)) continue;
-#pragma unroll
-    for (int chunk = 0; chunk < kN / 64; ++chunk) {
-      load_box_multicast(stage + chunk * kChunkBytes + i * (kChunkBytes / 2), map, barrier,
-                         share.mask(), min(column + chunk * 64, last), k + i * 32, expert);
-    }
-  }
-}
 
 /// Eight addresses in registers of their own. Without this the compiler computes each into the same
 /// register, and every copy waits until the one before has read its address.
@@ -91,11 +36,11 @@ struct NoGather {
 /// of a block are of one form is worth more than what they save: with another for partial tiles
 /// beside it, each copy of either waits for its own predicate.
 ///
-/// The addresses are moved on once in kBlocksInTurn blocks. produce() unrolls its loop by as many,
+/// The addresses are moved on once in kUnroll blocks. produce() unrolls its loop by as many,
 /// so that a block's place among them is a constant. With 2 the compiler keeps the addresses where
 /// copies can use them; with 1 it moves each there first, which waits until the copy before has
 /// read its own (docs/findings/machine-code.md, 23).
-template <int kBlocksInTurn>
+template <int kUnroll>
 class RowGather {
  public:
   struct Ahead {
@@ -108,7 +53,7 @@ class RowGather {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // A tile without rows is of an expert that has some.
-      const int row = max(min(tile.own * kOwn + t / 8 + 16 * i, tile.rows - 1), 0);
+      const int row = max(min(tile.m_block * kTileM + t / 8 + 16 * i, tile.rows - 1), 0);
       ahead.token[i] = p.row_tokens[tile.first_row + row];
     }
     return ahead;
@@ -119,7 +64,7 @@ class RowGather {
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
     const int width = p.gathered_width;
     left_ = width - t % 8 * 8;
-    rows_ = tile.rows - tile.own * kOwn;
+    rows_ = tile.rows - tile.m_block * kTileM;
     // The swizzle: 16-byte piece c of line r lies at piece c ^ (r % 8). All our rows agree in r
     // % 8.
     place_ = t / 8 * kLineBytes + ((t % 8) ^ (t / 8 % 8)) * 16;
@@ -133,20 +78,20 @@ class RowGather {
   /// Calls with block = 0, 1, 2, ... in order.
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
     const std::uint32_t to = stage + place_;
-    const int turn = block % kBlocksInTurn;
+    const int turn = block % kUnroll;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // The next block wants the bytes beside these.
       if (i / 2 * 32 < rows_) {
         copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i] + turn * kLineBytes,
-                             left_ > turn * kK);
+                             left_ > turn * kTileK);
       }
     }
-    if (turn + 1 < kBlocksInTurn) return;
+    if (turn + 1 < kUnroll) return;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) from_[i] += kBlocksInTurn * kLineBytes;
+    for (int i = 0; i < 8; ++i) from_[i] += kUnroll * kLineBytes;
     keep_apart(from_);
-    left_ -= kBlocksInTurn * kK;
+    left_ -= kUnroll * kTileK;
   }
 
  private:
@@ -193,13 +138,13 @@ class ContractionGather {
         first_row_(tile.first_row),
         rows_(tile.rows),
         row_pieces_(p.gathered_width / 8) {
-    const int width = p.gathered_width, column = tile.own * kOwn;
+    const int width = p.gathered_width, column = tile.m_block * kTileM;
     const int t = static_cast<int>(threadIdx.x) % kProducerThreads;
     const int piece = t % 8;
     line_ = t / 8;
     base_ = static_cast<const char*>(p.gathered) + (column + piece * 8) * 2;
     left_ = width - column - piece * 8;
-    full_ = column + kOwn <= width;
+    full_ = column + kTileM <= width;
     place_ = line_ * kLineBytes + (piece ^ (line_ % 8)) * 16;
     next_ = token_of(0);
   }
@@ -223,7 +168,7 @@ class ContractionGather {
       rows |= (row != kNoRow) << i;
     }
     const std::uint32_t to = stage + place_;
-    if (full_ && (block + 1) * kK <= rows_) {
+    if (full_ && (block + 1) * kTileK <= rows_) {
       each([&](int i, int chunk, int at) { copy_async_16(to + at, from[i] + chunk * kLineBytes); });
     } else {
       each([&](int i, int chunk, int at) {
@@ -250,7 +195,7 @@ class ContractionGather {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int line = line_ / 4 * 4 + lane % 4 + lane % 16 / 4 * 16;
     // Past 2^31 where an expert has nearly as many rows.
-    const unsigned row = static_cast<unsigned>(block + lane / 16) * kK + line;
+    const unsigned row = static_cast<unsigned>(block + lane / 16) * kTileK + line;
     return row < static_cast<unsigned>(rows_) ? row_tokens_[first_row_ + row] : -1;
   }
 
