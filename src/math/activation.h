@@ -8,9 +8,12 @@
 
 /// Activations as scalar function objects, usable on host and device.
 ///
-/// An activation is an object: its members are its parameters, and one without is empty, so that
-/// kernels carry nothing for it. Most are made of a function f of one variable. Without a gate
-/// a = f(h). With a gate h = [g, u] and a = f(g) u, so that da/dg = f'(g) u and da/du = f(g).
+/// The members of an activation object are its parameters. An activation without parameters is an
+/// empty object, so kernels carry nothing for it. Most activations are made of a function f of one
+/// variable:
+///
+///     without a gate   a = f(h)
+///     with a gate      h = [g, u], a = f(g) u, da/dg = f'(g) u, da/du = f(g)
 namespace sonicmoe::math {
 
 struct ValueSlope {
@@ -20,7 +23,8 @@ struct ValueSlope {
 
 struct Silu {  // x sigmoid(x)
   static SONICMOE_HD float value(float x) { return x * sigmoid(x); }
-  /// -2^-118 below -86.6, where the function is closer to 0; at -inf, too, where value() is a NaN.
+  /// value() by sigmoid_by_newton(), which needs x >= -86.6. Any x below that, -inf included, gives
+  /// about -2^-118. There value() is closer to 0, but a NaN at -inf.
   static SONICMOE_HD float value_by_newton(float x) {
     x = at_least(x, -86.6f);
     return x * sigmoid_by_newton(x);
@@ -32,14 +36,17 @@ struct Silu {  // x sigmoid(x)
   }
 };
 
-struct Gelu {  // x Phi(x), Phi the normal distribution function, phi its density
+struct Gelu {  // x Phi(x), where Phi is the standard normal distribution function
   struct Normal {
     float cdf, pdf;
   };
 #if defined(__CUDA_ARCH__)
-  /// By formula 7.1.26 of Abramowitz and Stegun, erfc(z) = t poly(t) exp(-z^2) with
-  /// t = 1 / (1 + 0.3275911 z), z >= 0, good to 1.5e-7: without branches, for it is inlined often.
-  /// The density has the same exponential.
+  /// Formula 7.1.26 of Abramowitz and Stegun, for z >= 0:
+  ///
+  ///     erfc(z) = t poly(t) exp(-z^2), t = 1 / (1 + 0.3275911 z)
+  ///
+  /// Its error is at most 1.5e-7. It has no branches, and kernels inline it in many places. With
+  /// z = |x| / sqrt(2) the density uses the same exponential.
   static SONICMOE_HD Normal normal(float x) {
     const float z = fabsf(x) * 0.70710678118654752f;
     const float t = fast_reciprocal(fma(z, 0.3275911f, 1.0f));
@@ -64,8 +71,8 @@ struct Gelu {  // x Phi(x), Phi the normal distribution function, phi its densit
   }
 };
 
-struct GeluTanh {  // x/2 (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi); (1 + tanh t)/2 =
-                   // sigmoid(2t)
+/// x/2 (1 + tanh(c (x + 0.044715 x^3))) with c = sqrt(2/pi). (1 + tanh t)/2 is sigmoid(2t).
+struct GeluTanh {
   static constexpr float kTwoC = 1.5957691216057308f;
   static SONICMOE_HD float gate(float x) { return sigmoid(kTwoC * x * (1.0f + 0.044715f * x * x)); }
   static SONICMOE_HD float value(float x) { return x * gate(x); }
@@ -98,14 +105,15 @@ struct Gradients {
   float dup;    // dL/du; 0 without a gate
 };
 
-/// a = f(g) u. The function is a base, so that an empty one leaves the activation empty.
+/// a = f(g) u. F is a base class, so an empty F makes an empty activation.
 ///
-/// An activation of another shape stands by itself and offers the same members.
+/// An activation of another form is a class of its own with the same members.
 template <class F>
 struct Gated : F {
   static constexpr bool kIsGlu = true;
   SONICMOE_HD float forward(float gate, float up) const { return F::value(gate) * up; }
-  /// The same, by F::value_by_newton() where F has one.
+  /// forward(), but with F::value_by_newton() if F has one. up_proj on a GPU uses it for three
+  /// units of four, since its epilogue is limited by reciprocals (docs/findings/sigmoid.md).
   SONICMOE_HD float forward_by_newton(float gate, float up) const {
     if constexpr (requires { F::value_by_newton(gate); }) {
       return F::value_by_newton(gate) * up;
@@ -120,7 +128,7 @@ struct Gated : F {
   }
 };
 
-/// a = f(h). `gate` is h; there is no `up`, and what stands for it is ignored.
+/// a = f(h). `gate` is h; forward() and backward() ignore `up`.
 template <class F>
 struct Plain : F {
   static constexpr bool kIsGlu = false;
@@ -138,9 +146,8 @@ struct Plain : F {
   }
 };
 
-/// Calls f with the object that computes an activation, and returns what it returns. An enumerator
-/// without a case does not compile; validation refuses a value without an enumerator when a plan is
-/// made.
+/// Calls f with the object that computes an activation and returns f's result. An enumerator
+/// without a case does not compile. make_plan() refuses a value that is no enumerator.
 template <class F>
 SONICMOE_HD auto visit_activation(const ActivationSpec& spec, F&& f) {
   switch (spec.kind) {

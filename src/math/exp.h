@@ -10,11 +10,11 @@ namespace sonicmoe::math {
 /// x = k ln2 + r with |r| <= ln2/2, and e^r = 1 + (r + r^2 q(r)). q is a minimax polynomial of
 /// degree 4 that we fitted for the relative error of e^r (3.1e-9 before rounding).
 SONICMOE_HD float exp(float x) {
-  // Past these bounds the result is 0 or inf anyway, and k keeps to 9 bits. Written so that a NaN
-  // falls through both.
+  // Beyond these bounds the result is 0 or inf anyway. Within them k fits 9 bits. A NaN compares
+  // false with both bounds and stays.
   x = x < -104.0f ? -104.0f : x;
   x = x > 89.0f ? 89.0f : x;
-  // Adding 1.5 * 2^23 leaves round-to-nearest(x / ln2) in the low mantissa bits.
+  // Adding 1.5 * 2^23 leaves x / ln2, rounded to nearest, in the low mantissa bits.
   constexpr float kShift = 12582912.0f;
   const float shifted = fma(x, 0x1.715476p+0f, kShift);
   const float k = sub(shifted, kShift);
@@ -26,8 +26,8 @@ SONICMOE_HD float exp(float x) {
   q = fma(q, r, 0x1.555492p-3f);
   q = fma(q, r, 0x1.fffffcp-2f);
   const float p = add(1.0f, fma(q, mul(r, r), r));
-  // 2^k in two factors: k reaches -150 and 128, past what one exponent field holds. Unsigned, so
-  // that the garbage bits of a NaN are harmless.
+  // 2^k takes two factors: k runs from -150 to 128, further than one exponent field reaches. For a
+  // NaN, n has arbitrary bits; unsigned arithmetic keeps them harmless.
   const std::uint32_t n = bits(shifted) - 0x4b400000u + 256u;  // k + 256
   const std::uint32_t half = n >> 1;                           // floor(k/2) + 128
   const float s1 = from_bits((half - 1u) << 23);
@@ -35,9 +35,9 @@ SONICMOE_HD float exp(float x) {
   return mul(mul(p, s1), s2);
 }
 
-// For activations, which unlike scores need not have the same bits on every backend: the GPU takes
-// its special function unit, whose relative error is a few units of 2^-22, and whose ends of the
-// range are right (0 and inf).
+// The next two functions serve activations. Unlike scores, activations may have other bits on
+// another backend, so the GPU uses its special function unit. Its relative error is a few units of
+// 2^-22. At the ends of the range it gives 0 and inf, as it should.
 
 SONICMOE_HD float fast_exp(float x) {
 #if defined(__CUDA_ARCH__)
@@ -57,8 +57,12 @@ SONICMOE_HD float fast_reciprocal(float x) {
   return div(1.0f, x);
 #endif
 }
-/// 1 / d for 1 <= d <= 2^125 without a division, to 2^-23; that of 1 is 1. The first guess, good to
-/// 5 %, negates the exponent. A step takes an error to its third power, Newton's squares that.
+/// 1 / d for 1 <= d <= 2^125 without a division, with a relative error of at most 2^-23. 1 / 1 is
+/// exactly 1.
+///
+/// The first guess negates d's exponent and is good to 5 %. The first step cubes the guess's error,
+/// and the second, Newton's, squares the remaining error. Two Newton steps would end at 2^-17 and
+/// make 1 / 1 less than 1 (docs/findings/sigmoid.md).
 SONICMOE_HD float reciprocal_by_newton(float d) {
   float y = from_bits(0x7ef311c7u - bits(d));
   const float r = fma(-d, y, 1.0f);
@@ -68,7 +72,7 @@ SONICMOE_HD float reciprocal_by_newton(float d) {
 
 /// 1 / (1 + e^-x).
 SONICMOE_HD float sigmoid(float x) { return fast_reciprocal(add(1.0f, fast_exp(-x))); }
-/// The same for x >= -86.6 or NaN.
+/// sigmoid() for x >= -86.6 or a NaN x. The bound keeps 1 + e^-x below 2^125.
 SONICMOE_HD float sigmoid_by_newton(float x) {
   return reciprocal_by_newton(add(1.0f, fast_exp(-x)));
 }

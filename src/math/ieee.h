@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
-// Scalar arithmetic whose every rounding is spelled out, so that CPU and GPU give the same bits: no
-// compiler may fuse or split these (the host build passes -ffp-contract=off).
+// Scalar arithmetic that spells out every rounding, so that CPU and GPU give the same bits. No
+// compiler may fuse or split these operations; the host build passes -ffp-contract=off.
 
 #if defined(__CUDACC__)
 #define SONICMOE_HD __host__ __device__ __forceinline__
@@ -49,7 +49,7 @@ SONICMOE_HD float div(float a, float b) {
 #endif
 }
 
-/// The larger one; a NaN x stays.
+/// The larger of x and low. A NaN x stays a NaN.
 SONICMOE_HD float at_least(float x, float low) {
 #if defined(__CUDA_ARCH__)
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));

@@ -6,8 +6,9 @@
 
 namespace sonicmoe::math {
 
-/// First word of Philox4x32-10 (Salmon et al., SC 2011) with the counter (offset, index): a random
-/// 32-bit number that depends on nothing but its arguments, the same on every backend.
+/// First word of Philox4x32-10 (Salmon et al., SC 2011) with key `seed` and counter
+/// (offset, index). This random 32-bit number depends on the arguments alone, so every backend
+/// draws the same.
 SONICMOE_HD std::uint32_t philox(std::uint64_t seed, std::uint64_t offset, std::uint64_t index) {
   std::uint32_t c0 = static_cast<std::uint32_t>(offset);
   std::uint32_t c1 = static_cast<std::uint32_t>(offset >> 32);

@@ -6,8 +6,9 @@
 /// Softmax whose order of summation is fixed, so that CPU and GPU give the same bits.
 namespace sonicmoe::math {
 
-/// Sum of term(0) .. term(n-1): lane l of 32 adds terms l, l+32, l+64, ... in that order, starting
-/// from 0; then lanes are added pairwise at distance 16, 8, 4, 2, 1 (a warp's xor butterfly).
+/// Sum of term(0) .. term(n-1) in the order of a warp. Lane l of 32 starts from 0 and adds terms
+/// `l, l+32, l+64, ...` in that order. Then lanes are added pairwise at distance `16, 8, 4, 2, 1`,
+/// as in an xor butterfly.
 template <class Term>
 SONICMOE_HD float lane_sum32(int n, Term term) {
   float lane[32];
@@ -19,7 +20,8 @@ SONICMOE_HD float lane_sum32(int n, Term term) {
   return lane[0];
 }
 
-/// Probability of one logit: e^(x - max) / sum. Subtraction first, one exp, one IEEE division.
+/// Numerator of a logit's probability e^(x - max) / sum. The caller divides by the sum with
+/// math::div(), one IEEE division.
 SONICMOE_HD float softmax_term(float x, float max) { return exp(sub(x, max)); }
 
 }  // namespace sonicmoe::math
