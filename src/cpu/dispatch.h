@@ -5,7 +5,7 @@
 #include "core/kernel.h"
 #include "math/convert.h"
 
-/// What the small operations share: one body for both storage types, no scratch by default.
+/// Shared by the operations without a tile engine: one body serves both storage types.
 namespace sonicmoe::cpu {
 
 using math::Bf16;
@@ -14,8 +14,8 @@ using math::to_float;
 
 inline constexpr DTypes kStorageTypes = {DType::f32, DType::bf16};
 
-/// f(T{}) with the storage type. A dtype without a case does not compile or is refused; it never
-/// runs as another one.
+/// Calls f(T{}) with the storage type of `dtype` and returns f's status. A dtype that the CPU does
+/// not have is refused, and an enumerator without a case does not compile.
 template <class F>
 Status visit_dtype(DType dtype, F&& f) {
   switch (dtype) {

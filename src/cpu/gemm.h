@@ -6,16 +6,18 @@
 
 #include "math/convert.h"
 
-/// Products of one tile with fp32 accumulation, the only place where CPU time is spent in earnest.
+/// Products of one tile with fp32 accumulation. The CPU backend spends nearly all of its time here.
 ///
-/// An engine packs a left block (at most kBlockM x kBlockK) and a right block (kBlockK x kBlockN)
-/// into scratch of its own and multiplies them into an fp32 tile:
+/// lhs() takes a block of operand A and rhs() a block of operand B; each packs its block into the
+/// engine's scratch if it has to. multiply() writes their product to an fp32 tile C (m, n), or adds
+/// it to C:
 ///
-///   nt: C = A B^T   A (m, k) rows, B (n, k) rows     up_proj, down_proj
-///   nn: C = A B     A (m, k) rows, B (k, n) rows     the two dgrads
-///   tn: C = A^T B   A (k, m) rows, B (k, n) rows     the two wgrads
+///     nt: C = A B^T   A (m, k) rows, B (n, k) rows     up_proj, down_proj
+///     nn: C = A B     A (m, k) rows, B (k, n) rows     the two dgrads
+///     tn: C = A^T B   A (k, m) rows, B (k, n) rows     the two wgrads
 ///
-/// Any operand's rows may be gathered. Blocks are chosen by shape alone.
+/// m is at most kBlockM (kBlockN with tn), n at most kBlockN, k at most kBlockK. The rows of both
+/// operands may be gathered. Operations choose blocks by shape alone.
 namespace sonicmoe::cpu {
 
 enum class Form { nt, nn, tn };
@@ -24,7 +26,8 @@ inline constexpr std::int64_t kBlockM = 384;
 inline constexpr std::int64_t kBlockN = 512;
 inline constexpr std::int64_t kBlockK = 512;
 
-/// Rows of a row-major matrix; row i is base + index[i] * stride, or base + i * stride.
+/// Rows of a row-major matrix. Row i is base + index[i] * stride, or base + i * stride without an
+/// index. `stride` is in elements.
 template <class T>
 struct Rows {
   const T* base;
@@ -38,8 +41,8 @@ struct Rows {
   Rows from_column(std::int64_t j) const { return {base + j, stride, index}; }
 };
 
-/// OpenBLAS sgemm, one thread a call. fp32 rows are used in place; gathered or bf16 rows are copied
-/// to fp32 scratch first.
+/// OpenBLAS sgemm, one thread a call. It reads contiguous fp32 rows in place. Gathered or bf16 rows
+/// are copied to fp32 scratch first.
 template <class T>
 class SgemmEngine {
  public:
@@ -49,9 +52,10 @@ class SgemmEngine {
 
   explicit SgemmEngine(void* scratch) : scratch_(static_cast<float*>(scratch)) {}
 
+  /// Sets the blocks that multiply() reads. Their rows must stay valid until then.
   void lhs(Form form, std::int64_t m, std::int64_t k, Rows<T> rows);
   void rhs(Form form, std::int64_t n, std::int64_t k, Rows<T> rows);
-  /// C (m, n), row stride ldc; added to if `accumulate`.
+  /// Writes C (m, n), with `ldc` elements from row to row. Adds to C if `accumulate`.
   void multiply(Form form, std::int64_t m, std::int64_t n, std::int64_t k, float* c,
                 std::int64_t ldc, bool accumulate);
 
@@ -67,15 +71,19 @@ class SgemmEngine {
   Dense rhs_;
 };
 
-/// Our own product with AVX-512: fp32 with fused multiply-adds, bf16 with the processor's dot
-/// products (two products and their sum into fp32 in one instruction, twice the rate of fp32). It
-/// reads gathered left rows in place and packs the right block straight from its layout, where
-/// sgemm first needs a copy and then packs both. Figures: docs/findings/cpu-avx512.md.
+/// Our own product with AVX-512. fp32 uses fused multiply-adds. bf16 uses the processor's dot
+/// products: one instruction adds two products to an fp32 sum, at twice the rate of fp32.
+///
+/// The engine reads rows of A in place, gathered or not (tn packs them), and packs B straight from
+/// its layout. sgemm needs a copy first and then packs both (docs/findings/cpu-avx512.md).
+///
+/// With bf16, nt and nn need an even k, because multiply() reads A's rows two elements at a time.
+/// Otherwise the calls are those of SgemmEngine.
 template <class T>
 class Avx512Engine {
  public:
   using Storage = T;
-  static const char* missing();  ///< the instructions this processor lacks, null if none
+  static const char* missing();  ///< the instructions that this processor lacks, or null
   static std::size_t scratch_bytes();
 
   explicit Avx512Engine(void* scratch) : scratch_(static_cast<std::uint32_t*>(scratch)) {}

@@ -11,20 +11,20 @@
 #include "math/activation.h"
 #include "math/convert.h"
 
-/// What the grouped GEMMs share: views of W1 under its three layouts, scratch, rejection, dispatch.
+/// Shared by the grouped GEMMs: views of W1 in its three layouts, scratch, rejection, dispatch.
 namespace sonicmoe::cpu {
 
 using math::Bf16;
 using math::from_float;
 using math::to_float;
 
-/// Gate and up rows of a tensor laid out like W1 (or b1 with width 1): both are (n, width) matrices
-/// with a stride, which is all that a layout is. Without a gate there is no up part.
+/// Gate and up rows of one expert in a tensor laid out like W1 (b1 has width 1). In each layout
+/// both are (n, width) matrices with a row stride, so callers need not know the layout.
 template <class T>
 struct W1View {
   T* gate;
-  T* up;  ///< null without a gate
-  std::int64_t stride;
+  T* up;                ///< null without a gate
+  std::int64_t stride;  ///< elements from row to row, of gate and of up
 };
 
 template <class T, class Desc>
@@ -46,7 +46,7 @@ W1View<T> w1_view(const Desc& d, T* w1, T* w1_up, std::int64_t expert, std::int6
   return {w1 + expert * n * width, w1_up + expert * n * width, width};
 }
 
-/// Per-thread scratch: the engine's packing buffers, then floats for tiles.
+/// One thread's part of the workspace: the engine's packing buffers, then floats for tiles.
 template <class Engine>
 struct Scratch {
   static constexpr std::size_t kAlignment = 256;
@@ -68,7 +68,7 @@ template <class Engine>
 constexpr DType kDTypeOf =
     std::is_same_v<typename Engine::Storage, float> ? DType::f32 : DType::bf16;
 
-/// Why the processor does not run these engines, or empty.
+/// The reason why this processor cannot run all of these engines, or empty.
 template <class... Engines>
 std::string reject_processor() {
   for (const char* missing : {Engines::missing()...}) {
@@ -78,15 +78,16 @@ std::string reject_processor() {
   return {};
 }
 
-/// f.template operator()<Engine>() for the engine of this storage type, which is one of the
-/// kernel's `dtypes`. The plain kernels have an engine for each, the AVX-512 ones are made for one.
+/// Calls f.template operator()<Engine>() with the engine whose storage type is `dtype`, one of the
+/// kernel's `dtypes`. An sgemm kernel has an engine for each storage type, an AVX-512 kernel has
+/// one engine.
 template <class... Engines, class F>
 void visit_engine(DType dtype, F&& f) {
   ((dtype == kDTypeOf<Engines> ? f.template operator()<Engines>() : void()), ...);
 }
 
-/// The kernel list's entry for one grouped GEMM. Op<Engine> has `floats(desc)` of scratch a thread
-/// and `run(desc, args, workspace, threads)`.
+/// The kernel list's entry for one grouped GEMM. Op<Engine> has `floats(desc)`, the floats of
+/// scratch a thread, and `run(desc, args, workspace, threads)`.
 template <template <class> class Op, class... Engines>
 struct GroupedEntry {
   static std::string reject(const GroupedGemmDesc&, const DeviceTraits&) {
@@ -144,7 +145,7 @@ void visit_grad_type(const GroupedGemmDesc& d, F&& f) {
   }
 }
 
-/// A row of a weight gradient.
+/// Writes a row of a weight gradient, or adds to it if the descriptor says so.
 template <class T>
 inline void store_grad(const GroupedGemmDesc& d, const float* from, T* to, std::int64_t count) {
   if (d.accumulate_weight_grads) {

@@ -6,11 +6,11 @@
 #include <atomic>
 #include <cstdint>
 
-/// Work is split by shape and counts alone, never by the number of threads, and every piece writes
-/// its own outputs; so results are the same bits for any number of threads.
+/// Shape and counts alone decide how work is split, never the number of threads. Each piece writes
+/// outputs of its own. So any number of threads gives the same bits.
 namespace sonicmoe::cpu {
 
-/// f(thread, piece) for pieces 0 .. count-1, handed out in ascending order.
+/// Calls f(thread, piece) for pieces 0 .. count-1. Threads take pieces in ascending order.
 template <class F>
 void parallel_for(int threads, std::int64_t count, F&& f) {
   if (count <= 0) return;
@@ -19,8 +19,8 @@ void parallel_for(int threads, std::int64_t count, F&& f) {
     return;
   }
   std::atomic<std::int64_t> next{0};
-  // All threads, even where some find no piece: libgomp ends those that a smaller team leaves over
-  // and makes new ones for the next larger team, with allocations and 30 us each.
+  // Starts all threads, even if some find no piece. With a smaller team libgomp would end the
+  // surplus threads; for the next larger team it would allocate and start new ones, 30 us each.
 #pragma omp parallel num_threads(threads)
   {
     const int thread = omp_get_thread_num();
@@ -28,10 +28,10 @@ void parallel_for(int threads, std::int64_t count, F&& f) {
   }
 }
 
-/// Elements handled by one piece of an element-wise pass.
+/// Tokens, or grouped rows, in a piece of a pass that works token by token.
 inline constexpr std::int64_t kTokensPerPiece = 64;
 
-/// f(thread, begin, end) over ranges of at most `step` items.
+/// Calls f(thread, begin, end) for ranges of at most `step` items.
 template <class F>
 void parallel_ranges(int threads, std::int64_t count, std::int64_t step, F&& f) {
   parallel_for(threads, (count + step - 1) / step, [&](int thread, std::int64_t piece) {
@@ -46,16 +46,18 @@ struct RowBlock {
   std::int64_t rows;
 };
 
-/// Rows of one expert cut into equal blocks of at most `limit` rows, a multiple of 8 but for the
-/// last: an expert with limit + 8 rows gives two halves, not a full block and a sliver.
+/// The block size that cuts one expert's rows into equal blocks of at most `limit` rows. It is a
+/// multiple of 8 (so must `limit` be), and only the last block may be smaller. So limit + 8 rows
+/// make two halves, not a full block and a sliver.
 inline std::int64_t block_rows(std::int64_t rows, std::int64_t limit) {
   const std::int64_t blocks = (rows + limit - 1) / limit;
   return blocks == 0 ? 0 : ((rows + blocks - 1) / blocks + 7) / 8 * 8;
 }
 
-/// f(thread, RowBlock, part) over all blocks of all experts and `parts` pieces of each.
-/// Pieces are numbered expert by expert. Each thread sees ascending numbers, so it finds its expert
-/// by walking on from the last one; no list of blocks is stored.
+/// Calls f(thread, RowBlock, part) for all blocks of all experts, `parts` times for each block.
+///
+/// Pieces are numbered expert by expert. A thread takes ascending numbers, so it finds a piece's
+/// expert by walking on from that of its last piece. No list of blocks is stored.
 template <class F>
 void for_each_row_block(int threads, const std::int32_t* offsets, std::int64_t experts,
                         std::int64_t limit, std::int64_t parts, F&& f) {

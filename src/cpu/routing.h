@@ -9,10 +9,10 @@
 #include "cpu/parallel.h"
 #include "math/softmax.h"
 
-/// One token's routing, shared by top-K, token rounding and their gradients.
+/// One token's routing, shared by top_k, score_grad, aux_loss, token_rounding and its gradient.
 namespace sonicmoe::cpu {
 
-/// The token's logits in fp32; returns the largest, or NaN if any is.
+/// Loads a token's logits into `row` as fp32. Returns the largest, or a NaN if any logit is one.
 template <class T>
 float load_row(const T* logits, std::int64_t experts, float* row) {
   float max = -std::numeric_limits<float>::infinity();
@@ -25,7 +25,7 @@ float load_row(const T* logits, std::int64_t experts, float* row) {
   return nan ? std::numeric_limits<float>::quiet_NaN() : max;
 }
 
-/// Logits to probabilities, in place.
+/// Turns the logits in `row` into their softmax. `max` is the result of load_row().
 inline void softmax_row(float max, std::int64_t experts, float* row) {
   const int count = static_cast<int>(experts);
   for (int e = 0; e < count; ++e) row[e] = math::softmax_term(row[e], max);
@@ -33,8 +33,8 @@ inline void softmax_row(float max, std::int64_t experts, float* row) {
   for (int e = 0; e < count; ++e) row[e] = math::div(row[e], sum);
 }
 
-/// The K largest values in descending order. Sorted insertion: an equal value goes behind, so the
-/// lower id, which came first, stays ahead.
+/// Writes the K largest values in descending order, and their ids. Sorted insertion puts an equal
+/// value behind the earlier one, so the lower id stays ahead.
 inline void select_top_k(const float* values, std::int64_t experts, std::int64_t k, float* best,
                          std::int32_t* ids) {
   std::int64_t found = 0;
@@ -50,8 +50,9 @@ inline void select_top_k(const float* values, std::int64_t experts, std::int64_t
   }
 }
 
-/// Scores and ids of a token's K experts. `row` holds logits and afterwards, if `probabilities` or
-/// if the mode needs them, their softmax. Sums over K run in stored order.
+/// Writes scores and ids of a token's K experts. `row` holds the token's logits and `max` the
+/// largest. The softmax over all experts replaces the logits if the mode needs it or if
+/// `probabilities` is set. Sums over K run in stored order.
 inline void route_token(const RouterDesc& d, float max, bool probabilities, float* row,
                         float* scores, std::int32_t* ids) {
   const bool over_topk = d.over_top_k();
@@ -68,7 +69,8 @@ inline void route_token(const RouterDesc& d, float max, bool probabilities, floa
   if (over_topk && probabilities) softmax_row(max, d.experts, row);
 }
 
-/// Refuses a NaN and rows without a finite maximum. `rows` is (threads, E) scratch.
+/// Refuses a NaN and rows without a finite maximum; the error names the first such token. `rows` is
+/// (threads, E) scratch.
 template <class T>
 Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, float* rows,
                     int threads) {
