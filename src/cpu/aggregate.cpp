@@ -1,6 +1,9 @@
-// out[t] = sum over t's slots, in slot order, of score * rows[row of slot], + another such sum of
-// dlogits[t, e] * router_w[e], + addend[t]; fp32, one rounding. Sums of gathered rows, so it runs
-// at the speed of memory.
+// out[t] = sum over t's slots of score * rows[row of slot]
+//        + sum over t's slots of dlogits[t, e] * router_w[e]
+//        + addend[t]
+//
+// Each sum runs in slot order. Sums are fp32, rounded once. The pass gathers rows and is bound by
+// memory bandwidth.
 #include "core/backends.h"
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
@@ -8,7 +11,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-constexpr std::int64_t kColumns = 1024;  // of fp32 sums on the stack
+constexpr std::int64_t kColumns = 1024;  // columns at a time; their fp32 sums lie on the stack
 
 template <class T>
 void add_row(const T* __restrict row, float score, bool weighted, std::int64_t n,
@@ -38,7 +41,7 @@ void aggregate_token(const AggregateDesc& d, const AggregateArgs& a, std::int64_
               weighted ? a.slot_scores[slot] : 1.0f, weighted, n, sum);
     }
     if (a.router_w != nullptr) {
-      float routers[kColumns];  // a sum of its own, as on the GPU
+      float routers[kColumns];  // a separate sum, so that CPU and GPU give the same bits
       std::fill_n(routers, n, 0.0f);
       for (std::int64_t slot = begin; slot < end; ++slot) {
         const std::int64_t e = a.slot_experts[slot];

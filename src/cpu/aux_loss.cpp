@@ -1,11 +1,13 @@
-// Switch load-balancing loss E sum_e (P_e / sum P)(f_e / sum f) and its gradient to the logits.
+// Switch load-balancing loss E sum_e (P_e / sum P)(f_e / sum f), or its gradient to the logits. P_e
+// is the sum of expert e's probabilities over the tokens, and f_e is counts[e].
 #include "core/backends.h"
 #include "cpu/routing.h"
 
 namespace sonicmoe::cpu {
 namespace {
 
-// Tokens are summed in chunks of this many, then chunk by chunk: one order for any thread count.
+// Probabilities are summed over each of kChunks chunks of tokens, then chunk by chunk. So the order
+// is the same for any number of threads.
 constexpr std::int64_t kChunks = 64;
 
 struct Scratch {
@@ -75,7 +77,8 @@ void run_typed(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const E
     *a.loss = static_cast<float>(experts * weighted / total);
     return;
   }
-  // dL/dP_e = E (f_e / sum f - weighted / total) / total, then the softmax of each token.
+  // dL/dP_e = E (f_e / sum f - weighted / total) / total, times dloss, overwrites P_e. The loop
+  // over tokens then takes these slopes through each token's softmax.
   double* slope = scratch.prob_sums;
   for (std::int64_t e = 0; e < d.experts; ++e) {
     slope[e] = *a.dloss * experts * (a.counts[e] / counted - weighted / total) / total;

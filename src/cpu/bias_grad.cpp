@@ -1,5 +1,6 @@
-// db1 = column sums of dH, db2 = column sums of s dO, per expert, rows in order; and the b2 term of
-// dS: row_dscores += <dO, b2>.
+// Gradients of the biases, over each expert's rows in order, and the b2 term of each row's dS:
+//
+//     db1 = column sums of dH, db2 = column sums of s dO, row_dscores += <dO, b2>
 #include "core/backends.h"
 #include "cpu/dispatch.h"
 #include "cpu/grouped_gemm.h"
@@ -8,10 +9,10 @@
 namespace sonicmoe::cpu {
 namespace {
 
-constexpr std::int64_t kColumns = 256;  // of one piece
+constexpr std::int64_t kColumns = 256;  // columns of one piece
 constexpr int kLanes = 8;               // d is a multiple of 8
 
-/// sum[j] = over rows of an expert of weight(row) * row(row)[j].
+/// sum[j] = sum over rows r = begin .. end-1, in that order, of weight(r) * row(r)[j].
 template <class Row, class Weight>
 void column_sums(std::int64_t begin, std::int64_t end, std::int64_t n, float* sum, Row row,
                  Weight weight) {

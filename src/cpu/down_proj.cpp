@@ -1,4 +1,4 @@
-// Y = A W2^T + b2. Rows are contiguous; scores are applied by the aggregation.
+// Y = A W2^T + b2. Rows of A and Y are contiguous. The operation aggregate applies the scores.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 

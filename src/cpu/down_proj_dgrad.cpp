@@ -1,5 +1,8 @@
-// dA' = dO[tokens] W2 stays in the tile. With A recomputed from H:
-// dH = dAct(s dA', H), A' = s A, dS = <dA', A> over n. dA' is unscaled in dS and scaled in dH.
+// dA' = dO[tokens] W2 stays in the fp32 tile. The epilogue recomputes A from H:
+//
+//     dH = dAct(s dA', H), A' = s A, dS = <dA', A> over n
+//
+// dS takes dA' without the score, dH with it.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 
@@ -8,14 +11,15 @@ namespace {
 
 constexpr int kLanes = 8;  // n is a multiple of 8
 
-/// One row over a range of n columns. Lane l of `dot` adds columns l, l+8, ... of <dA', A>. dgate
-/// and dup may be gate and up.
+/// One row over a range of n columns. Lane l of `dot` adds columns l, l+8, ... of <dA', A>.
+/// `product` is n floats of scratch. dgate and dup may be gate and up themselves: a column is read
+/// before it is written.
 template <class Fn, class T>
 void epilogue_row(Fn fn, const float* __restrict da, float score, std::int64_t n, const T* gate,
                   const T* up, T* dgate, T* dup, T* __restrict scaled_act,
                   float* __restrict product, float* __restrict dot) {
-#if !defined(__clang__)  // which does not know it
-#pragma GCC ivdep        // columns do not depend on each other
+#if !defined(__clang__)  // clang does not know the pragma
+#pragma GCC ivdep        // columns are independent, even where dgate is gate
 #endif
   for (std::int64_t j = 0; j < n; ++j) {
     const float g = to_float(gate[j]);
@@ -34,7 +38,7 @@ void epilogue_row(Fn fn, const float* __restrict da, float score, std::int64_t n
 template <class Engine>
 struct DownProjDgrad {
   using T = typename Engine::Storage;
-  // The tile, one row of products, and a row of lanes for each row of the block.
+  // The tile, one row of products, and kLanes partial sums for each row of the block.
   static std::size_t floats(const GroupedGemmDesc&) {
     return kBlockM * kBlockN + kBlockN + kBlockM * kLanes;
   }
@@ -45,7 +49,7 @@ struct DownProjDgrad {
     const bool glu = is_glu(d.activation);
     const std::int64_t width = glu ? 2 * n : n;
     const T* dout = static_cast<const T*>(a.dout);
-    // A block takes all of n, so that the sum over n has one owner and one order.
+    // One piece computes all of n for its rows, so the sum over n has one order.
     const auto block = [&](int thread, RowBlock rows, std::int64_t) {
       Scratch<Engine> scratch(workspace, thread, floats(d));
       float* product = scratch.tile + kBlockM * kBlockN;

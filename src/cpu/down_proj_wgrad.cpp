@@ -1,4 +1,5 @@
-// dW2 = dO[tokens]^T A' per expert: (d, n), summed over the expert's rows; zero without rows.
+// dW2 = dO[tokens]^T A' per expert: (d, n), summed over the expert's rows. The product of an expert
+// without rows is zero.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 

@@ -16,8 +16,9 @@
 ///     nn: C = A B     A (m, k) rows, B (k, n) rows     the two dgrads
 ///     tn: C = A^T B   A (k, m) rows, B (k, n) rows     the two wgrads
 ///
-/// m is at most kBlockM (kBlockN with tn), n at most kBlockN, k at most kBlockK. The rows of both
-/// operands may be gathered. Operations choose blocks by shape alone.
+/// router_gemm's three passes use one form each. m is at most kBlockM (kBlockN with tn), n at most
+/// kBlockN, k at most kBlockK. The rows of both operands may be gathered. Operations choose blocks
+/// by shape alone.
 namespace sonicmoe::cpu {
 
 enum class Form { nt, nn, tn };

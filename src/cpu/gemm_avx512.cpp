@@ -5,11 +5,12 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-// Packed blocks are made of 32-bit words along k: one float, or the bf16 of two consecutive k (low
-// half first; an odd k ends with a zero).
-//   left, tn only:  word[k][m], m padded to kRowsOfTile
-//   left, nt, nn:   not packed; the tile broadcasts words straight from the (gathered) rows
-//   right:          panels of 64 columns: word[panel][k][64], columns past n are zero
+// Packed blocks are made of 32-bit words along k. A word is one float, or the bf16 values of two
+// consecutive k, low half first. An odd k ends with a zero half.
+//
+//     A, tn:      word[k][m], rows of kLhsColumns words
+//     A, nt, nn:  not packed; tile() broadcasts words straight from the (gathered) rows
+//     B:          panels of 64 columns: word[panel][k][64], zero in columns past n
 #define SONICMOE_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
 namespace sonicmoe::cpu {
@@ -17,7 +18,7 @@ namespace {
 
 using math::Bf16;
 
-constexpr int kRowsOfTile = 6;     // 6 x 4 registers of accumulators, 4 of the right panel, 1 left
+constexpr int kRowsOfTile = 6;     // registers: 6 x 4 of sums + 4 of B's panel + 1 of A, of 32
 constexpr int kPanelColumns = 64;  // 4 registers of 16 floats
 /// Elements in a word, and words that hold k elements.
 template <class T>
@@ -34,9 +35,9 @@ constexpr std::int64_t kLhsWords = kLhsColumns* kMaxWords<T>;
 template <class T>
 constexpr std::int64_t kRhsWords = kBlockN* kMaxWords<T>;
 
-/// Words (a[j], b[j]) for j < 32 from two rows of bf16 held in registers.
+/// Stores words (a[j], b[j]) for j < 32. The registers a and b hold two rows of bf16.
 SONICMOE_AVX512 inline void interleave(__m512i a, __m512i b, std::uint32_t* out) {
-  // Take word halves: even positions from a, odd from b.
+  // Even halves of the words come from a, odd halves from b.
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
@@ -44,7 +45,7 @@ SONICMOE_AVX512 inline void interleave(__m512i a, __m512i b, std::uint32_t* out)
   _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi16(a, high, b));
 }
 
-/// 16 words of a row, of which `count` elements are read and the rest are zero.
+/// Loads 16 words of a row: `count` elements at most, then zeros. It reads nothing past `count`.
 SONICMOE_AVX512 inline __m512i load_words(const Bf16* row, std::int64_t count) {
   if (count >= 32) return _mm512_loadu_si512(row);
   const __mmask32 mask = count <= 0 ? 0 : (__mmask32{1} << count) - 1;
@@ -56,7 +57,8 @@ SONICMOE_AVX512 inline __m512i load_words(const float* row, std::int64_t count) 
   return _mm512_maskz_loadu_epi32(mask, row);
 }
 
-/// Rows along k (k x width) to words[k][stride]; `padded` columns are stored, past `width` zeros.
+/// Packs `width` columns of k rows, from `column` on, into words[k][stride]. It stores `padded`
+/// columns, a multiple of 32, with zeros past `width`.
 SONICMOE_AVX512 void pack_k_rows(Rows<float> rows, std::int64_t k, std::int64_t column,
                                  std::int64_t width, std::int64_t padded, std::uint32_t* words,
                                  std::int64_t stride) {
@@ -108,7 +110,8 @@ SONICMOE_AVX512 inline void transpose16(__m512i (&r)[16]) {
   }
 }
 
-/// Rows along n (n x k) to one panel words[k][64]; rows past `count` are zero.
+/// Packs `count` rows of k elements, from row `first` on, into the columns of one panel
+/// words[k][64]. Columns past `count` are zero.
 template <class T>
 SONICMOE_AVX512 void pack_n_rows(Rows<T> rows, std::int64_t first, std::int64_t count,
                                  std::int64_t k, std::uint32_t* panel) {
@@ -130,7 +133,7 @@ SONICMOE_AVX512 void pack_n_rows(Rows<T> rows, std::int64_t first, std::int64_t 
   }
 }
 
-/// sum += word of the left row times 16 words of the panel.
+/// sum += a word of A (in all lanes of `left`) times 16 words of B's panel.
 SONICMOE_AVX512 inline __m512 multiply_add(float, __m512i left, __m512i right, __m512 sum) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(left), _mm512_castsi512_ps(right), sum);
 }
@@ -138,8 +141,8 @@ SONICMOE_AVX512 inline __m512 multiply_add(Bf16, __m512i left, __m512i right, __
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(left), reinterpret_cast<__m512bh>(right));
 }
 
-/// One tile: `rows` (<= 6) x 64 columns, of which `columns` are stored. left[i] points at row i's
-/// first word, `step` is the distance between its pairs in bytes.
+/// Computes one tile of C: `rows` (at most 6) x `columns`. At most 64 columns are stored. left[i]
+/// is the address of A's row i, and `step` is the distance of its words in bytes.
 template <class T>
 SONICMOE_AVX512 void tile(const char* const (&left)[kRowsOfTile], std::int64_t step,
                           const std::uint32_t* panel, std::int64_t words, int rows,
@@ -214,7 +217,7 @@ template <class T>
 void Avx512Engine<T>::lhs(Form form, std::int64_t m, std::int64_t k, Rows<T> rows) {
   lhs_ = rows;
   if (form == Form::tn) {
-    // 32 words at a time: the row of words is rounded up to that and has room for it.
+    // Packing stores 32 words at a time; kLhsColumns has room for m rounded up to 32.
     pack_k_rows(rows, k, 0, m, (m + 31) / 32 * 32, scratch_, kLhsColumns);
   }
 }
@@ -242,7 +245,7 @@ void Avx512Engine<T>::multiply(Form form, std::int64_t m, std::int64_t n, std::i
       const int rows = static_cast<int>(std::min<std::int64_t>(kRowsOfTile, m - i));
       const char* left[kRowsOfTile];
       for (int r = 0; r < kRowsOfTile; ++r) {
-        // Rows past the end repeat the last one; their sums are not stored.
+        // Rows past the end repeat the last row. tile() does not store their sums.
         const std::int64_t row = i + std::min(r, rows - 1);
         left[r] = form == Form::tn ? reinterpret_cast<const char*>(scratch_ + row)
                                    : reinterpret_cast<const char*>(lhs_.row(row));
@@ -258,7 +261,7 @@ template class Avx512Engine<Bf16>;
 
 }  // namespace sonicmoe::cpu
 
-#else  // no AVX-512 here: the kernel list says so, and nothing below is ever called
+#else  // not x86-64: the kernel list rejects these engines by missing() and calls nothing else
 
 namespace sonicmoe::cpu {
 template <class T>

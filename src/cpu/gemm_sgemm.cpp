@@ -7,7 +7,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-// The left block is m x k, or k x m with m up to kBlockN (wgrads tile both output axes by kBlockN).
+// A's block is m x k, or k x m with m up to kBlockN, by which wgrads tile both axes of the output.
 constexpr std::int64_t kLhsFloats = kBlockN * kBlockK;
 constexpr std::int64_t kRhsFloats = kBlockN * kBlockK;
 

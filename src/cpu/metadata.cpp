@@ -1,5 +1,5 @@
-// Slots to grouped rows: two stable counting sorts (by token for lists, then by expert). Serial: it
-// is a few operations a row, against thousands in the GEMMs.
+// Sorts slots into grouped rows by stable counting sorts: lists first by token, then all slots by
+// expert. One thread does it, with a few operations a row against thousands in the GEMMs.
 #include <algorithm>
 #include <cinttypes>
 #include <cstdint>
@@ -36,12 +36,14 @@ Status check_lists(const MetadataDesc& d, const MetadataArgs& a) {
   return {};
 }
 
-/// ends[i+1] holds how many have key i; afterwards ends[i] is where key i starts.
+/// Takes the number of items with key i in ends[i+1], and 0 in ends[0]. Leaves in ends[i] where key
+/// i starts.
 void exclusive_sums(std::int32_t* ends, std::int64_t keys) {
   for (std::int64_t i = 0; i < keys; ++i) ends[i + 1] += ends[i];
 }
 
-/// Lists only: slots that are not sentinels, by token, stable.
+/// Lists only: sorts the slots that are no sentinels by token (stable) into token_slots, and writes
+/// token_offsets. `next` is T words of scratch.
 void sort_by_token(const MetadataDesc& d, const MetadataArgs& a, std::int32_t* next) {
   std::fill_n(a.token_offsets, d.tokens + 1, 0);
   for (std::int64_t s = 0; s < d.slots(); ++s) {

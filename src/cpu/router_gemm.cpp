@@ -1,4 +1,4 @@
-// logits = x Wr^T, dx = dlogits Wr, dWr = dlogits^T x: dense, each output tile owned by one piece.
+// logits = x Wr^T, dx = dlogits Wr or dWr = dlogits^T x. One piece computes each output tile.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 
@@ -59,7 +59,7 @@ struct RouterGemm {
         return multiply<Engine>({Form::nn, d.tokens, d.hidden, d.experts, dlogits, w,
                                  static_cast<T*>(a.dx), 128, kBlockN},
                                 workspace, threads);
-      case GemmPass::wgrad:  // few outputs and a long contraction: narrow tiles, or nobody shares
+      case GemmPass::wgrad:  // few outputs, long sums: with wide tiles threads would idle
         return multiply<Engine>({Form::tn, d.experts, d.hidden, d.tokens, dlogits, x,
                                  static_cast<T*>(a.dw), kBlockN, 64},
                                 workspace, threads);
@@ -70,8 +70,8 @@ struct RouterGemm {
 template <class... Engines>
 struct Entry {
   static std::string reject(const RouterGemmDesc& desc, const DeviceTraits&) {
-    // dgrad contracts over experts, which bf16 takes in pairs from the rows of dlogits: those of an
-    // odd E would be read past their end.
+    // dgrad contracts over experts. The bf16 engine reads rows of dlogits two elements at a time,
+    // so with an odd E it would read past a row's end.
     constexpr bool kPairs = (std::is_same_v<Engines, Avx512Engine<Bf16>> || ...);
     if (kPairs && desc.pass == GemmPass::dgrad && desc.experts % 2 != 0) {
       return "experts: got " + std::to_string(desc.experts) + ", allowed: even numbers";

@@ -1,4 +1,5 @@
-// From the scores' gradients, row by row, to slot order (lists) or through the router to dlogits.
+// Brings the gradients of the rows' scores into slot order (lists), or takes them through the
+// router's softmax to dlogits.
 #include "core/backends.h"
 #include "cpu/routing.h"
 
@@ -10,7 +11,7 @@ float slot_gradient(const ScoreGradArgs& a, std::int64_t slot) {
   return row < 0 ? 0.0f : a.row_dscores[row];
 }
 
-/// One token; `grad` is E floats of scratch.
+/// Writes dlogits of token t. `grad` is E floats of scratch.
 template <class T>
 void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float* grad) {
   const std::int64_t first = t * d.top_k;
@@ -20,7 +21,7 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
   }
   const int experts = static_cast<int>(d.experts);
   if (d.reaches_all_experts()) {
-    // All experts share the softmax: p_e (g_e - inner), with p recomputed from the logits.
+    // The softmax is over all experts: p_e (g_e - inner), with p recomputed from the logits.
     const T* logits = static_cast<const T*>(a.logits) + t * d.experts;
     softmax_row(load_row(logits, d.experts, grad), d.experts, grad);
     for (int e = 0; e < experts; ++e) grad[e] = -grad[e] * inner;

@@ -1,5 +1,6 @@
-// Token choice first; then each expert whose count is not a multiple of the tile drops its weakest
-// tokens or adds the best others. Selection is per expert and only over tokens that can change.
+// Each token first chooses its top-K experts (token choice, TC). Then each expert whose count is no
+// multiple of the tile drops its weakest TC tokens or adds the best others. An expert selects only
+// among the tokens that can change.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -12,7 +13,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-/// Which (token, expert) pairs are routed: one bit each, (T, ceil(E/64)) words.
+/// A bit for each (token, expert) pair says whether it is routed: (T, ceil(E/64)) words.
 class Membership {
  public:
   Membership(std::uint64_t* words, std::int64_t experts)
@@ -21,7 +22,8 @@ class Membership {
   std::uint64_t* row(std::int64_t t) const { return words_ + t * per_token_; }
   bool has(std::int64_t t, std::int64_t e) const { return row(t)[e / 64] >> (e % 64) & 1; }
   void set(std::int64_t t, std::int64_t e) const { row(t)[e / 64] |= bit(e); }
-  /// Experts run in parallel and share words; the bits differ, so the order does not matter.
+  /// Threads round different experts at the same time, and experts share words. They flip different
+  /// bits, so the order does not matter. has_shared() reads while other experts flip.
   void flip(std::int64_t t, std::int64_t e) const {
     std::atomic_ref<std::uint64_t>(row(t)[e / 64]).fetch_xor(bit(e), std::memory_order_relaxed);
   }
@@ -39,7 +41,7 @@ class Membership {
 
 struct Memory {
   Membership members;
-  std::uint64_t* keys;          // (threads, T): candidates of one expert
+  std::uint64_t* keys;          // (threads, T): order keys of one expert's tokens
   float* probabilities;         // (E, T)
   float* scores;                // (T, K)
   float* rows;                  // (threads, E)
@@ -67,15 +69,15 @@ struct Memory {
   }
 };
 
-/// A key per token whose ascending order is the order inside an expert: probability descending
-/// (its bits ascend with it, for it is not negative), then lower token id.
+/// A token's key. Ascending keys are the order inside an expert: probability descending, then lower
+/// token id. A probability is not negative, so its bits ascend with it.
 std::uint64_t order_key(float probability, std::int64_t token) {
   return std::uint64_t{~std::bit_cast<std::uint32_t>(probability)} << 32 |
          static_cast<std::uint32_t>(token);
 }
 std::int64_t token_of(std::uint64_t key) { return static_cast<std::uint32_t>(key); }
 
-/// Top-K of every token, its membership bits and its full softmax.
+/// Writes ids, scores, membership bits and probabilities (the full softmax) of every token.
 template <class T>
 void choose_tokens(const TokenRoundingDesc& d, const T* logits, const Memory& m, int threads) {
   parallel_ranges(threads, d.tokens, kTokensPerPiece,
@@ -93,9 +95,9 @@ void choose_tokens(const TokenRoundingDesc& d, const T* logits, const Memory& m,
                   });
 }
 
-/// Splits one expert's tokens at its count: moves the `wanted` that would change to the front of
-/// `keys` in ascending token order, and returns them. They are the last of the TC tokens (down) or
-/// the first of the others (up).
+/// Finds the `wanted` tokens of an expert that rounding would change: the last TC tokens (down) or
+/// the first other tokens (up). Returns their keys, in ascending token order, as a part of `keys`.
+/// `keys` is T words of scratch.
 std::uint64_t* changing(const TokenRoundingDesc& d, const Memory& m, std::int64_t expert, bool up,
                         std::int64_t wanted, std::uint64_t* keys) {
   const float* p = m.probabilities + expert * d.tokens;
@@ -110,6 +112,7 @@ std::uint64_t* changing(const TokenRoundingDesc& d, const Memory& m, std::int64_
   return first;
 }
 
+/// The token-choice score if the token chose the expert, else the full-softmax probability.
 float score_of(const TokenRoundingDesc& d, const Memory& m, std::int64_t token,
                std::int64_t expert) {
   for (std::int64_t s = token * d.top_k; s < (token + 1) * d.top_k; ++s) {
@@ -118,7 +121,8 @@ float score_of(const TokenRoundingDesc& d, const Memory& m, std::int64_t token,
   return m.probabilities[expert * d.tokens + token];
 }
 
-/// The sum of the scores of the tokens that would change, ascending by token, in lanes of 32.
+/// The sum of the scores of the tokens that would change. math::lane_sum32() adds them in ascending
+/// token order.
 float changing_score(const TokenRoundingDesc& d, const Memory& m, std::int64_t expert, bool up,
                      std::int64_t wanted, std::uint64_t* keys) {
   const std::uint64_t* first = changing(d, m, expert, up, wanted, keys);
@@ -126,7 +130,8 @@ float changing_score(const TokenRoundingDesc& d, const Memory& m, std::int64_t e
                           [&](int i) { return score_of(d, m, token_of(first[i]), expert); });
 }
 
-/// Rounds one expert; `up` is the decision unless the rule looks at scores.
+/// Rounds one expert: sets its count and flips the bits of the tokens that change. `up` is the
+/// result of decide(). For nearest_scores this function decides itself.
 void round_expert(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const Memory& m,
                   const math::Candidates& c, std::int64_t expert, bool up, std::uint64_t* keys) {
   if (c.open && d.rule == RoundingRule::nearest_scores) {
@@ -142,7 +147,7 @@ void round_expert(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const 
   for (std::int64_t i = 0; i < wanted; ++i) m.members.flip(token_of(first[i]), expert);
 }
 
-/// The decision of every rule that needs counts only.
+/// True to round up, by every rule that needs counts only. `error` is for balance_up().
 bool decide(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const math::Candidates& c,
             std::int64_t expert, std::int64_t error) {
   if (!c.open) return false;
@@ -154,7 +159,7 @@ bool decide(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const math::
           c, static_cast<std::int32_t>(d.tile),
           math::philox(a.seed, a.offset, static_cast<std::uint64_t>(expert)));
     case RoundingRule::nearest_scores:
-      return false;  // decided where the scores are
+      return false;  // round_expert() decides
     case RoundingRule::balance:
       return math::balance_up(c, error);
     case RoundingRule::up:
@@ -204,13 +209,14 @@ Status run_typed(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* w
     return status;
   }
   choose_tokens(d, logits, m, threads);
-  // counts holds f until an expert is rounded; the running error needs them in order.
+  // counts[e] holds f until round_expert() replaces it.
   std::fill_n(a.counts, d.experts, 0);
   for (std::int64_t s = 0; s < d.tokens * d.top_k; ++s) ++a.counts[m.ids[s]];
   if (a.frequency != nullptr) std::copy_n(a.counts, d.experts, a.frequency);
   std::int64_t error = 0;
   const auto tile = static_cast<std::int32_t>(d.tile);
-  std::int32_t* goes_up = reinterpret_cast<std::int32_t*>(m.rows);  // (E), free by now
+  std::int32_t* goes_up = reinterpret_cast<std::int32_t*>(m.rows);  // (E); rows is free by now
+  // In one thread, because the running error needs the experts in order.
   for (std::int64_t e = 0; e < d.experts; ++e) {
     const math::Candidates c = math::candidates(a.counts[e], tile, d.tokens);
     const bool up = decide(d, a, c, e, error);

@@ -1,5 +1,5 @@
-// From the gradients of rounded lists' scores to dlogits. Entries that top-K chose carry its score,
-// entries that rounding added carry their full-softmax probability.
+// Takes the gradients of the rounded lists' scores to dlogits. An entry that top-K chose has its
+// token-choice (TC) score. An entry that rounding added has its full-softmax probability.
 #include <algorithm>
 
 #include "core/backends.h"
@@ -8,7 +8,7 @@
 namespace sonicmoe::cpu {
 namespace {
 
-/// Per-thread scratch.
+/// One thread's scratch.
 struct Row {
   float* probabilities;  // (E)
   float* gradient;       // (E): of each entry of the token, then of the logits
@@ -53,14 +53,15 @@ void token(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, std::
     const std::int64_t at = i - a.token_ids;
     if (a.expert_ids[at] < d.experts) gradient[a.expert_ids[at]] = a.dscores[at];
   }
-  // A TC score that is not the probability itself has a softmax of its own, over the K.
+  // Normalised TC scores are a softmax over the token's K experts. Otherwise a TC score is the
+  // full-softmax probability itself.
   const bool own_softmax = d.normalised();
   float inner_top_k = 0.0f;
   for (std::int64_t k = 0; own_softmax && k < d.top_k; ++k) {
     float& g = gradient[row.ids[k]];
     row.dscores[k] = g;
     inner_top_k = math::fma(g, row.scores[k], inner_top_k);
-    g = 0.0f;  // not part of the full softmax
+    g = 0.0f;  // the full softmax gets no gradient from this entry
   }
   float inner = 0.0f;
   for (std::int64_t e = 0; e < d.experts; ++e) {

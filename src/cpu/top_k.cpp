@@ -1,4 +1,4 @@
-// Scores and ids of each token's K experts. Larger value first, ties to the lower expert id.
+// Writes scores and ids of each token's K experts: larger value first, ties to the lower expert id.
 #include "core/backends.h"
 #include "cpu/routing.h"
 
@@ -12,7 +12,7 @@ std::size_t workspace(const TopKDesc& desc, const Exec& exec) {
 template <class T>
 Status run_typed(const TopKDesc& d, const TopKArgs& a, float* rows, int threads) {
   const T* logits = static_cast<const T*>(a.logits);
-  // All data is looked at before anything is written.
+  // check_logits() reads all logits before anything is written, so a refused call writes nothing.
   if (Status status = check_logits(logits, d.tokens, d.experts, rows, threads); !status.ok()) {
     return status;
   }

@@ -1,12 +1,13 @@
-// H = x[tokens] W1^T + b1, kept for backward; A = act(H), from the unrounded H.
+// H = x[tokens] W1^T + b1, stored for backward but not for inference. A = act(H), computed from the
+// unrounded H.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 
 namespace sonicmoe::cpu {
 namespace {
 
-/// h (rows, width) fp32 with the gate in the first `n` columns of a range and up in the next; adds
-/// biases, stores H and A.
+/// Stores H and A of one row over a range of n columns. `h` is the row's fp32 H with its bias: n
+/// gate columns, then n up columns. preact_gate is null for inference.
 template <class Fn, class T>
 void epilogue_row(Fn fn, const float* __restrict h, std::int64_t n, T* __restrict preact_gate,
                   T* __restrict preact_up, T* __restrict act) {

@@ -1,4 +1,4 @@
-// dX~ = dH W1: the contraction runs over the gate rows of W1, then over the up rows.
+// dX~ = dH W1. The contraction runs over the gate rows of W1, then over the up rows.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 

@@ -1,5 +1,5 @@
-// dW1 = dH^T x[tokens] per expert: gate rows, then up rows, each (n, d), written in W1's layout;
-// zero without rows.
+// dW1 = dH^T x[tokens] per expert: gate rows, then up rows, each (n, d), written in W1's layout.
+// The product of an expert without rows is zero.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 
@@ -31,7 +31,7 @@ struct UpProjWgrad {
       if (begin == end) std::fill_n(scratch.tile, halves * ni * nj, 0.0f);
       for (std::int64_t k0 = begin; k0 < end; k0 += kBlockK) {
         const std::int64_t nk = std::min(kBlockK, end - k0);
-        // The gathered rows of x are packed once for both halves.
+        // rhs() packs the gathered rows of x once for both halves.
         scratch.engine.rhs(Form::tn, nj, nk,
                            Rows<T>{static_cast<const T*>(a.x) + j0, d.hidden, a.row_tokens + k0});
         for (int h = 0; h < halves; ++h) {

@@ -113,7 +113,8 @@ struct Gated : F {
   static constexpr bool kIsGlu = true;
   SONICMOE_HD float forward(float gate, float up) const { return F::value(gate) * up; }
   /// forward(), but with F::value_by_newton() if F has one. up_proj on a GPU uses it for three
-  /// units of four, since its epilogue is limited by reciprocals (docs/findings/sigmoid.md).
+  /// units of four, because the special function unit limits its epilogue
+  /// (docs/findings/sigmoid.md).
   SONICMOE_HD float forward_by_newton(float gate, float up) const {
     if constexpr (requires { F::value_by_newton(gate); }) {
       return F::value_by_newton(gate) * up;
