@@ -12,19 +12,19 @@
 
 namespace sonicmoe {
 
-/// What the experts are, however many there are and whatever rows they get. Every descriptor of
-/// their products has these fields, so that what is added here reaches all of them.
+/// The experts, whatever their number and their rows. Every descriptor of their products inherits
+/// these fields, so that a new field reaches all of them.
 struct ExpertsDesc {
-  std::int64_t hidden = 0;        ///< d, a multiple of 8, at least 8
-  std::int64_t intermediate = 0;  ///< n, a multiple of 8, at least 8
+  std::int64_t hidden = 0;        ///< d, multiples of 8 up to 2^20
+  std::int64_t intermediate = 0;  ///< n, likewise
   DType dtype = DType::bf16;      ///< of every tensor but scores, ids and counts
   ActivationSpec activation = Activation::swiglu;
   W1Layout w1_layout = W1Layout::interleaved;
   bool bias = false;                     ///< b1 and b2 exist (both or none)
-  bool inference = false;                ///< keep nothing for backward
+  bool inference = false;                ///< forward keeps nothing, backward is refused
   bool f32_weight_grads = false;         ///< dw1, dw1_up and dw2 are fp32, not dtype
   bool accumulate_weight_grads = false;  ///< backward adds to dw1, dw1_up and dw2
-  /// False: backward's arguments bring the memory for dH, which may be that of H.
+  /// False: backward writes dH to BackwardArgs::dpreact, which may be the memory of H.
   bool dpreact_in_workspace = true;
 
   /// Width of H: 2n with a gate, else n.
@@ -34,56 +34,61 @@ struct ExpertsDesc {
   bool operator==(const ExpertsDesc&) const = default;
 };
 
-/// The experts and the rows that they get.
+/// E experts and the R rows that they get from T tokens.
 struct GroupedDesc : ExpertsDesc {
   std::int64_t tokens = 0;   ///< T
-  std::int64_t rows = 0;     ///< capacity R
-  std::int64_t experts = 0;  ///< E
+  std::int64_t rows = 0;     ///< capacity R; calls use the first offsets[E] rows
+  std::int64_t experts = 0;  ///< E, 1 to 65536
   bool operator==(const GroupedDesc&) const = default;
 };
 
-/// Pointers as in ForwardArgs (layer.h). Rows past offsets[E] are neither read nor written.
+/// Pointers as in ForwardArgs (layer.h); W is 2n with a gate, else n. Rows past offsets[E] are
+/// neither read nor written. No call checks the values of index arrays: `offsets` must ascend from
+/// 0 to at most R, and `row_tokens` must lie in [0, T).
 struct ExpertsForwardArgs {
-  const std::int32_t* offsets = nullptr;     ///< (E+1): expert e has rows offsets[e] ..
-  const std::int32_t* row_tokens = nullptr;  ///< (R): which row of x
+  const std::int32_t* offsets = nullptr;  ///< (E+1): expert e has rows offsets[e] .. offsets[e+1]-1
+  const std::int32_t* row_tokens = nullptr;  ///< (R): the token of each row, a row of x
   const void* x = nullptr;                   ///< (T, d)
   const void* w1 = nullptr;                  ///< (E, W, d); the gate (E, n, d) if separate
   const void* w1_up = nullptr;               ///< (E, n, d) if separate
   const void* b1 = nullptr;                  ///< laid out like w1; with bias
-  const void* b1_up = nullptr;
-  const void* w2 = nullptr;  ///< (E, d, n)
-  const void* b2 = nullptr;  ///< (E, d); with bias
+  const void* b1_up = nullptr;               ///< (E, n); with bias and `separate`
+  const void* w2 = nullptr;                  ///< (E, d, n)
+  const void* b2 = nullptr;                  ///< (E, d); with bias
 
   void* preact = nullptr;      ///< (R, W), kept for backward; unused for inference
   void* expert_out = nullptr;  ///< (R, d): Y, without the scores
 };
 
+/// The gradients from dO and the rows' scores. Inputs have the values that forward read and wrote.
+/// Gradients are overwritten, but for accumulate_weight_grads, and shaped like their tensors.
 struct ExpertsBackwardArgs {
   const std::int32_t* offsets = nullptr;       ///< (E+1)
   const std::int32_t* row_tokens = nullptr;    ///< (R)
-  const float* row_scores = nullptr;           ///< (R): the weight of each row in dO's sum
+  const float* row_scores = nullptr;           ///< (R): the weight of each row in O
   const std::int32_t* expert_order = nullptr;  ///< (E), optional; see GroupedGemmArgs
   const void* x = nullptr;                     ///< (T, d)
-  const void* dout = nullptr;                  ///< (T, d)
+  const void* dout = nullptr;                  ///< dO (T, d)
   const void* w1 = nullptr;
   const void* w1_up = nullptr;
   const void* w2 = nullptr;
   const void* b2 = nullptr;
   const void* preact = nullptr;
 
-  float* row_dscores = nullptr;  ///< (R)
-  void* dx_rows = nullptr;       ///< (R, d): null: not wanted
-  void* dw1 = nullptr;           ///< null: not wanted ...
-  void* dw1_up = nullptr;        ///< ... together with this one
+  float* row_dscores = nullptr;  ///< (R): gradients of row_scores
+  void* dx_rows = nullptr;       ///< dX~ (R, d), the rows of dX before they are summed; or null
+  void* dw1 = nullptr;           ///< or null, together with dw1_up: not computed
+  void* dw1_up = nullptr;
   void* db1 = nullptr;
   void* db1_up = nullptr;
-  void* dw2 = nullptr;  ///< null: not wanted
+  void* dw2 = nullptr;  ///< or null
   void* db2 = nullptr;
-  void* dpreact = nullptr;  ///< as BackwardArgs::dpreact
+  void* dpreact = nullptr;  ///< dH (R, W), as BackwardArgs::dpreact
 };
 
-/// The experts alone, on rows that somebody else has routed: Y = act(x[row_tokens] W1^T) W2^T row
-/// by row, and its gradients from dO and the rows' scores. Otherwise like LayerPlan.
+/// The experts alone, on rows that the caller has routed. Forward writes
+/// Y = act(x[row_tokens] W1^T + b1) W2^T + b2, row by row. Backward writes the gradients.
+/// Otherwise like LayerPlan.
 class SONICMOE_API ExpertsPlan {
  public:
   const GroupedDesc& desc() const noexcept;

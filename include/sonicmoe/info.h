@@ -12,20 +12,21 @@ struct DeviceInfo {
   std::string name;     ///< "NVIDIA H200", or the processor's name
   std::string details;  ///< cores and instruction sets, or SMs, memory and driver
   bool usable = false;  ///< kernels of this build can run there
-  std::string reason;   ///< why not, when not usable
+  std::string reason;   ///< why it is not usable; empty if it is
 };
 
-/// One entry of the kernel list.
+/// One entry of the kernel list. The list holds compiled entries alone.
 struct KernelInfo {
   std::string op;    ///< "up_proj", "top_k", ...
   std::string name;  ///< "cpu.up_proj"; Options::kernel takes it
   DeviceType device = DeviceType::cpu;
   bool compiled = false;
-  std::string reason;  ///< why not, when not compiled
+  std::string reason;  ///< why it is not compiled; empty if it is
 };
 
-SONICMOE_API const char* version() noexcept;     ///< "0.1.0"
-SONICMOE_API std::vector<DeviceInfo> devices();  ///< never throws for a missing driver
+SONICMOE_API const char* version() noexcept;  ///< "0.1.0"
+/// The CPU, then each CUDA device. Without a CUDA device or driver, one CUDA entry says why.
+SONICMOE_API std::vector<DeviceInfo> devices();
 SONICMOE_API std::vector<KernelInfo> kernels();  ///< best first within an op
 
 }  // namespace sonicmoe

@@ -15,61 +15,69 @@
 namespace sonicmoe {
 
 /// One Mixture-of-Experts layer. Symbols: T tokens, d hidden, n intermediate, E experts, K top_k,
-/// R rows (routed token-expert pairs; T*K for the router modes, the list length for `given`).
+/// R the capacity of rows, which are routed (token, expert) pairs; see rows().
 ///
 ///   logits = x Wr^T;  scores, ids = route(logits);  for each pair (t, e) with score s:
 ///   h = x_t W1[e]^T + b1[e];  a = act(h);  o_t += s (a W2[e]^T + b2[e])
 struct LayerDesc {
-  std::int64_t tokens = 0;  ///< T >= 0
+  std::int64_t tokens = 0;  ///< T, 0 or more; R and T fit into int32
   RouterDesc router = {};
   ExpertsDesc experts = {};
-  /// Router modes, training only.
+  /// Not when the routing is given. Meant for training; evaluation uses plain top-K.
   RoundingDesc rounding = {};
 
-  /// What the layer's router is, and its experts: the descriptors of plans that do one of both.
+  /// Descriptors of a RouterPlan and an ExpertsPlan that do this layer's parts.
   RoutingDesc routing() const noexcept {
     return {{router}, tokens, experts.hidden, experts.dtype, rounding, experts.inference};
   }
   GroupedDesc grouped() const noexcept { return {{experts}, tokens, rows(), router.experts}; }
-  /// Row capacity R: T*K, the list length when the routing is given, rounded_capacity when rounded.
+  /// Row capacity R: T*K for plain top-K, L when the routing is given, rounded_capacity() when
+  /// rounded.
   std::int64_t rows() const noexcept { return routing().row_capacity(); }
   /// Does backward need the logits of all experts?
   bool needs_logits() const noexcept { return routing().needs_logits(); }
   bool operator==(const LayerDesc&) const = default;  ///< for caches of plans
 };
 
-/// A description as text: "tokens=4096 hidden=512 ... router=topk_over_softmax", items apart by
-/// spaces, in the order of layer_fields(), without those that a LayerDesc has of itself.
-/// parse_layer() gives the same description back, whatever the sizes and whether a plan would take
-/// them; only an enum's value without a name does not come back: its text is refused.
+/// A description as text: "tokens=4096 hidden=512 ... router=topk_over_softmax". Spaces separate
+/// the items, which have the order of layer_fields(); fields with default values are left out.
+/// parse_layer() gives the same description back, even one that make_plan() refuses. The exception
+/// is an enum's value without a name: parse_layer() refuses its text.
 SONICMOE_API std::string to_string(const LayerDesc& desc);
-/// Items in any order. Unknown keys, keys that come twice and values that are none are refused.
+/// Reads items in any order. Returns invalid_argument for unknown keys, keys that come twice and
+/// values that do not parse.
 SONICMOE_API Result<LayerDesc> parse_layer(const std::string& text);
 
 /// One field of the text form.
 struct LayerField {
   const char* key;
   const char* help;
-  std::string initial;  ///< its value where the text does not have it
-  std::string allowed;  ///< "an integer", or the names of its values
+  std::string initial;  ///< its value if the text leaves it out
+  std::string allowed;  ///< "an integer", "true, false", or the names of its values
 };
 SONICMOE_API std::vector<LayerField> layer_fields();
 /// The value of one field as text; empty for an unknown key.
 SONICMOE_API std::string layer_field(const LayerDesc& desc, const std::string& key);
 
-/// Bytes kept from forward to backward, term by term. For 2-byte storage x is 2Td, preact 4Rn (2Rn
-/// without a gate), routing at most 24R + 8(E+1) + 4(T+1), logits T*E*2 or 0. All 0 for inference.
+/// Bytes kept from forward to backward, term by term; all 0 for inference. With 2-byte storage:
+///
+///   x        2Td
+///   preact   4Rn, without a gate 2Rn
+///   routing  at most 24R + 4(2E+1) + 4(T+1)
+///   logits   2TE or 0
 struct SavedBytes {
   std::size_t x = 0;        ///< the input itself, kept by the caller
   std::size_t preact = 0;   ///< H (R, 2n or n), always [gate n | up n]
   std::size_t routing = 0;  ///< scores and index arrays, one opaque block
-  std::size_t logits = 0;   ///< only where a gradient needs the probabilities of all experts
+  std::size_t logits = 0;   ///< (T, E), if LayerDesc::needs_logits()
   std::size_t total() const noexcept { return x + preact + routing + logits; }
 };
 
-/// All pointers are to memory of the plan's device, tensors are contiguous, bases aligned to 16
-/// bytes. A pointer may be null where its tensor has no elements or the plan does not use it; one
-/// that the plan does not use is ignored, but for error_word. `dtype` below is LayerDesc::dtype.
+/// All pointers are to memory of the plan's device. Tensors are contiguous and start at multiples
+/// of 16 bytes, int32 and float arrays at multiples of 4. `draws` starts at a multiple of 8. A
+/// pointer may be null where its tensor has no elements or the plan does not use it. The plan
+/// ignores pointers that it does not use, but checks the alignment of error_word. `dtype` below is
+/// ExpertsDesc::dtype.
 struct ForwardArgs {
   const void* x = nullptr;         ///< (T, d) dtype
   const void* router_w = nullptr;  ///< (E, d) dtype; unused when the routing is given
@@ -80,16 +88,18 @@ struct ForwardArgs {
   const void* w2 = nullptr;        ///< (E, d, n) dtype
   const void* b2 = nullptr;        ///< (E, d) dtype; with bias
 
-  // Routing given: lists of length L. An expert id >= E is a sentinel: not counted, contributes
-  // nothing. A negative expert id or a token id outside [0, T) is an error. Duplicates add.
+  // Routing given: lists of length L. An expert id >= E is a sentinel: it is not counted and
+  // contributes nothing. A negative expert id or a token id outside [0, T) is an error (see
+  // error_word). Duplicates add.
   const std::int32_t* list_tokens = nullptr;   ///< (L)
   const std::int32_t* list_experts = nullptr;  ///< (L)
   const float* list_scores = nullptr;          ///< (L)
 
-  // Token rounding only: the draws of the stochastic rules. `offset` moves on with every step.
+  // Token rounding only: the draws of the rules stochastic and nearest_scores. The caller advances
+  // `offset` at every training step.
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
-  const std::uint64_t* draws = nullptr;  ///< (2) seed and offset in the plan's memory, instead
+  const std::uint64_t* draws = nullptr;  ///< (2) seed and offset in device memory, in their place
 
   // Outputs.
   void* o = nullptr;                   ///< (T, d) dtype
@@ -99,73 +109,77 @@ struct ForwardArgs {
   float* scores = nullptr;             ///< (T, K), optional; plain top-K only
   std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; plain top-K only
 
-  /// (1), optional, CUDA: kBadTokenId, kBadExpertId, kBadLogits are or-ed in (ops.h). The CPU, and
-  /// checked CUDA plans, refuse such data instead.
+  /// (1), optional, CUDA: unchecked calls or kBadTokenId, kBadExpertId and kBadLogits (ops.h) into
+  /// it. CPU calls and checked calls refuse such data instead (invalid_data).
   std::int32_t* error_word = nullptr;
 
-  // Kept for backward (unused for inference).
-  void* preact = nullptr;   ///< SavedBytes::preact bytes
-  void* routing = nullptr;  ///< SavedBytes::routing bytes
+  // Written for backward; unused for inference.
+  void* preact = nullptr;   ///< H, SavedBytes::preact bytes
+  void* routing = nullptr;  ///< opaque, SavedBytes::routing bytes
 };
 
 struct BackwardArgs {
-  // As given to, or written by, forward.
+  // As forward read or wrote them.
   const void* x = nullptr;
   const void* router_w = nullptr;
   const void* w1 = nullptr;
   const void* w1_up = nullptr;
   const void* w2 = nullptr;
   const void* b2 = nullptr;
-  const void* logits = nullptr;  ///< where SavedBytes::logits > 0
+  const void* logits = nullptr;  ///< if SavedBytes::logits > 0
   const void* preact = nullptr;
   const void* routing = nullptr;
 
-  // Gradients coming in.
+  // Gradients that the caller gives.
   const void* dout = nullptr;  ///< dO (T, d) dtype
-  const void* dlogits =
-      nullptr;  ///< (T, E) dtype, of losses outside, added to ours; null: none, and less to do
+  /// (T, E) dtype, of other losses on the logits; optional. Null may save the router's product for
+  /// dX (RouterDesc::reaches_all_experts).
+  const void* dlogits = nullptr;
 
-  // Gradients going out, each shaped like its tensor; all overwritten, but for dw1, dw1_up and dw2
-  // with accumulate_weight_grads. Null: not wanted (frozen weights, say), and the operations that
-  // make only it are not run. The others may not be null.
+  // Gradients that backward writes, each shaped like its tensor. It overwrites them, but adds to
+  // dw1, dw1_up and dw2 with accumulate_weight_grads. Fields marked "or null" may be null, for
+  // frozen weights say: backward then skips the operations that compute that gradient alone.
   void* dx = nullptr;         ///< (T, d) dtype, or null
   void* drouter_w = nullptr;  ///< (E, d) dtype, or null; router modes only
-  void* dw1 = nullptr;        ///< or null ...
-  void* dw1_up = nullptr;     ///< ... together with this one
+  void* dw1 = nullptr;        ///< or null, together with dw1_up; fp32 with f32_weight_grads
+  void* dw1_up = nullptr;
   void* db1 = nullptr;
   void* db1_up = nullptr;
-  void* dw2 = nullptr;  ///< or null
+  void* dw2 = nullptr;  ///< or null; fp32 with f32_weight_grads
   void* db2 = nullptr;
   float* dscores = nullptr;  ///< (L); routing given only; 0 for sentinels
-  /// (R, 2n or n) dtype, used without dpreact_in_workspace alone: dH, always [gate n | up n]; rows
-  /// past the last in use keep what they had. May be `preact` itself: then SavedBytes::preact bytes
-  /// less are in use at a time, and what forward kept is spent.
+  /// dH (R, 2n or n) dtype, always [gate n | up n]; used only without dpreact_in_workspace. Rows
+  /// past the last one in use keep their contents. It may be `preact` itself: that saves
+  /// SavedBytes::preact bytes at the peak, but backward then overwrites H and can run only once.
   void* dpreact = nullptr;
 };
 
 /// A whole layer: a RouterPlan, an ExpertsPlan and a CombinePlan over one workspace.
 ///
-/// Everything slow happens in make_plan: validation, kernel choice, workspace layout. A plan is
-/// immutable, cheap to copy, and may be used from several threads at once (each with its own
-/// workspace). Calls do not allocate. What a call writes must not overlap what it reads, but for
-/// BackwardArgs::dpreact.
+/// make_plan does the slow parts: validation, kernel choice, workspace layout. A plan is immutable
+/// and cheap to copy. Several threads may call it at once, each with its own workspace. Calls do
+/// not allocate. Outputs of a call must not overlap its inputs, except for BackwardArgs::dpreact.
+///
+/// A call returns the first error and then stops; its outputs hold nothing of use. invalid_argument
+/// (a pointer, an alignment, the workspace) comes before anything runs.
 class SONICMOE_API LayerPlan {
  public:
   const LayerDesc& desc() const noexcept;
-  /// Workspace of forward and of backward; they need not share one.
+  /// Workspace of forward and of backward. Both may use the same memory or different ones.
   std::size_t forward_workspace_bytes() const noexcept;
   std::size_t backward_workspace_bytes() const noexcept;
   /// The larger of the two.
   std::size_t workspace_bytes() const noexcept;
   SavedBytes saved_bytes() const noexcept;
-  /// Which kernels run and why the others do not, the workspace region by region, what is saved.
+  /// Which kernels run and why the others do not, the regions of the workspace, the saved bytes.
   std::string explain() const;
 
-  /// Names of the operations that a call may run, in order.
+  /// Names of the operations that a call may run, in order: the bits of OperationMask.
   std::vector<const char*> forward_operations() const;
   std::vector<const char*> backward_operations() const;
 
-  /// CUDA: asynchronous on the stream, capturable. CPU: done when it returns.
+  /// CUDA: queued on the stream and capturable into a graph, unless checked. CPU: done when it
+  /// returns.
   Status forward(const ForwardArgs& args, Workspace workspace, Stream stream = {},
                  OperationMask operations = kAllOperations) const noexcept;
   /// Refused for inference plans.

@@ -10,17 +10,22 @@
 #include "sonicmoe/status.h"
 #include "sonicmoe/types.h"
 
-/// The operations a layer is made of, each usable by itself with the same three calls:
+/// The operations of a layer. Each works by itself with the same three calls:
 /// make_plan(desc), plan.workspace_bytes(), plan.run(args, workspace, stream).
 ///
 /// "Grouped rows" are the routed (token, expert) pairs sorted by expert, then token, then list
-/// position. Expert e owns rows offsets[e] .. offsets[e+1]-1. "Slots" are the pairs in the order
-/// they came in: t*K + k for the router modes, the list position when the routing is given.
-/// Every pointer may be null where its tensor has no elements. All tensors are contiguous, tensor
-/// bases aligned to 16 bytes, index arrays to 4.
+/// position. Expert e owns rows offsets[e] .. offsets[e+1]-1. "Slots" are the pairs in the order of
+/// the input: t*K + k for the router modes, the list position when the routing is given.
+///
+/// Arguments are pointers to memory of the plan's device, to contiguous tensors. Tensors start at
+/// multiples of 16 bytes, arrays of indices and scores at multiples of 4. A pointer may be null
+/// where its tensor has no elements or the operation does not use it. Outputs are overwritten and
+/// must not overlap inputs, unless a field says otherwise. Where a field has no type, it is the
+/// descriptor's dtype.
 namespace sonicmoe {
 
-/// logits = x Wr^T and its two gradients.
+/// The router's product and its two gradients: logits = x w^T, dx = dlogits w, dw = dlogits^T x.
+/// Behind each shape stand the passes that use the tensor.
 struct RouterGemmArgs {
   const void* x = nullptr;        ///< (T, d): forward, wgrad
   const void* w = nullptr;        ///< (E, d): forward, dgrad
@@ -40,15 +45,15 @@ struct SONICMOE_API RouterGemmDesc {
   bool operator==(const RouterGemmDesc&) const = default;
 };
 
-/// What an unchecked CUDA call found wrong in its data: bits that are or-ed into the `error_word`
-/// of its arguments, if there is one. Nothing ever clears the word but the caller.
-inline constexpr std::int32_t kBadTokenId = 1;   ///< outside [0, T): the entry was skipped
-inline constexpr std::int32_t kBadExpertId = 2;  ///< negative: the entry was skipped
+/// Bits for invalid data. An unchecked CUDA call or-s them into the `error_word` of its arguments,
+/// if the caller gives one. Only the caller clears the word.
+inline constexpr std::int32_t kBadTokenId = 1;   ///< a token id outside [0, T): the call skipped it
+inline constexpr std::int32_t kBadExpertId = 2;  ///< a negative expert id: the call skipped it
 inline constexpr std::int32_t kBadLogits = 4;    ///< a row with a NaN or without a finite maximum
 
-/// Scores and expert ids of each token's K experts from its logits. A NaN or a row whose maximum
-/// is not finite is refused (CPU, or checked mode) before anything is written; an unchecked call
-/// gives such a row valid expert ids and any scores.
+/// Scores and expert ids of each token's K experts from its logits, by descending score. CPU calls
+/// and checked calls refuse a NaN or a row whose maximum is not finite (invalid_data) before they
+/// write anything. An unchecked call gives such a row valid expert ids and any scores.
 struct TopKArgs {
   const void* logits = nullptr;        ///< (T, E) dtype
   float* scores = nullptr;             ///< (T, K)
@@ -62,23 +67,27 @@ struct SONICMOE_API TopKDesc : RouterDesc {  ///< `mode` is not `given`
   bool operator==(const TopKDesc&) const = default;
 };
 
-/// Sorts slots into grouped rows. Deterministic and stable.
+/// Sorts slots into grouped rows, stably; results repeat bit for bit. S is the number of slots. CPU
+/// calls and checked calls refuse negative expert ids, token ids outside [0, T), and token ids that
+/// descend despite assume_sorted (invalid_data). An unchecked call skips ids out of range.
 struct MetadataArgs {
   const std::int32_t* slot_experts = nullptr;  ///< (S): ids >= E are sentinels
   const std::int32_t* slot_tokens = nullptr;   ///< (S): lists only (top_k == 0)
-  const float* slot_scores = nullptr;          ///< (S): optional
+  const float* slot_scores = nullptr;          ///< (S): with row_scores
   std::int32_t* counts = nullptr;              ///< (E)
   std::int32_t* offsets = nullptr;             ///< (E+1): exclusive prefix sums of counts
   std::int32_t* row_tokens = nullptr;          ///< (S): row -> token; rows past offsets[E]: 0
   std::int32_t* row_slots = nullptr;           ///< (S): row -> slot; rows past offsets[E]: -1
-  std::int32_t* slot_rows = nullptr;           ///< (S): slot -> row, -1 for sentinels
+  std::int32_t* slot_rows = nullptr;           ///< (S): slot -> row; skipped slots: -1
   float* row_scores = nullptr;                 ///< (S): optional; rows past offsets[E]: 0
-  std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only
-  std::int32_t* token_slots = nullptr;  ///< (S): lists only: slots by token, stable; no sentinels
-  /// (E), optional: a good order for the weight gradients. Experts by falling counts, in halves of
-  /// the mean S/E, rounded; those that are alike by id.
+  std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only; of token_slots
+  /// (S): lists only: slots by token, stable, without sentinels; entries past offsets[E]: -1.
+  std::int32_t* token_slots = nullptr;
+  /// (E), optional: the experts, most rows first, for GroupedGemmArgs::expert_order. Sorted by
+  /// descending count, rounded to halves of the mean S/E; experts with the same rounded count by
+  /// id.
   std::int32_t* expert_order = nullptr;
-  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId
+  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId, kBadExpertId
 };
 struct SONICMOE_API MetadataDesc {
   using Args = MetadataArgs;
@@ -86,12 +95,14 @@ struct SONICMOE_API MetadataDesc {
   std::int64_t experts = 0;
   std::int64_t top_k = 0;        ///< K: slots are t*K + k. 0: lists of any length
   std::int64_t list_length = 0;  ///< S when top_k == 0
-  bool assume_sorted = false;    ///< lists only: token ids ascend
+  bool assume_sorted = false;    ///< lists only: the caller promises that token ids ascend
+  /// S, the number of slots.
   std::int64_t slots() const noexcept { return top_k > 0 ? tokens * top_k : list_length; }
   bool operator==(const MetadataDesc&) const = default;
 };
 
-/// The six grouped GEMMs with their epilogues (R = row capacity, W = 2n with a gate, else n).
+/// The six grouped GEMMs with their epilogues. R is the row capacity, W is 2n with a gate, else n.
+/// x[tokens] has row row_tokens[r] of x as its row r. The tensor behind `->` gets the result.
 enum class GemmOp : std::int32_t {
   up_proj = 0,          ///< H = x[tokens] W1^T + b1 -> preact (not if inference); act(H) -> act
   down_proj = 1,        ///< act W2^T + b2 -> expert_out
@@ -103,10 +114,10 @@ enum class GemmOp : std::int32_t {
 };
 struct GroupedGemmArgs {
   const std::int32_t* offsets = nullptr;     ///< (E+1)
-  const std::int32_t* row_tokens = nullptr;  ///< (R): the ops that gather
-  /// (E), optional: weight gradients on CUDA take the experts in this order, null: by id. It
-  /// changes their time, never a bit: experts with many rows should come first. A permutation: an
-  /// expert that is missing gets no gradient, and what is no expert is skipped.
+  const std::int32_t* row_tokens = nullptr;  ///< (R): operations with [tokens] above
+  /// (E), optional: the order in which CUDA's weight gradients compute the experts; null: by id. It
+  /// changes their time, never a bit: experts with many rows should come first. It must be a
+  /// permutation: an expert that is missing gets no gradient, ids outside [0, E) are skipped.
   const std::int32_t* expert_order = nullptr;
   const float* row_scores = nullptr;  ///< (R): down_proj_dgrad
   const void* x = nullptr;            ///< (T, d)
@@ -114,10 +125,10 @@ struct GroupedGemmArgs {
   const void* w1 = nullptr;           ///< (E, W, d); the gate (E, n, d) if separate
   const void* w1_up = nullptr;        ///< (E, n, d) if separate
   const void* b1 = nullptr;           ///< laid out like w1
-  const void* b1_up = nullptr;
-  const void* w2 = nullptr;  ///< (E, d, n)
-  const void* b2 = nullptr;  ///< (E, d)
-  // Read by some ops, written by others. Rows past offsets[E] are neither.
+  const void* b1_up = nullptr;        ///< (E, n) if separate
+  const void* w2 = nullptr;           ///< (E, d, n)
+  const void* b2 = nullptr;           ///< (E, d)
+  // Some operations read these, others write them. No operation touches rows past offsets[E].
   void* preact = nullptr;        ///< (R, W): [gate n | up n] whatever the layout of W1
   void* act = nullptr;           ///< (R, n)
   void* expert_out = nullptr;    ///< (R, d)
@@ -125,9 +136,11 @@ struct GroupedGemmArgs {
   void* scaled_act = nullptr;    ///< (R, n)
   float* row_dscores = nullptr;  ///< (R)
   void* dx_rows = nullptr;       ///< (R, d)
-  void* dw1 = nullptr;           ///< like w1; zero for experts without rows
-  void* dw1_up = nullptr;
-  void* dw2 = nullptr;
+  // fp32 with f32_weight_grads; added to with accumulate_weight_grads. The gradient of an expert
+  // without rows is zero.
+  void* dw1 = nullptr;     ///< laid out like w1
+  void* dw1_up = nullptr;  ///< (E, n, d) if separate
+  void* dw2 = nullptr;     ///< (E, d, n)
 };
 struct SONICMOE_API GroupedGemmDesc : GroupedDesc {
   using Args = GroupedGemmArgs;
@@ -135,7 +148,8 @@ struct SONICMOE_API GroupedGemmDesc : GroupedDesc {
   bool operator==(const GroupedGemmDesc&) const = default;
 };
 
-/// db1 = column sums of dH and db2 = column sums of s*dO per expert; row_dscores += <dO, b2>.
+/// Gradients of the biases, per expert: db1 sums the rows of dH, db2 the rows of s*dO. The
+/// operation also adds <dO, b2> to row_dscores, which down_proj_dgrad wrote.
 struct BiasGradArgs {
   const std::int32_t* offsets = nullptr;     ///< (E+1)
   const std::int32_t* row_tokens = nullptr;  ///< (R)
@@ -144,57 +158,65 @@ struct BiasGradArgs {
   const void* dout = nullptr;                ///< (T, d)
   const void* b2 = nullptr;                  ///< (E, d)
   float* row_dscores = nullptr;              ///< (R), added to
-  void* db1 = nullptr;                       ///< like b1; zero for experts without rows
+  void* db1 = nullptr;                       ///< laid out like b1; zero for experts without rows
   void* db1_up = nullptr;                    ///< separate only
-  void* db2 = nullptr;                       ///< (E, d)
+  void* db2 = nullptr;                       ///< (E, d); likewise
 };
 struct SONICMOE_API BiasGradDesc : GroupedDesc {
   using Args = BiasGradArgs;
   bool operator==(const BiasGradDesc&) const = default;
 };
 
-/// out[t] = sum over the token's slots, in slot order, of score * rows[slot_rows[slot]] +
-/// addend[t]. Weighted for O (scores given), unweighted for dX (scores null); addend may be null.
+/// Sums each token's rows, in fp32 with one rounding at the end:
 ///
-/// The router's part of dX, where a token's logits have gradients at its own experts alone (softmax
-/// over the top-K or renormalised, no other loss on the logits): with `router_w` given, a second
-/// sum over t's slots, in slot order, of dlogits[t, e] * router_w[e], e the slot's expert, is added
-/// to the first, before the addend. Experts out of range add nothing.
+///   out[t] = sum over t's slots of score * rows[slot_rows[slot]]
+///          + sum over t's slots of dlogits[t, e] * router_w[e], e the slot's expert
+///          + addend[t]
+///
+/// Each sum runs in slot order. O is weighted; dX is unweighted, with null `slot_scores`. Slots
+/// whose row is -1 and experts outside [0, E) add nothing.
+///
+/// The second sum runs only with `router_w`. It is the router's part of dX where a token's logits
+/// have gradients at its own experts alone. They do with softmax over the top-K or renormalised
+/// scores, if no other loss reads the logits.
 struct AggregateArgs {
   const void* rows = nullptr;                   ///< (R, d)
-  const std::int32_t* slot_rows = nullptr;      ///< (R)
+  const std::int32_t* slot_rows = nullptr;      ///< (R): slot -> row, or -1
   const std::int32_t* token_offsets = nullptr;  ///< (T+1): lists only (top_k == 0)
   const std::int32_t* token_slots = nullptr;    ///< (R): lists only
   const float* slot_scores = nullptr;           ///< (R) or null
   const void* addend = nullptr;                 ///< (T, d) or null; may be `out` itself
   const std::int32_t* slot_experts = nullptr;   ///< (R): with router_w
   const void* dlogits = nullptr;                ///< (T, E): with router_w
-  const void* router_w = nullptr;               ///< (E, d), or null; unweighted top-K slots only
+  const void* router_w = nullptr;               ///< (E, d), or null; not with slot_scores
   void* out = nullptr;                          ///< (T, d)
 };
-inline constexpr std::int64_t kMaxRoutedTopK = 64;  ///< K of a call with router_w
+inline constexpr std::int64_t kMaxRoutedTopK = 64;  ///< largest K with router_w
 struct SONICMOE_API AggregateDesc {
   using Args = AggregateArgs;
   std::int64_t tokens = 0;
-  std::int64_t rows = 0;
+  std::int64_t rows = 0;  ///< R: T*K, or any number for lists
   std::int64_t hidden = 0;
   std::int64_t top_k = 0;  ///< K, or 0 for lists
   DType dtype = DType::bf16;
-  std::int64_t experts = 0;  ///< E; 0: calls have no router_w. Else K is at most kMaxRoutedTopK
+  /// E if calls may have router_w; then K is 1 to min(E, kMaxRoutedTopK). 0: they have none.
+  std::int64_t experts = 0;
   bool operator==(const AggregateDesc&) const = default;
 };
 
-/// Gradient of the scores: dscores in slot order, or pushed through the router mode to dlogits,
-/// which is dense and adds dlogits_in. With g the slot gradients, s the scores, p the softmax of
-/// all logits: softmax over top-K and renormalised modes dlogit_k = s_k (g_k - sum_j g_j s_j);
-/// otherwise dlogit_e = p_e (g_e - sum_k g_k s_k), g_e = 0 for experts that were not chosen.
+/// Gradient of the scores. When the routing is given, it is dscores in slot order. In the router
+/// modes it goes through the router to dlogits, which is dense and includes dlogits_in. With g the
+/// slot gradients, s the scores and p the softmax of all logits:
+///
+///   softmax over the top-K, or renormalised: dlogit_k = s_k (g_k - sum_j g_j s_j), others 0
+///   otherwise: dlogit_e = p_e (g_e - sum_k g_k s_k), g_e = 0 for experts that are not chosen
 struct ScoreGradArgs {
   const float* row_dscores = nullptr;          ///< (R)
   const std::int32_t* slot_rows = nullptr;     ///< (R); -1 reads as 0
   const float* slot_scores = nullptr;          ///< (R): router modes
   const std::int32_t* slot_experts = nullptr;  ///< (R): router modes
   const void* logits = nullptr;      ///< (T, E): topk_over_softmax without renormalisation
-  const void* dlogits_in = nullptr;  ///< (T, E), optional
+  const void* dlogits_in = nullptr;  ///< (T, E), optional: of other losses; router modes
   void* dlogits = nullptr;           ///< (T, E): router modes
   float* dscores = nullptr;          ///< (R): `given`
 };
@@ -206,8 +228,12 @@ struct SONICMOE_API ScoreGradDesc : RouterDesc {
   bool operator==(const ScoreGradDesc&) const = default;
 };
 
-/// Switch load-balancing loss E * sum_e (P_e / sum P)(f_e / sum f), P_e = sum over tokens of the
-/// softmax of the logits, f = counts, without gradient. 0 when T = 0 or all counts are 0.
+/// Switch's load-balancing loss
+///
+///   E * sum_e (P_e / sum P)(f_e / sum f)
+///
+/// P_e sums the softmax of the logits over tokens; f are the counts, which get no gradient. Loss
+/// and gradient are 0 when T = 0 or all counts are 0. No call checks the logits.
 struct AuxLossArgs {
   const void* logits = nullptr;          ///< (T, E) dtype
   const std::int32_t* counts = nullptr;  ///< (E)
@@ -224,7 +250,8 @@ struct SONICMOE_API AuxLossDesc {
   bool operator==(const AuxLossDesc&) const = default;
 };
 
-/// A plan for one operation. Immutable, cheap to copy, usable from several threads at once.
+/// A plan for one operation. Immutable and cheap to copy. Several threads may call one plan at
+/// once, each with its own workspace. Calls do not allocate.
 template <class Desc>
 class SONICMOE_API OpPlan {
  public:
@@ -233,6 +260,8 @@ class SONICMOE_API OpPlan {
   std::size_t workspace_bytes() const noexcept;
   /// The kernel list, best first: which entry runs and why the others do not.
   std::string explain() const;
+  /// CPU: done when it returns. CUDA: queued on the stream and capturable, unless checked. Returns
+  /// invalid_argument for a pointer, alignment or workspace before anything runs.
   Status run(const Args& args, Workspace workspace = {}, Stream stream = {}) const noexcept;
 
   struct Impl;
@@ -242,6 +271,9 @@ class SONICMOE_API OpPlan {
  private:
   std::shared_ptr<const Impl> impl_;
 };
+
+// make_plan() validates the descriptor and chooses the kernel. It returns invalid_argument for a
+// size or combination that is not allowed, `unsupported` where no kernel runs the descriptor.
 
 SONICMOE_API Result<OpPlan<RouterGemmDesc>> make_plan(const RouterGemmDesc&, Device = {},
                                                       const Options& = {});

@@ -15,7 +15,7 @@ enum class StatusCode : std::int32_t {
   unsupported,       ///< allowed, but no compiled kernel runs it on this device
   invalid_data,      ///< the contents of an input are not allowed (NaN logits, ids out of range)
   device_error,      ///< the device reported an error; see Status::device_code()
-  out_of_memory,
+  out_of_memory,     ///< make_plan got no host memory
 };
 
 /// The outcome of a call: a code, one line of text that names the argument, its value and what is
@@ -28,6 +28,7 @@ class [[nodiscard, gnu::visibility("default")]] Status {
   /// printf-style; text past 255 characters is cut.
   [[gnu::format(printf, 2, 3)]] static Status error(StatusCode code, const char* format,
                                                     ...) noexcept;
+  /// A device_error with the device's own code; `what` names the operation and its failed step.
   static Status device(int device_code, const char* what) noexcept;
 
   constexpr bool ok() const noexcept { return code_ == StatusCode::ok; }

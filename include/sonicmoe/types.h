@@ -10,12 +10,14 @@
 
 namespace sonicmoe {
 
-/// Storage type of x, weights, H, A, Y, gradients and logits. Accumulation is always fp32; scores
-/// and their gradients are always fp32. The CPU runs f32 and bf16; CUDA runs bf16 and f16.
+/// Storage type of x, weights, H, A, Y, gradients and logits. Scores and their gradients are fp32.
+/// Operations accumulate in fp32, the auxiliary loss over tokens in fp64. The CPU runs f32 and
+/// bf16; CUDA runs bf16 and f16. CUDA's operations on logits alone (top_k, score_grad, aux_loss,
+/// token rounding) run f32, too.
 enum class DType : std::int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
-/// h = [g, u] for the gated ones: swiglu silu(g)u, geglu gelu(g)u, reglu relu(g)u; relu_sq is
-/// relu(h)^2. gelu and geglu use erf, the _tanh ones the tanh form. relu'(0) = 0.
+/// A gated activation has h = [g, u]: swiglu is silu(g) u, geglu is gelu(g) u, reglu is relu(g) u.
+/// relu_sq is relu(h)^2. gelu and geglu use erf, the _tanh kinds the tanh form. relu'(0) = 0.
 enum class Activation : std::int32_t {
   swiglu = 0,
   geglu = 1,
@@ -28,8 +30,8 @@ enum class Activation : std::int32_t {
   silu = 8,
 };
 
-/// An activation and its parameters. An Activation converts to one with that kind's defaults. A
-/// parameter that the kind does not have keeps the value below; plans refuse any other.
+/// An activation and its parameters. An Activation converts to a spec with that kind's defaults. A
+/// parameter that the kind does not have keeps the value below; plans refuse any other value.
 struct ActivationSpec {
   Activation kind = Activation::swiglu;
   float alpha = 1.0f;
@@ -42,35 +44,38 @@ struct ActivationSpec {
 };
 
 /// How the 2n rows of W1[e] (and b1[e], dW1[e], db1[e]) of a gated activation hold gate and up.
-/// Activations without a gate have n rows, and every layout but `separate` means the same.
+/// Without a gate there are n rows: the first two layouts mean the same, plans refuse `separate`.
 enum class W1Layout : std::int32_t {
   interleaved = 0,   ///< rows g0, u0, g1, u1, ...
   concatenated = 1,  ///< rows g0 .. g(n-1), u0 .. u(n-1)
   separate = 2,      ///< two tensors (E, n, d): w1 holds the gate, w1_up the up rows
 };
 
-/// Where scores come from. Ties go to the lower expert id, entries are ordered by descending value.
+/// Where scores come from. The router modes order a token's K experts by descending score; ties go
+/// to the lower expert id.
 enum class RouterMode : std::int32_t {
   softmax_over_topk = 0,  ///< the K largest logits, softmax over them
-  topk_over_softmax = 1,  ///< softmax over all E, the K largest; see LayerDesc::norm_topk_probs
+  topk_over_softmax = 1,  ///< softmax over all E, the K largest; see RouterDesc::norm_topk_probs
   given = 2,              ///< the caller gives lists of token id, expert id and score
 };
 
 enum class DeviceType : std::int32_t { cpu = 0, cuda = 1 };
 
-/// Token rounding (token_rounding.h): which of the two multiples of the tile beside an expert's
-/// count f becomes its count.
+/// How token rounding (token_rounding.h) rounds an expert's count f: down to `floor` or up to
+/// `ceil`, the two multiples of the tile beside f.
 enum class RoundingRule : std::int32_t {
   nearest = 0,         ///< "NR-f": the nearer multiple, ties down
   stochastic = 1,      ///< "SR-f": up with probability (f - floor) / tile
-  nearest_scores = 2,  ///< "NR-s": up with probability D / (D + A), D the TC scores that rounding
-                       ///< down would drop, A the probabilities that rounding up would add
-  balance = 3,         ///< "Balance-f": experts ascending, the running deviation stays <= tile/2
-  up = 4,
-  down = 5,
+  nearest_scores = 2,  ///< "NR-s": up with probability D / (D + A). D sums the TC scores that floor
+                       ///< drops, A the probabilities that ceil adds
+  balance = 3,         ///< "Balance-f": experts ascending; up if that leaves the sum of all
+                       ///< deviations so far (rounded count - f) smaller in magnitude
+  up = 4,              ///< always up
+  down = 5,            ///< always down
 };
 
-/// Bound on the rows that token rounding leaves: min(T*E, T*K + min(E, T*K)*(tile-1)).
+/// Upper bound on the rows after token rounding, from sizes alone:
+/// min(T*E, T*K + min(E, T*K)*(tile-1)).
 constexpr std::int64_t rounded_capacity(std::int64_t tokens, std::int64_t experts,
                                         std::int64_t top_k, std::int64_t tile) noexcept {
   const std::int64_t chosen = tokens * top_k;
@@ -89,32 +94,37 @@ struct Stream {
   void* handle = nullptr;
 };
 
-/// Memory lent by the caller for one call. `data` is aligned to 256 bytes; the contents before and
-/// after the call mean nothing. May be null when `bytes` is 0.
+/// Memory of the plan's device that the caller lends for one call. `data` is a multiple of 256
+/// bytes; null is fine for a plan that needs 0 bytes. Contents before and after the call mean
+/// nothing.
 struct Workspace {
   void* data = nullptr;
   std::size_t bytes = 0;
 };
 
-/// Which operations of a plan's call run: bit i is the i-th name of forward_operations() or
-/// backward_operations(). A call that leaves some out reads what an earlier call with the same
-/// arguments and workspace has left of them: for timing an operation by itself.
+/// Which operations of a plan's call run: bit i stands for the i-th name of forward_operations() or
+/// backward_operations(). It serves to time an operation by itself. Where a call leaves operations
+/// out, the others read the results that an earlier call with the same arguments and workspace left
+/// there. Only calls with kAllOperations write the optional outputs `scores` and `expert_ids`.
 using OperationMask = std::uint64_t;
 inline constexpr OperationMask kAllOperations = ~OperationMask{0};
 
 struct Options {
-  /// CPU threads of a call; 0 = all that the process may use. Results do not depend on it.
+  /// CPU threads of a call, up to 4096; 0 = all that the process may use. Results do not depend on
+  /// it.
   int threads = 0;
-  /// CUDA only: synchronise and refuse bad device data instead of skipping it. CPU calls always do.
+  /// CUDA only: the call waits for the device and refuses bad data (StatusCode::invalid_data)
+  /// instead of skipping it. A graph cannot capture such a call. CPU calls always check their data.
   bool checked = false;
-  /// CUDA only: how many multiprocessors products and the sums with the router's part fill, an even
-  /// number; 0 = all. The others stay free, for communication. Short kernels around the products
-  /// still take what is free. Tiles are chosen for this number, and with them the order of two fp32
-  /// sums: dS goes tile by tile along n, dWr part by part of the tokens.
+  /// CUDA only: how many multiprocessors the products and the sums with the router's part fill, an
+  /// even number; 0 = all. The others stay free, for communication. Short kernels around the
+  /// products still use free multiprocessors. Plans choose tiles for this number, which changes the
+  /// order of two fp32 sums: dS goes tile by tile along n, dWr part by part of the tokens.
   int multiprocessors = 0;
-  /// Runs this entry of the kernel list ("sm90.up_proj.128x256"), or one of this backend ("cpu",
-  /// "cuda") or architecture ("sm90"), or refuses. Empty: the first that neither rejects nor defers
-  /// (see explain()).
+  /// The entry of the kernel list to run ("sm90.up_proj.128x256"), or its backend ("cpu", "cuda")
+  /// or architecture ("sm90"). It binds those operations of a plan that have such an entry.
+  /// make_plan returns `unsupported` if none has, or if the entry rejects the descriptor. Empty:
+  /// the first entry that neither rejects nor defers (see explain()).
   std::string kernel;
 };
 
@@ -127,15 +137,15 @@ SONICMOE_API const char* name(DeviceType value) noexcept;    ///< "cpu"; "?" if 
 
 SONICMOE_API bool is_glu(Activation value) noexcept;  ///< has a gate: W1 has 2n rows
 inline bool is_glu(const ActivationSpec& value) noexcept { return is_glu(value.kind); }
-SONICMOE_API std::span<const Activation> activations() noexcept;      ///< every one, in order
+SONICMOE_API std::span<const Activation> activations() noexcept;      ///< every kind, in order
 SONICMOE_API std::size_t size_of(DType value) noexcept;               ///< bytes; 0 if unknown
 SONICMOE_API bool parse(const std::string& text, DType* out);         ///< false if unknown
 SONICMOE_API bool parse(const std::string& text, RoundingRule* out);  ///< false if unknown
-/// The text form of an activation: its name, then the parameters that are not the kind's defaults,
-/// as in "swiglu" or "name(alpha=1.702,limit=7)".
+/// The text form of an activation: its name, then the parameters that differ from the kind's
+/// defaults, as in "swiglu" or "name(alpha=1.702,limit=7)".
 SONICMOE_API std::string to_string(const ActivationSpec& value);
-/// Reads the text form. False if a name is unknown or a number is none; plans refuse what the kind
-/// does not allow.
+/// Reads the text form. False, and nothing written, if a name is unknown or comes twice, or if a
+/// value is no number. Plans, not this function, refuse values that the kind does not allow.
 SONICMOE_API bool parse(const std::string& text, ActivationSpec* out);
 
 }  // namespace sonicmoe
