@@ -5,15 +5,15 @@
 
 #include "sonicmoe/types.h"
 
-/// Every activation, one row each. Names, defaults, the text form and what validation allows come
-/// from here; what an activation computes is in math/activation.h.
+/// Every activation, one row each. Names, defaults, the text form and the ranges that validation
+/// allows come from this table. math/activation.h has the formulas.
 namespace sonicmoe {
 
 enum class Allowed { finite, positive, positive_or_inf };
 
 struct ActivationParameter {
   float ActivationSpec::*member;
-  float initial;  ///< where the caller says nothing
+  float initial;  ///< the value of a spec made from the kind alone
   Allowed allowed;
 };
 
@@ -38,14 +38,14 @@ inline constexpr ActivationRow kActivationTable[] = {
     {Activation::silu, "silu", false},
 };
 
-// What the public functions do by kActivationTable. Tests give them tables of their own.
+// The public functions call these with kActivationTable. Tests call them with other tables.
 
 const ActivationRow* find_row(Activation kind, ActivationTable table) noexcept;  ///< null if none
 ActivationSpec defaults(const ActivationRow& row) noexcept;
 std::string to_string(const ActivationSpec& spec, ActivationTable table);
 bool parse(const std::string& text, ActivationTable table, ActivationSpec* out);
 
-/// Why validation refuses an activation; empty if it does not.
+/// Why validation refuses an activation; empty if validation accepts it.
 std::string refusal(const ActivationSpec& spec, ActivationTable table = kActivationTable);
 
 }  // namespace sonicmoe

@@ -5,12 +5,13 @@
 #include "core/kernel.h"
 #include "sonicmoe/info.h"
 
-/// What each backend offers to the kernel list. The objects are defined in src/cpu (and src/cuda),
-/// each beside its kernel; core names them and includes nothing from there.
+/// The entries that each backend offers to the kernel list, and the functions that core calls in
+/// it. src/cpu and src/cuda define them, each entry beside its kernel; core includes nothing from
+/// there.
 namespace sonicmoe {
 
 namespace cpu {
-// Plain: OpenBLAS sgemm on fp32 tiles (bf16 storage is widened). Any x86-64-v3 or aarch64.
+// By OpenBLAS's sgemm on fp32 tiles, bf16 storage widened. For any x86-64-v3 or aarch64.
 extern const Kernel<RouterGemmDesc> kRouterGemm;
 extern const Kernel<GroupedGemmDesc> kUpProj;
 extern const Kernel<GroupedGemmDesc> kDownProj;
@@ -18,7 +19,7 @@ extern const Kernel<GroupedGemmDesc> kDownProjDgrad;
 extern const Kernel<GroupedGemmDesc> kUpProjDgrad;
 extern const Kernel<GroupedGemmDesc> kDownProjWgrad;
 extern const Kernel<GroupedGemmDesc> kUpProjWgrad;
-// The same operations by our own product: with AVX-512 in fp32, with AVX-512 BF16 in bf16.
+// The same operations by our own tile engine: fp32 with AVX-512, bf16 with AVX-512 BF16.
 extern const Kernel<RouterGemmDesc> kRouterGemmAvx512;
 extern const Kernel<RouterGemmDesc> kRouterGemmAvx512Bf16;
 extern const Kernel<GroupedGemmDesc> kUpProjAvx512;
@@ -42,23 +43,23 @@ extern const Kernel<AuxLossDesc> kAuxLoss;
 extern const Kernel<TokenRoundingDesc> kTokenRounding;
 extern const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad;
 
-int usable_threads();          ///< cores this process may run on
+int usable_threads();          ///< cores that this process may run on
 std::string processor_name();  ///< "AMD EPYC ..."
 std::string processor_details();
-std::string missing_feature();  ///< what the plain kernels need and the processor lacks, or empty
+std::string missing_feature();  ///< the processor lacks it, but all CPU kernels need it; or empty
 void copy(void* to, const void* from, std::size_t bytes);
 }  // namespace cpu
 
 #if SONICMOE_HAS_CUDA
 namespace cuda {
-/// Every device the driver knows, or one entry that says why there is none.
+/// Every device that the driver knows, or one entry that says why there is none.
 std::vector<DeviceInfo> devices();
-/// Why there is no such device, or empty.
+/// Why the machine has no CUDA device `index`, or empty.
 std::string device_reason(int index);
-/// Of a device that there is.
+/// Precondition: device_reason(index) is empty. An attribute that the driver refuses is 0.
 DeviceTraits device_traits(int index) noexcept;
-/// Makes a device current and forgets an earlier error; returns the device that was, or -1 if
-/// nothing is to be put back.
+/// Makes a device the current one of this thread and clears cudaGetLastError(). Returns the device
+/// that was current before, or -1 if leave() need not restore it.
 int enter(int index) noexcept;
 void leave(int previous) noexcept;
 Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
@@ -66,7 +67,7 @@ Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noe
 extern const Kernel<RouterGemmDesc> kRouterGemm256;
 extern const Kernel<RouterGemmDesc> kRouterGemm128;
 extern const Kernel<RouterGemmDesc> kRouterGemm64;
-// The number is the tile's width along the axis that a cluster shares.
+// The number is the tile's width along N, the axis of operand B, which the CTAs of a cluster share.
 extern const Kernel<GroupedGemmDesc> kUpProj256;
 extern const Kernel<GroupedGemmDesc> kUpProj128;
 extern const Kernel<GroupedGemmDesc> kDownProj256;

@@ -7,19 +7,21 @@
 
 namespace sonicmoe {
 
-/// Handoff::block_counts: for every kTokens tokens in turn, a byte for each expert, how many of
-/// them have it. Metadata on CUDA can then place all slots in one launch: its thread blocks, of
-/// `each` such rows, sum what they need for themselves. That pays while they have little to read.
+/// Sizes of Handoff::block_counts. It has one row for each kTokens consecutive tokens, and a byte
+/// for each expert in a row: how many of these tokens chose the expert. With it metadata on CUDA
+/// places all slots in one launch. A thread block places the slots of `each` rows and sums the
+/// counts of all rows itself. That pays while thread blocks have little to read
+/// (docs/findings/routing.md).
 struct BlockCounts {
   static constexpr std::int64_t kTokens = 64;
-  static constexpr std::int64_t kSlots = 2048;         ///< of a thread block, at most
-  static constexpr std::int64_t kExperts = 512;        ///< at most
-  static constexpr std::int64_t kBins = 1024;          ///< experts times `each`, at most
-  static constexpr std::int64_t kMostRead = 16 << 20;  ///< bytes, by all thread blocks together
+  static constexpr std::int64_t kSlots = 2048;         ///< most slots of a thread block
+  static constexpr std::int64_t kExperts = 512;        ///< most experts
+  static constexpr std::int64_t kBins = 1024;          ///< most experts times `each`
+  static constexpr std::int64_t kMostRead = 16 << 20;  ///< most bytes that all blocks together read
 
   std::int64_t rows = 0;    ///< of counts
-  std::int64_t stride = 0;  ///< bytes of a row: experts, filled up to a multiple of 16 by zeros
-  std::int64_t each = 0;    ///< rows of a thread block: 4, 2 or 1; 0: not used
+  std::int64_t stride = 0;  ///< bytes of a row: experts, padded with zeros to a multiple of 16
+  std::int64_t each = 0;    ///< rows of a thread block, a power of two up to 4; 0: unused
 
   static BlockCounts of(std::int64_t tokens, std::int64_t experts, std::int64_t top_k) {
     BlockCounts counts;
@@ -36,7 +38,8 @@ struct BlockCounts {
   std::int64_t bytes() const { return rows * stride; }
 };
 
-/// Bytes of Handoff::block_counts; 0 on the CPU and for sizes where it is neither written nor read.
+/// Bytes of Handoff::block_counts; 0 on the CPU and for sizes where top_k and metadata do not use
+/// it.
 std::size_t block_counts_bytes(const TopKDesc& desc, Device device) noexcept;
 
 }  // namespace sonicmoe

@@ -13,13 +13,13 @@
 
 namespace sonicmoe {
 
-// Row and token indices are int32. The other bounds keep every byte count inside 63 bits.
+// Kernels index rows and tokens by int32. The other bounds keep every byte count inside 63 bits.
 inline constexpr std::int64_t kMaxIndex = INT32_MAX;
 inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 20;
 inline constexpr std::int64_t kMaxExperts = std::int64_t{1} << 16;
 inline constexpr std::size_t kTensorAlignment = 16;
 
-/// Collects checks; the first that fails is the answer.
+/// A chain of checks. status() is the error of the first check that fails.
 class Checker {
  public:
   Status status() const { return status_; }
@@ -66,12 +66,13 @@ class Checker {
     }
     return *this;
   }
-  /// All pairs of a router mode. The product fits once rows() has passed.
+  /// Rows of a router mode: one for each pair. Call rows() first, which refuses a product that
+  /// overflows.
   Checker& all_rows(std::int64_t value, std::int64_t tokens, std::int64_t top_k) {
     return status_.ok() ? range("rows", value, tokens * top_k, tokens * top_k) : *this;
   }
 
-  /// `allowed` stands in place of all_names() where a descriptor takes some of the values only.
+  /// `allowed` replaces all_names() in the text, for a descriptor that takes only some values.
   template <class Enum>
   Checker& known(const char* argument, Enum value, const char* allowed = nullptr) {
     if (status_.ok() && name(value)[0] == '?') {
@@ -106,7 +107,7 @@ class Checker {
     return *this;
   }
 
-  /// A tensor of `elements` elements that the call reads or writes. Null is fine when it is empty.
+  /// A tensor of `elements` elements that the call reads or writes. An empty one may be null.
   Checker& tensor(const char* argument, const void* pointer, std::int64_t elements,
                   const char* shape, std::size_t alignment = kTensorAlignment) {
     if (!status_.ok() || elements == 0) return *this;

@@ -5,7 +5,8 @@
 
 namespace sonicmoe {
 
-/// What LayerPlan composes: the two sums, without regions but what they share with all operations.
+/// The two sums, in a form that LayerPlan composes. They need no regions of the workspace, only the
+/// scratch that all operations share.
 struct CombinePlan::Impl : ComposedPlan {
   CombineDesc desc;
 

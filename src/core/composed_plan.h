@@ -11,21 +11,23 @@
 #include "core/sequence.h"
 #include "core/validate.h"
 
-/// What the plans of several operations share: LayerPlan and the three that it is made of.
+/// Common code of the plans with several operations: LayerPlan and its three parts.
 namespace sonicmoe {
 
-/// The part of an Impl that is the same in all of them. An Impl adds `desc` and its operations.
+/// The base of these plans' Impl, which adds `desc` and the operations.
 struct ComposedPlan {
   Exec exec;
-  std::string walk;                        ///< which kernels run and why the others do not
-  Ledger forward_ledger, backward_ledger;  ///< of a plan that stands alone
+  std::string walk;  ///< which kernels run and why the others do not
+  /// Empty in the three parts of a LayerPlan, which books their regions in its own ledgers.
+  Ledger forward_ledger, backward_ledger;
 
   std::string explain() const {
     return walk + forward_ledger.explain("forward") + backward_ledger.explain("backward");
   }
 };
 
-/// make_plan(): checks `desc`, then `add(impl, build)` adds the operations of the plan.
+/// make_plan() of these plans: checks `desc`, then calls `add(impl, build)`, which adds the
+/// operations and books the regions.
 template <class Plan, class Desc, class Add>
 Result<Plan> compose(const Desc& desc, Device device, const Options& options, Add add) try {
   Result<Exec> exec = make_exec(device, options);
@@ -52,8 +54,9 @@ std::vector<const char*> names_of(Run run) {
   return names;
 }
 
-/// One call, whose arguments are validated: `run(&sequence)` on the plan's device, in a workspace
-/// with the regions of `ledger`. Operations share what lies from `scratch` on.
+/// forward() or backward(): calls `run(&sequence)` with the plan's device current, in a workspace
+/// with the regions of `ledger`. Operations share the bytes from offset `scratch` on as their own
+/// workspace. The caller has validated the arguments.
 template <class Run>
 Status call(const ComposedPlan& plan, const Ledger& ledger, std::size_t scratch,
             Workspace workspace, Stream stream, OperationMask operations, Run run) noexcept {

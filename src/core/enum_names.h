@@ -7,13 +7,13 @@
 
 namespace sonicmoe {
 
-/// f(value) for every enumerator of an enum that counts up from 0 and has a name().
+/// Calls f(value) for every enumerator. The enum must count up from 0 and have a name() for each.
 template <class Enum, class F>
 void for_each_named(F&& f) {
   for (int i = 0; std::string_view(name(static_cast<Enum>(i))) != "?"; ++i) f(static_cast<Enum>(i));
 }
 
-/// "f32, bf16, f16".
+/// All names, as in "f32, bf16, f16".
 template <class Enum>
 std::string all_names() {
   std::string list;

@@ -5,7 +5,7 @@
 
 namespace sonicmoe {
 
-/// What LayerPlan composes: operations, the regions they want in a workspace, and their order.
+/// Operations, their regions in a workspace, and their order, in a form that LayerPlan composes.
 struct ExpertsPlan::Impl : ComposedPlan {
   struct Forward {
     std::size_t tile_counters = 0;  // of up_proj and down_proj
@@ -34,22 +34,23 @@ struct ExpertsPlan::Impl : ComposedPlan {
   void plan_forward(PlanBuilder* build);
   void plan_backward(PlanBuilder* build);
   Forward book_forward(Ledger* ledger) const;
-  /// All but scaled_act, which a caller may want to share with dx_rows.
+  /// Books all regions except scaled_act: LayerPlan lays dx_rows over it.
   Backward book_backward(Ledger* ledger) const;
   std::size_t scaled_act_bytes() const;
 
-  /// Where up_proj counts its tiles; an operation before it may reset that word.
+  /// The word in which up_proj counts its tiles, or null. Metadata may reset it (Handoff).
   std::int32_t* up_proj_tile_counter(const Sequence& seq, const Forward& at) const;
   void forward(Sequence* seq, const ExpertsForwardArgs& args, const Forward& at) const;
-  /// dH, A' and the rows' dS, with the biases' gradients.
+  /// Writes dH, A', the rows' dS and the biases' gradients.
   void row_gradients(Sequence* seq, const ExpertsBackwardArgs& args, const Backward& at) const;
-  /// dW2, dW1 and dX~. `apart`: an operation stands between them and row_gradients() that has
-  /// waited for it, so that they need not.
+  /// Writes dW2, dW1 and dX~. `apart`: the caller runs an operation between row_gradients() and
+  /// this one, which waits for row_gradients(). The weight gradients may then overlap that
+  /// operation.
   void weight_gradients(Sequence* seq, const ExpertsBackwardArgs& args, const Backward& at,
                         bool apart) const;
 
  private:
-  /// Do operations count tiles, and where? On the CPU none does.
+  /// Does the workspace hold tile counters? The CPU schedules no tiles dynamically.
   bool counts_tiles() const { return exec.device.type == DeviceType::cuda && desc.rows > 0; }
   void* dpreact(const Sequence& seq, const ExpertsBackwardArgs& args, const Backward& at) const;
 };

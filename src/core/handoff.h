@@ -4,30 +4,30 @@
 
 namespace sonicmoe {
 
-/// What the operations of one call hand to each other besides tensors. The plans of src/core set
-/// it, for they know the whole sequence; an operation that runs alone gets an empty one.
+/// State that the operations of one call hand to each other besides tensors. The plans of src/core
+/// set it, for they know the whole sequence. An operation that runs alone gets an empty Handoff.
 struct Handoff {
-  /// CUDA: the word in which an operation that schedules its tiles dynamically counts them
-  /// (docs/findings/dealing.md). It is 0 when the operation begins and anything when it ends; with
-  /// another value tiles are left out. Null: the operation counts in its workspace, which it resets
-  /// by a launch of its own.
+  /// CUDA: the tile counter of an operation that schedules its tiles dynamically
+  /// (docs/findings/dealing.md). An earlier operation must have set it to 0: from another value the
+  /// operation leaves tiles out. Its value afterwards is undefined. Null: the operation counts in
+  /// its own workspace, which it resets by a memset before its kernel.
   std::int32_t* tile_counter = nullptr;
-  /// CUDA: metadata, up_proj and down_proj_dgrad set this word to 0, for the tile_counter of an
-  /// operation after them. Not their own tile_counter.
+  /// CUDA: metadata, up_proj and down_proj_dgrad set this word to 0. It is the tile_counter of a
+  /// later operation, never their own.
   std::int32_t* next_tile_counter = nullptr;
-  /// CUDA: block_counts_bytes() that top_k writes and metadata reads: how many of each 64 tokens
-  /// have each expert. It saves metadata two passes over the experts' ids. With counts of other ids
-  /// some rows get no token, and operations that gather by them read arbitrary addresses.
+  /// CUDA: block_counts_bytes() bytes that top_k writes and metadata reads (see BlockCounts). They
+  /// save metadata two passes over the expert ids. Counts from other ids leave some `row_tokens`
+  /// unwritten; operations that gather by them then read arbitrary addresses.
   std::uint8_t* block_counts = nullptr;
-  /// CUDA: a promise about the operation before this one in the stream, with all its kernels. It
-  /// writes nothing that this one reads or writes, and reads nothing that this one writes. If the
-  /// same was promised of it, the promise covers the operation before it, too, and so on.
+  /// CUDA: the caller promises that this operation N and the previous one in the stream, N-1, are
+  /// independent. No kernel of N-1 writes memory that N reads or writes, or reads memory that N
+  /// writes. If N-1 has overlap_previous, too, the promise also covers N-2, and so on.
   ///
-  /// This operation may then begin where they leave multiprocessors free. Its own end still implies
-  /// the end of all before it. The operation before must launch a kernel (ours do unless there are
-  /// no rows or tokens). If that kernel lets its successor start early, it must have waited for its
-  /// own predecessor by then, as ours do, or have been promised the same. Without effect where
-  /// tiles are scheduled dynamically.
+  /// N may then begin on multiprocessors that N-1 leaves free. N's end still implies the end of all
+  /// operations before it. N-1 must launch a kernel; ours do unless there are no rows or tokens. A
+  /// kernel of N-1 that lets N start early must first wait for N-2, which may have
+  /// written N's operands, unless N-1 has overlap_previous itself. Our kernels do. The flag has no
+  /// effect where N schedules its tiles dynamically.
   bool overlap_previous = false;
 };
 

@@ -17,17 +17,17 @@
 
 namespace sonicmoe {
 
-/// Where and how a call runs; fixed when the plan is made, but for the stream.
+/// Where and how a call runs. make_plan fixes all but `stream` and `handoff`, which each call sets.
 struct Exec {
   Device device;
   DeviceTraits traits = {};
   int threads = 1;
   bool checked = true;
   Stream stream = {};
-  Handoff handoff = {};  ///< what is set for this call of this operation
+  Handoff handoff = {};
 };
 
-/// A set of dtypes: those that a kernel takes.
+/// The set of dtypes that a kernel takes.
 class DTypes {
  public:
   constexpr DTypes() = default;
@@ -51,33 +51,36 @@ class DTypes {
 template <class Desc>
 struct Kernel {
   const char* op;  ///< "up_proj": entries of other ops are not candidates
-  /// "cpu.up_proj", "sm90.up_proj.128x256": what it is compiled for, operation, which of several.
+  /// Architecture, operation and, where an operation has several kernels, the variant:
+  /// "cpu.up_proj", "sm90.up_proj.128x256".
   const char* name;
-  /// DeviceTraits::arch of the devices it runs on: those alone. 0: the CPU.
+  /// The kernel runs only on devices with this DeviceTraits::arch. 0: the CPU.
   int arch = 0;
-  /// What Desc::dtype may be; a dtype that is not listed is refused. Unused without such a field.
+  /// The values of Desc::dtype that the kernel takes; others are rejected. Unused if Desc has no
+  /// `dtype`.
   DTypes dtypes = {};
-  /// Optional. Empty if the kernel runs `desc` on such a device of this machine, else the reason
-  /// why not.
+  /// Optional. The reason why the kernel cannot run `desc` on such a device of this machine, or
+  /// empty. It may look at the machine (instruction sets).
   std::string (*reject)(const Desc& desc, const DeviceTraits& device) = nullptr;
-  /// Optional. Why a later entry is better for `desc`, or empty. Not asked when the options name
-  /// this very entry; of no weight when no later entry takes it.
+  /// Optional. Why a later entry is better for `desc`, or empty. Options::kernel with this entry's
+  /// full name overrides it. If all entries that could run defer, the first of them runs.
   std::string (*defer)(const Desc& desc, const DeviceTraits& device) = nullptr;
-  /// Optional. Bytes of workspace; none if null.
+  /// Optional. Bytes of workspace; 0 if null.
   std::size_t (*workspace)(const Desc& desc, const Exec& exec) = nullptr;
-  /// Optional. Done once, when a plan is made and this kernel was chosen: function attributes.
+  /// Optional. make_plan calls it once when it has chosen this kernel, for function attributes.
   Status (*prepare)(const Desc& desc, const Exec& exec) = nullptr;
-  /// `workspace` has at least the bytes promised. Arguments are validated.
+  /// `workspace` has at least as many bytes as workspace() said, at a multiple of 256, with
+  /// undefined contents. Arguments are validated and the device is current.
   Status (*run)(const Desc& desc, const typename Desc::Args& args, void* workspace,
                 const Exec& exec) noexcept;
 };
 
-/// All kernels of a kind of operation, best first. Defined in kernel_list.cpp; nothing else
-/// decides.
+/// All kernels of a descriptor's operations, best first. kernel_list.cpp defines the lists; nothing
+/// else chooses kernels.
 template <class Desc>
 std::span<const Kernel<Desc>* const> kernel_list();
 
-/// The operation a descriptor asks for: "up_proj", "top_k", ...
+/// The operation that a descriptor asks for: "up_proj", "top_k", ...
 const char* op_name(const RouterGemmDesc& desc);
 const char* op_name(const TopKDesc& desc);
 const char* op_name(const MetadataDesc& desc);
@@ -89,7 +92,7 @@ const char* op_name(const AuxLossDesc& desc);
 const char* op_name(const TokenRoundingDesc& desc);
 const char* op_name(const TokenRoundingGradDesc& desc);
 
-/// Makes the device of a call the current one of this thread, and puts the old one back.
+/// Makes a device the current one of this thread; the destructor restores the previous one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(Device device) noexcept;
@@ -98,20 +101,21 @@ class DeviceGuard {
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int previous_ = -1;  // -1: nothing to put back
+  int previous_ = -1;  // -1: nothing to restore
 };
 
-/// Copies within the memory of a call's device, in the order of its stream.
+/// Copies within the memory of exec.device; on CUDA the copy is queued on exec.stream.
 Status copy(void* to, const void* from, std::size_t bytes, const Exec& exec) noexcept;
 
 /// Why no kernel of this build runs on `device`, or empty.
 std::string device_reason(Device device);
-/// The part of it that asks no driver: why none is compiled for a CUDA device's architecture.
+/// Why no kernel of this build is compiled for a CUDA device's architecture, or empty. Unlike
+/// device_reason(), it asks no driver.
 std::string architecture_reason(int arch);
-/// Of a device that device_reason() has nothing against.
+/// Precondition: device_reason(device) is empty.
 DeviceTraits device_traits(Device device);
 
-/// f(kernel) for every entry of every list, in order.
+/// Calls f(kernel) for every entry of every list, in order.
 template <class F>
 void for_each_kernel(F&& f) {
   const auto each = [&](const auto& list) {
@@ -129,25 +133,25 @@ void for_each_kernel(F&& f) {
   each(kernel_list<TokenRoundingGradDesc>());
 }
 
-/// True if the entry is of `desc`'s operation, and compiled for the device.
+/// True if the entry implements `desc`'s operation and is compiled for the device.
 template <class Desc>
 bool is_candidate(const Kernel<Desc>& kernel, const Desc& desc, const DeviceTraits& device) {
   return std::string_view(kernel.op) == op_name(desc) && kernel.arch == device.arch;
 }
 
-/// True if `wanted` (Options::kernel) is empty, the name of an entry for `arch`, or where that name
-/// begins: "cpu" and "cpu.up_proj" match "cpu.up_proj". "cuda" matches every architecture but the
-/// CPU.
+/// Does `wanted` (Options::kernel) select the entry `name`, compiled for `arch`? It does if it is
+/// empty, the name, or the name's beginning up to a dot: "cpu" and "cpu.up_proj" select
+/// "cpu.up_proj". "cuda" selects every architecture but the CPU.
 bool kernel_matches(std::string_view wanted, std::string_view name, int arch);
 
 template <class Desc>
 struct Choice {
   const Kernel<Desc>* kernel = nullptr;  ///< null if nothing fits
-  std::string walk;                      ///< one line per entry looked at
+  std::string walk;                      ///< one line per candidate: whether it runs, and why not
 };
 
-/// Walks the kernel list: the first entry of this op and architecture that matches, does not reject
-/// and does not defer; if all of them defer, the first.
+/// Walks the kernel list over the candidates that `wanted` selects. Chooses the first entry that
+/// neither rejects nor defers; if all that do not reject defer, the first of those.
 template <class Desc>
 Choice<Desc> choose_kernel(const Desc& desc, const DeviceTraits& device, const std::string& wanted);
 

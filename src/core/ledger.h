@@ -6,15 +6,15 @@
 
 namespace sonicmoe {
 
-/// Books named regions of one workspace while planning and grants them while running.
+/// Books named regions of one workspace while a plan is made. Calls find a region by its offset.
 ///
-/// Regions of operations that never run at the same time share memory: `restart_at` moves the end
-/// of the book back, the size is the highest end seen.
+/// Regions whose contents are never needed at the same time may share memory: `restart_at` moves
+/// the end of the book back, and size() is the highest end.
 class Ledger {
  public:
   static constexpr std::size_t kAlignment = 256;
 
-  /// Returns the region's offset.
+  /// Books a region at the end and returns its offset, a multiple of kAlignment bytes.
   std::size_t book(const char* region, std::size_t bytes) {
     const std::size_t offset = end_;
     end_ = offset + (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -26,7 +26,7 @@ class Ledger {
   void restart_at(std::size_t offset) { end_ = offset; }
   std::size_t size() const { return size_; }
 
-  /// The book, of what: "forward workspace, 512 bytes" and a line a region.
+  /// "<what> workspace, 512 bytes", then a line for each region: offset, bytes, name.
   std::string explain(const char* what) const {
     std::string text = std::string(what) + " workspace, " + std::to_string(size_) + " bytes\n";
     for (const Line& line : lines_) {

@@ -16,14 +16,15 @@ struct OpPlan<Desc>::Impl {
   std::string walk;
 };
 
-/// Leaves a call so many multiprocessors of `device` (Options::multiprocessors), or refuses.
+/// Sets device->multiprocessors to `wanted` (Options::multiprocessors) unless that is 0. Returns
+/// invalid_argument for odd or negative numbers, for more than the device has, and on the CPU.
 Status limit_multiprocessors(int wanted, DeviceTraits* device);
-/// OpPlan::run() within a sequence of operations.
+/// OpPlan::run() with the handoff of a sequence of operations.
 template <class Desc>
 Status run_operation(const OpPlan<Desc>& plan, const typename Desc::Args& args,
                      const Handoff& handoff, Workspace workspace, Stream stream) noexcept;
 
-/// Device, options and thread count, checked and made definite.
+/// Checks device and options, and resolves the defaults: traits, threads, checked.
 Result<Exec> make_exec(Device device, const Options& options);
 
 }  // namespace sonicmoe

@@ -9,12 +9,14 @@
 
 namespace sonicmoe {
 
-/// Makes the plans of the operations of a larger plan; the first refusal stops it.
+/// Makes the operation plans of a larger plan. After the first refusal add() does nothing, and
+/// finish() returns that refusal.
 class PlanBuilder {
  public:
   PlanBuilder(const Exec& exec, const Options& options) : exec_(exec), options_(options) {}
 
-  /// A kernel or backend that the options name binds the operations that have such an entry.
+  /// Options::kernel binds only operations that have an entry which it selects. The others choose
+  /// freely.
   template <class Desc>
   void add(std::optional<OpPlan<Desc>>* plan, const Desc& desc) {
     if (!status_.ok()) return;
@@ -31,12 +33,14 @@ class PlanBuilder {
     *plan = std::move(made).value();
   }
 
-  /// Bytes of workspace for any one of the operations added since it was last taken.
+  /// The largest workspace of the operations added since the last call, in bytes. Operations run
+  /// one after another, so they share it.
   std::size_t take_scratch() { return std::exchange(scratch_, 0); }
-  /// Which kernels run and why the others do not.
+  /// OpPlan::explain() of every operation.
   const std::string& walk() const { return walk_; }
 
-  /// After the last operation: a kernel that none has was named in vain.
+  /// Call it after the last operation. Returns the first refusal, or `unsupported` if no operation
+  /// has an entry that Options::kernel selects.
   Status finish() const {
     if (status_.ok() && !found_) {
       return Status::error(StatusCode::unsupported,

@@ -7,7 +7,7 @@
 
 namespace sonicmoe {
 
-/// What LayerPlan composes: operations, the regions they want in a workspace, and their order.
+/// Operations, their regions in a workspace, and their order, in a form that LayerPlan composes.
 struct RouterPlan::Impl : ComposedPlan {
   struct Forward {
     std::size_t row_slots = 0;
@@ -15,14 +15,14 @@ struct RouterPlan::Impl : ComposedPlan {
     std::size_t scratch = 0;
   };
   struct Backward {
-    std::size_t dscores = 0;  // token rounding: of the lists it made
+    std::size_t dscores = 0;  // gradients of the scores of token rounding's lists
     std::size_t scratch = 0;
   };
 
   RoutingDesc desc;
   Forward fwd;
   Backward bwd;
-  std::size_t block_counts = 0;  ///< bytes that top_k hands to metadata; 0: none
+  std::size_t block_counts = 0;  ///< bytes of Handoff::block_counts; 0: none
 
   std::optional<OpPlan<RouterGemmDesc>> router_gemm;
   std::optional<OpPlan<TopKDesc>> top_k;
@@ -36,8 +36,8 @@ struct RouterPlan::Impl : ComposedPlan {
   bool given() const { return slot_kind(desc) == SlotKind::given; }
   bool rounded() const { return slot_kind(desc) == SlotKind::rounded; }
   bool lists() const { return slot_kind(desc) != SlotKind::top_k; }
-  /// Do a token's logits have gradients at its own experts alone, unless a loss outside adds some?
-  /// Then the sum over dX's rows can add the router's part, and no product is needed.
+  /// Do a token's logits have gradients at its own experts alone, if no other loss reads the
+  /// logits? Then the sum over dX's rows can add the router's part, and router_dgrad need not run.
   bool reaches_own_experts() const {
     return !lists() && !desc.needs_logits() && desc.top_k <= kMaxRoutedTopK;
   }
@@ -47,14 +47,14 @@ struct RouterPlan::Impl : ComposedPlan {
   Forward book_forward(Ledger* ledger) const;
   Backward book_backward(Ledger* ledger) const;
 
-  /// From x or lists to grouped rows; metadata resets `next_tile_counter`.
+  /// From x or lists to grouped rows. Metadata sets *next_tile_counter to 0 unless it is null.
   void forward(Sequence* seq, const RouterForwardArgs& args, const Forward& at,
                std::int32_t* next_tile_counter) const;
-  /// Optional outputs, after everything that something waits for.
+  /// Copies the optional outputs. Run it last: no operation waits for these copies.
   void copy_out(Sequence* seq, const RouterForwardArgs& args) const;
-  /// From the rows' dS to the lists' scores or the logits.
+  /// From dS of the rows to the gradients of the lists' scores or of the logits.
   void score_gradients(Sequence* seq, const RouterBackwardArgs& args, const Backward& at) const;
-  /// From dlogits to the router's part of dx and to its weights.
+  /// From dlogits to the router's part of dX and to the gradient of its weights.
   void weight_gradients(Sequence* seq, const RouterBackwardArgs& args) const;
 };
 

@@ -8,11 +8,11 @@
 
 namespace sonicmoe {
 
-/// How slots come about, which decides what backward has to be given.
+/// The origin of slots. It decides which arrays forward keeps for backward.
 enum class SlotKind {
-  top_k,    ///< t*K + k
-  given,    ///< the caller's lists
-  rounded,  ///< lists made by token rounding
+  top_k,    ///< slot t*K + k, chosen by top_k
+  given,    ///< lists of the caller
+  rounded,  ///< lists of token rounding
 };
 
 inline SlotKind slot_kind(const RoutingDesc& desc) {

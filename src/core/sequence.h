@@ -10,21 +10,22 @@
 
 namespace sonicmoe {
 
-/// Runs the operations of a call in order and stops at the first that fails. It can run a part of
-/// them, or only tell their names, so that the order of operations is written once.
+/// Runs the operations of a call in order and stops at the first that fails. It can also run some
+/// of them, or only list their names. So a plan's code states the order of its operations once.
 class Sequence {
  public:
-  /// `scratch`: where the workspace that operations share begins; up to the workspace's end.
+  /// `scratch`: offset of the memory that operations share as their own workspace. It extends to
+  /// the end of `workspace`.
   Sequence(Workspace workspace, std::size_t scratch, Stream stream, OperationMask wanted)
       : base_(static_cast<char*>(workspace.data)),
         scratch_{base_ == nullptr ? nullptr : base_ + scratch, workspace.bytes - scratch},
         stream_(stream),
         wanted_(wanted) {}
-  /// Runs nothing: names of operations are added to `names`.
+  /// Runs nothing; appends the names of the operations to `names`.
   explicit Sequence(std::vector<const char*>* names) : names_(names) {}
 
-  /// A region of the workspace, as any pointer. Null when there is no workspace, which is so only
-  /// when all regions are empty.
+  /// A region of the workspace, converted to any pointer. Null without a workspace: then all
+  /// regions are empty, or the sequence lists names.
   struct Region {
     char* data;
     template <class T>
@@ -34,8 +35,9 @@ class Sequence {
   };
   Region region(std::size_t offset) const { return {base_ == nullptr ? nullptr : base_ + offset}; }
 
-  /// Runs `plan`, if there is one. `handoff` is meant for the whole sequence: of what it says only
-  /// that is passed on which the operations that run in this call make true.
+  /// Runs `plan`, if there is one and the call wants it. `handoff` assumes that the whole sequence
+  /// runs. The operation gets its tile counter only if an operation of this call has reset it, and
+  /// overlap_previous only if the operation before it runs in this call.
   template <class Desc>
   void run(const char* name, const std::optional<OpPlan<Desc>>& plan,
            const typename Desc::Args& args, Handoff handoff = {}) {
@@ -48,14 +50,14 @@ class Sequence {
     if (handoff.next_tile_counter != nullptr) reset_[resets_++] = handoff.next_tile_counter;
     follows_ = true;
   }
-  /// For an optional output: the operation does not run if that is null.
+  /// run(), but only if `output` is not null. In a list of names the operation always appears.
   template <class Desc>
   void run_for(const void* output, const char* name, const std::optional<OpPlan<Desc>>& plan,
                const typename Desc::Args& args, Handoff handoff = {}) {
     if (names_ != nullptr || output != nullptr) return run(name, plan, args, handoff);
     if (plan) ++next_;
   }
-  /// A copy to an optional output, in calls that run all operations.
+  /// Copies to an optional output, in calls that run all operations and give the output.
   void copy(void* to, const void* from, std::size_t bytes, Exec exec) {
     if (names_ != nullptr || to == nullptr || wanted_ != kAllOperations) return;
     exec.stream = stream_;
@@ -78,10 +80,10 @@ class Sequence {
   Stream stream_;
   OperationMask wanted_ = kAllOperations;
   std::vector<const char*>* names_ = nullptr;
-  int next_ = 0;          // of the operations in order
+  int next_ = 0;          // index of the next operation: its bit in wanted_
   bool follows_ = false;  // the operation before the next one ran in this call
   int resets_ = 0;
-  std::array<const std::int32_t*, 4> reset_ = {};  // tile counters that operations of it have set
+  std::array<const std::int32_t*, 4> reset_ = {};  // tile counters that this call has reset
   Status status_;
 };
 

@@ -11,8 +11,8 @@
 #include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"
 
-/// Everything that can be refused without looking at data. Each text has the form
-/// "<argument>: got <value>, allowed: <what is>".
+/// Checks of everything but data: sizes, enums, combinations, pointers. Each error is an
+/// invalid_argument whose text has the form "<argument>: got <value>, allowed: <values>".
 namespace sonicmoe {
 
 Status validate(const LayerDesc& desc);
@@ -48,9 +48,10 @@ Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args);
 Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args);
 
 Status validate(Device device);
-/// Whether a plan has a backward.
+/// Refuses backward() of an inference plan.
 Status validate_backward(bool inference);
 Status validate(const Options& options);
+/// `needed`: bytes. Checks size and alignment, unless `needed` is 0.
 Status validate(Workspace workspace, std::size_t needed);
 
 }  // namespace sonicmoe
