@@ -32,7 +32,7 @@ const ActivationParameter* find_parameter(const ActivationRow& row, const Field&
   return nullptr;
 }
 
-/// The shortest text that is read back as the same bits.
+/// The shortest text from which parse() reads the same bits.
 std::string text_of(float value) {
   char text[32];
   return {text, std::to_chars(text, std::end(text), value).ptr};

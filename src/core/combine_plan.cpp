@@ -1,4 +1,4 @@
-// From the experts' rows to tokens: the sums of O and of dX.
+// From the experts' rows to tokens: one sum makes O, another dX.
 #include "core/combine_plan.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ std::vector<const char*> CombinePlan::backward_operations() const {
   return names_of([&](Sequence* seq) { impl_->backward(seq, {}); });
 }
 
-// The operations check their arguments, which are the plan's own.
+// The plan's arguments are those of its operations, which check them.
 Status CombinePlan::forward(const AggregateArgs& args, Workspace workspace, Stream stream,
                             OperationMask operations) const noexcept {
   return call(*impl_, impl_->forward_ledger, 0, workspace, stream, operations,

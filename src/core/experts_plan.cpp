@@ -102,7 +102,10 @@ void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& 
 
 void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArgs& args,
                                          const Backward& at, bool apart) const {
-  // They need dH and A', not what the operation right before each of them makes.
+  // Each weight gradient reads dH or A', and no output of the operation right before it. With
+  // `apart` that operation has waited for row_gradients(), so both may overlap it. Otherwise only
+  // dW1 may, behind dW2. Without rows the operation before may launch no kernel, which
+  // overlap_previous needs.
   const bool overlaps = desc.rows > 0;
   seq->run_for(args.dw2, "down_proj_wgrad", down_proj_wgrad,
                {.offsets = args.offsets,
@@ -121,7 +124,7 @@ void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArg
                 .dw1 = args.dw1,
                 .dw1_up = args.dw1_up},
                {.overlap_previous = overlaps && (apart || args.dw2 != nullptr)});
-  std::int32_t* dx_tiles = nullptr;  // down_proj_dgrad has reset it
+  std::int32_t* dx_tiles = nullptr;  // down_proj_dgrad resets it
   if (counts_tiles()) dx_tiles = seq->region(at.tile_counter);
   seq->run_for(args.dx_rows, "up_proj_dgrad", up_proj_dgrad,
                {.offsets = args.offsets,

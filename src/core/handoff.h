@@ -25,9 +25,9 @@ struct Handoff {
   ///
   /// N may then begin on multiprocessors that N-1 leaves free. N's end still implies the end of all
   /// operations before it. N-1 must launch a kernel; ours do unless there are no rows or tokens. A
-  /// kernel of N-1 that lets N start early must first wait for N-2, which may have
-  /// written N's operands, unless N-1 has overlap_previous itself. Our kernels do. The flag has no
-  /// effect where N schedules its tiles dynamically.
+  /// kernel of N-1 that lets N start early must first wait for N-2, which may have written N's
+  /// operands, unless N-1 has overlap_previous itself. Our kernels do. The flag has no effect where
+  /// N schedules its tiles dynamically.
   bool overlap_previous = false;
 };
 

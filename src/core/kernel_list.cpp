@@ -1,5 +1,5 @@
-// The one list that decides which kernel runs: best first, the first that neither rejects nor
-// defers wins.
+// The only list that decides which kernel runs, best first: the first entry that neither rejects
+// nor defers runs.
 #include "core/backends.h"
 #include "core/kernel.h"
 

@@ -1,4 +1,5 @@
-// A layer is a router, experts and a sum over one workspace; no backend has code of its own here.
+// A layer runs the parts of a router's, an experts' and a combine plan over one workspace. No
+// backend has code here.
 #include <algorithm>
 
 #include "core/combine_plan.h"
@@ -10,8 +11,8 @@ namespace sonicmoe {
 
 struct LayerPlan::Impl : ComposedPlan {
   struct Forward {
-    std::size_t routing = 0;      // inference only: otherwise the caller keeps it
-    std::size_t slot_scores = 0;  // token rounding: backward does not need them
+    std::size_t routing = 0;      // inference only; in training the caller gives the block
+    std::size_t slot_scores = 0;  // token rounding only; backward does not read them
     RouterPlan::Impl::Forward router;
     ExpertsPlan::Impl::Forward experts;
     std::size_t expert_out = 0;
@@ -22,7 +23,7 @@ struct LayerPlan::Impl : ComposedPlan {
     std::size_t dlogits = 0;
     RouterPlan::Impl::Backward router;
     ExpertsPlan::Impl::Backward experts;
-    std::size_t dx_rows = 0;  // over scaled_act: dW2 has used that by then
+    std::size_t dx_rows = 0;  // lies over scaled_act, which dW2 has read by then
     std::size_t scratch = 0;
   };
 
@@ -34,7 +35,7 @@ struct LayerPlan::Impl : ComposedPlan {
   ExpertsPlan::Impl experts;
   CombinePlan::Impl combine;
 
-  /// Makes the three plans' descriptors from the layer's.
+  /// Sets the descriptors of the three parts.
   void divide() {
     const LayerDesc& d = desc;
     router.desc = d.routing();
@@ -141,10 +142,10 @@ void LayerPlan::Impl::forward(Sequence* seq, const ForwardArgs& args) const {
 }
 
 void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
-  // Backward only reads the block.
+  // RoutingBlock::at() takes void*, but backward only reads the block.
   const RoutedRows rows = RoutingBlock::at(router.desc, const_cast<void*>(args.routing));
-  // The router's part of dx comes out of the sum where that can add it. Else dx holds it until the
-  // sum is added to it.
+  // The sum over dX's rows adds the router's part of dx where it can. Otherwise router_dgrad writes
+  // that part to dx, and the sum adds dx to its rows.
   const bool by_sum = router.reaches_own_experts() && args.dlogits == nullptr;
   const bool by_product = !router.given() && !by_sum;
   void* const dlogits = seq->region(bwd.dlogits);
@@ -181,7 +182,8 @@ void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
       .dpreact = args.dpreact};
   experts.row_gradients(seq, grouped, bwd.experts);
   router.score_gradients(seq, routed, bwd.router);
-  // With rows there is always a kernel of score_grad, which has waited for down_proj_dgrad.
+  // apart = true: with rows score_grad always launches a kernel. That kernel waits for the
+  // operations of row_gradients() before it lets the next kernel start.
   experts.weight_gradients(seq, grouped, bwd.experts, true);
   router.weight_gradients(seq, routed);
   combine.backward(seq, {.rows = grouped.dx_rows,

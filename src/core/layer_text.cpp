@@ -11,7 +11,7 @@
 namespace sonicmoe {
 namespace {
 
-// One kind of value each: its text, the text read back, and what is allowed.
+// For each type of field: the text of a value, the value of a text, and the allowed values.
 
 std::string write(std::int64_t value) { return std::to_string(value); }
 bool read(const std::string& text, std::int64_t* out) {
@@ -33,7 +33,7 @@ bool read(const std::string& text, ActivationSpec* out) { return parse(text, out
 std::string allowed(const ActivationSpec&) { return all_names<Activation>(); }
 
 template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
-std::string write(Enum value) {  // a value that is no enumerator has no name, only a number
+std::string write(Enum value) {  // a value that is no enumerator becomes its number
   const std::string text = name(value);
   return text == "?" ? std::to_string(static_cast<int>(value)) : text;
 }
@@ -54,7 +54,7 @@ struct Row {
   std::string (*allowed)();
 };
 
-/// `Select` leads to the field: [](auto& d) -> auto& { return d.tokens; }.
+/// `Select` returns the field: [](auto& d) -> auto& { return d.tokens; }.
 template <class Select>
 constexpr Row row(const char* key, const char* help, Select) {
   return {key, help, [](const LayerDesc& desc) { return sonicmoe::write(Select{}(desc)); },
@@ -103,7 +103,7 @@ const Row* find_row(std::string_view key) {
   return nullptr;
 }
 
-/// A Status holds one line of 255 characters: of a text that is longer, its beginning.
+/// The beginning of a text, since a Status holds only 255 characters.
 std::string shown(std::string_view text) {
   constexpr std::size_t kMost = 60;
   return std::string(text.substr(0, kMost)) + (text.size() > kMost ? "..." : "");

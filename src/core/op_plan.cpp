@@ -45,7 +45,7 @@ const char* op_name(const GroupedGemmDesc& desc) {
 
 namespace {
 
-/// "9.0"
+/// "9.0" for 90.
 std::string capability(int arch) {
   return std::to_string(arch / 10) + "." + std::to_string(arch % 10);
 }
@@ -124,14 +124,15 @@ std::string DTypes::text() const {
 
 namespace {
 
-/// Why a kernel does not run `desc`, or empty.
+/// Why a kernel cannot run `desc`, or empty.
 template <class Desc>
 std::string rejection(const Kernel<Desc>& kernel, const Desc& desc, const DeviceTraits& device) {
   if constexpr (requires { desc.dtype; }) {
     if (!kernel.dtypes.contains(desc.dtype)) {
       std::string reason =
           std::string("dtype: got ") + name(desc.dtype) + ", allowed: " + kernel.dtypes.text();
-      // A kernel for one dtype has siblings for others: nothing is known of the whole device.
+      // A kernel for one dtype has siblings for others, so its rejection says nothing of the
+      // device.
       if (kernel.dtypes.size() > 1) {
         reason += device_type(kernel.arch) == DeviceType::cuda
                       ? " (on CUDA; cast the tensors, or use autocast)"
@@ -221,7 +222,8 @@ Result<Exec> make_exec(Device device, const Options& options) {
 
 namespace {
 
-/// Nothing fits: the reason of the last entry, which is the most general one.
+/// The error if no entry runs `desc`. It gives the reason of the last one that `wanted` selects,
+/// because the last entry is the most general.
 template <class Desc>
 Status nothing_fits(const Desc& desc, const DeviceTraits& device, const std::string& wanted) {
   const Kernel<Desc>* last = nullptr;

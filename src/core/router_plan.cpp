@@ -25,7 +25,7 @@ void RouterPlan::Impl::plan_forward(PlanBuilder* build) {
 void RouterPlan::Impl::plan_backward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
   ScoreGradDesc score{{d}, d.tokens, d.row_capacity(), d.dtype};
-  if (lists()) {  // given or made, they take their gradients in slot order
+  if (lists()) {  // score_grad writes the lists' gradients in slot order, given or rounded
     static_cast<RouterDesc&>(score) = {.experts = d.experts, .mode = RouterMode::given};
   }
   build->add(&score_grad, score);
@@ -105,7 +105,7 @@ void RouterPlan::Impl::copy_out(Sequence* seq, const RouterForwardArgs& args) co
 
 void RouterPlan::Impl::score_gradients(Sequence* seq, const RouterBackwardArgs& args,
                                        const Backward& at) const {
-  // Backward only reads the block; the operations' arguments are the same as forward's.
+  // RoutingBlock::at() takes void*, but backward only reads the block.
   const RoutedRows rows = RoutingBlock::at(desc, const_cast<void*>(args.routing));
   float* const dscores = rounded() ? seq->region(at.dscores) : args.dscores;
   seq->run("score_grad", score_grad,

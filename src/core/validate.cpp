@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kWorkspaceAlignment = 256;
 
-/// What the grouped descriptors share.
+/// Checks of every descriptor with grouped rows.
 Checker grouped(const GroupedDesc& desc) {
   Checker check;
   check.tokens(desc.tokens).range("rows", desc.rows, 0, kMaxIndex).width("hidden", desc.hidden);
@@ -20,7 +20,7 @@ Checker grouped(const GroupedDesc& desc) {
   return check;
 }
 
-/// What the descriptors that route logits share.
+/// Checks of every descriptor of an operation that routes logits.
 template <class Desc>
 Checker routed(const Desc& d) {
   Checker check;
@@ -32,7 +32,7 @@ Checker routed(const Desc& d) {
   return check;
 }
 
-/// What a layer and a router alone share.
+/// Checks of a router, alone or in a layer.
 Checker routing(const RoutingDesc& d) {
   Checker check;
   check.router(d.mode).tokens(d.tokens).width("hidden", d.hidden).experts(d.experts);

@@ -1,4 +1,4 @@
-// The pointers of a call: null where something is read or written, or misaligned.
+// The pointers of a call. Refuses null where the call reads or writes a tensor, and misalignment.
 #include "core/checker.h"
 #include "core/validate.h"
 
@@ -6,7 +6,8 @@ namespace sonicmoe {
 
 namespace {
 
-// A layer's arguments hold those of its router and of its experts, under the same names.
+// These templates check arguments of a layer, and of its router or experts alone: their fields have
+// the same names.
 
 template <class Args>
 void check_routing(const RoutingDesc& d, const Args& a, Checker* check) {
