@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "core/backends.h"
+#include "cuda/device/fragment.cuh"
 #include "cuda/device/warp.cuh"
-#include "cuda/device/warp_tile.cuh"
 
 namespace sonicmoe::cuda {
 namespace {

@@ -2,44 +2,17 @@
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/tensor_map.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
 template <class T, bool kBias, int kTileN, Schedule kSchedule, int kStages>
 struct DownProj : Traits<T, ALoad::load_m, Major::k, kTileN, kSchedule, kStages,
-                         StoreTile<AtRows, kBias>, (kTileN == 256)> {};
-
-template <class Config>
-Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
-              const Exec& exec) {
-  constexpr int kTileN = Config::kTileN;
-  const std::int64_t n = d.intermediate;
-  TensorMaps maps(d.dtype);
-  GemmParams p{};
-  p.a_maps[0] = p.a_maps[1] = maps.encode({a.act, n, d.rows, 1, n, 0, kTileM});
-  p.b_maps[0] = p.b_maps[1] =
-      maps.encode({a.w2, n, d.hidden, d.experts, n, d.hidden * n, kTileN / 2});
-  StoreParams e{};
-  e.boxes[0] = maps.encode({a.expert_out, d.hidden, d.rows, 1, d.hidden, 0, WarpTile::kRows});
-  e.boxed = true;
-  if (!maps.status().ok()) return maps.status();
-  p.offsets = a.offsets;
-  p.overlap_previous = exec.handoff.overlap_previous;
-  p.experts = static_cast<int>(d.experts);
-  p.n_blocks = tiles(d.hidden, kTileN);
-  p.k_blocks = p.k_half = tiles(n, kTileK);
-
-  e.out[0] = a.expert_out;
-  e.row_stride = d.hidden;
-  e.columns = static_cast<int>(d.hidden);
-  e.biased = d.bias;
-  e.bias = a.b2;
-  return launch_scheduled<Config>(d, p, e, workspace, exec, "down_proj: launch");
-}
+                         StoreTile<AtRows, kBias>, kTileN == 256> {};
 
 template <int kTileN, Schedule kSchedule, int kStages>
-struct Entry {
+struct Family {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
@@ -48,18 +21,45 @@ struct Entry {
       return f(DownProj<T, true, kTileN, kSchedule, kStages>{});
     });
   }
-  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
-    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
-  }
+
+  template <class Config>
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
-                    const Exec& exec) noexcept {
+                    const Exec& exec) {
     if (d.rows == 0) return {};
-    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
+    const std::int64_t n = d.intermediate;
+    TensorMaps maps(d.dtype);
+    const CUtensorMap act =
+        maps.encode({.base = a.act, .inner = n, .outer = d.rows, .outer_stride = n, .box = kTileM});
+    const CUtensorMap w2 = maps.encode({.base = a.w2,
+                                        .inner = n,
+                                        .outer = d.hidden,
+                                        .experts = d.experts,
+                                        .outer_stride = n,
+                                        .expert_stride = d.hidden * n,
+                                        .box = kTileN / 2});
+    const StoreParams e{.boxes = {maps.encode({.base = a.expert_out,
+                                               .inner = d.hidden,
+                                               .outer = d.rows,
+                                               .outer_stride = d.hidden,
+                                               .box = WarpTile::kRows})},
+                        .out = {a.expert_out},
+                        .row_stride = d.hidden,
+                        .columns = static_cast<int>(d.hidden),
+                        .bias = d.bias ? a.b2 : nullptr};
+    if (!maps.status().ok()) return maps.status();
+    const int k_blocks = tiles(n, kTileK);
+    const GemmParams p{.a = {.maps = {act, act}},
+                       .b = {.maps = {w2, w2}},
+                       .extents = {.offsets = a.offsets,
+                                   .experts = static_cast<int>(d.experts),
+                                   .n_blocks = tiles(d.hidden, kTileN),
+                                   .k_blocks = k_blocks,
+                                   .k_half = k_blocks}};
+    return launch_scheduled<Config>(d, p, e, workspace, exec, "down_proj: launch");
   }
 };
-
-using Wide = Entry<256, Schedule::cooperative, 4>;
-using Pingpong = Entry<192, Schedule::pingpong, 4>;
+using Wide = Family<256, Schedule::cooperative, 4>;
+using Pingpong = Family<192, Schedule::pingpong, 4>;
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
   return defer_to_pingpong(device, d.rows, d.experts, d.hidden, tiles(d.intermediate, kTileK));
@@ -67,25 +67,13 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kDownProj256 = {
-    .op = "down_proj",
-    .name = "sm90.down_proj.128x256",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject_gemm,
-    .defer = defer_wide,
-    .workspace = tile_counter_workspace,
-    .prepare = Wide::prepare,
-    .run = Wide::run,
-};
-const Kernel<GroupedGemmDesc> kDownProj192 = {
-    .op = "down_proj",
-    .name = "sm90.down_proj.128x192",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject_gemm,
-    .prepare = Pingpong::prepare,
-    .run = Pingpong::run,
-};
+constinit const Kernel<GroupedGemmDesc> kDownProj256 =
+    kernel_entry<Wide, GroupedGemmDesc>({.op = "down_proj",
+                                         .name = "sm90.down_proj.128x256",
+                                         .reject = reject_gemm,
+                                         .defer = defer_wide,
+                                         .workspace = tile_counter_workspace});
+constinit const Kernel<GroupedGemmDesc> kDownProj192 = kernel_entry<Pingpong, GroupedGemmDesc>(
+    {.op = "down_proj", .name = "sm90.down_proj.128x192", .reject = reject_gemm});
 
 }  // namespace sonicmoe::cuda

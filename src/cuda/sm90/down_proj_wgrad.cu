@@ -2,6 +2,7 @@
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/tensor_map.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -10,87 +11,75 @@ template <class T, bool kPlain, int kTileN, int kStages>
 struct DownProjWgrad : Traits<T, ALoad::gather_k, Major::mn, kTileN, Schedule::cooperative, kStages,
                               StoreTile<AtMByN<kPlain>, false>> {};
 
-template <class Config>
-Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, const Exec& exec) {
-  const std::int64_t n = d.intermediate;
-  TensorMaps maps(d.dtype);
-  GemmParams p{};
-  // Without rows nothing is loaded, but the map must point somewhere: every expert still gets its
-  // zeros.
-  const void* const scaled_act = d.rows > 0 ? a.scaled_act : a.dw2;
-  p.b_maps[0] = p.b_maps[1] = maps.encode({scaled_act, n, d.rows, 1, n, 0, kTileK / 2});
-  StoreParams e{};
-  if (!d.f32_weight_grads) {
-    e.boxes[0] = maps.encode({a.dw2, n, d.hidden, d.experts, n, d.hidden * n, WarpTile::kRows});
-  }
-  if (!maps.status().ok()) return maps.status();
-  p.gathered = a.dout;
-  p.offsets = a.offsets;
-  p.overlap_previous = exec.handoff.overlap_previous;
-  p.row_tokens = a.row_tokens;
-  p.expert_order = a.expert_order;
-  p.gathered_width = static_cast<int>(d.hidden);
-  p.experts = static_cast<int>(d.experts);
-  p.n_blocks = p.n_half = tiles(n, Config::kTileN);
-
-  e.out[0] = a.dw2;
-  e.expert_stride = d.hidden * n;
-  e.row_stride = n;
-  e.rows = static_cast<int>(d.hidden);
-  e.columns = static_cast<int>(n);
-  e.f32 = d.f32_weight_grads;
-  e.accumulate = d.accumulate_weight_grads;
-  return launch<Config>(p, e, exec, "down_proj_wgrad: launch");
-}
-
 template <int kTileN, int kStages>
-struct Entry {
+struct Family {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
-      if (d.f32_weight_grads || d.accumulate_weight_grads) {
-        return f(DownProjWgrad<T, false, kTileN, kStages>{});
-      }
-      return f(DownProjWgrad<T, true, kTileN, kStages>{});
+      const bool plain = !d.f32_weight_grads && !d.accumulate_weight_grads;
+      if (plain) return f(DownProjWgrad<T, true, kTileN, kStages>{});
+      return f(DownProjWgrad<T, false, kTileN, kStages>{});
     });
   }
-  static Status prepare(const GroupedGemmDesc& d, const Exec&) {
-    return visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
-  }
-  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*,
-                    const Exec& exec) noexcept {
-    return visit(d, [&](auto config) { return run_as<decltype(config)>(d, a, exec); });
+
+  template <class Config>
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*, const Exec& exec) {
+    const std::int64_t n = d.intermediate;
+    TensorMaps maps(d.dtype);
+    // Without rows nothing is loaded, but the map must point somewhere: every expert still gets its
+    // zeros.
+    const CUtensorMap scaled_act = maps.encode({.base = d.rows > 0 ? a.scaled_act : a.dw2,
+                                                .inner = n,
+                                                .outer = d.rows,
+                                                .outer_stride = n,
+                                                .box = kTileK / 2});
+    StoreParams e{.out = {a.dw2},
+                  .expert_stride = d.hidden * n,
+                  .row_stride = n,
+                  .rows = static_cast<int>(d.hidden),
+                  .columns = static_cast<int>(n),
+                  .f32 = d.f32_weight_grads,
+                  .accumulate = d.accumulate_weight_grads};
+    if (!d.f32_weight_grads) {
+      e.boxes[0] = maps.encode({.base = a.dw2,
+                                .inner = n,
+                                .outer = d.hidden,
+                                .experts = d.experts,
+                                .outer_stride = n,
+                                .expert_stride = d.hidden * n,
+                                .box = WarpTile::kRows});
+    }
+    if (!maps.status().ok()) return maps.status();
+    const int n_blocks = tiles(n, kTileN);
+    const GemmParams p{
+        .a = {.rows = a.dout, .row_tokens = a.row_tokens, .width = static_cast<int>(d.hidden)},
+        .b = {.maps = {scaled_act, scaled_act}},
+        .extents = {.offsets = a.offsets,
+                    .expert_order = a.expert_order,
+                    .experts = static_cast<int>(d.experts),
+                    .n_blocks = n_blocks,
+                    .n_half = n_blocks}};
+    return launch<Config>(p, e, exec, "down_proj_wgrad: launch");
   }
 };
+using Wide = Family<256, 4>;
+using Small = Family<128, 6>;
 
-using Wide = Entry<256, 4>;
-using Small = Entry<128, 6>;
-
-std::string defer_large(const GroupedGemmDesc& d, const DeviceTraits&) {
+std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits&) {
   return defer_to_small(d.rows, d.experts, d.intermediate);
 }
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kDownProjWgrad256 = {
-    .op = "down_proj_wgrad",
-    .name = "sm90.down_proj_wgrad.128x256",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject_contraction,
-    .defer = defer_large,
-    .prepare = Wide::prepare,
-    .run = Wide::run,
-};
-const Kernel<GroupedGemmDesc> kDownProjWgrad128 = {
-    .op = "down_proj_wgrad",
-    .name = "sm90.down_proj_wgrad.128x128",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject_contraction,
-    .prepare = Small::prepare,
-    .run = Small::run,
-};
+constinit const Kernel<GroupedGemmDesc> kDownProjWgrad256 =
+    kernel_entry<Wide, GroupedGemmDesc>({.op = "down_proj_wgrad",
+                                         .name = "sm90.down_proj_wgrad.128x256",
+                                         .reject = reject_contraction,
+                                         .defer = defer_wide});
+constinit const Kernel<GroupedGemmDesc> kDownProjWgrad128 =
+    kernel_entry<Small, GroupedGemmDesc>({.op = "down_proj_wgrad",
+                                          .name = "sm90.down_proj_wgrad.128x128",
+                                          .reject = reject_contraction});
 
 }  // namespace sonicmoe::cuda

@@ -1,236 +1,199 @@
 #pragma once
 
+#include "cuda/sm90/epilogue/epilogue.cuh"
 #include "cuda/sm90/mainloop.cuh"
-#include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/scheduler.cuh"
 
-/// The one kernel behind all grouped GEMMs: persistent, warp-specialised, wgmma. One producer
-/// warpgroup fills a ring of stages, two consumer warpgroups multiply and run the epilogue.
+/// The one kernel behind all grouped GEMMs: persistent, warp-specialised, wgmma. A CTA has one
+/// producer and two consumer warpgroups; two CTAs make a cluster and share operand B. One tile:
+///
+///   producer   publish(tile)  load k0 k1 .. kn  load E0 E1    publish(next)  load k0 ..
+///                    |             | full           | full          |          ^ waits for empty
+///   consumers  next_tile()  begin() k0 k1 .. kn  finish() E0 E1  next_tile()  begin() k0 ..
+///                                   |                     |                           |
+///                   during(), send() beside k0 ..    H and A leave             E1 is released
+///
+/// k0 .. kn are stages with operands, E0 and E1 stages that the epilogue reads or stores from. In
+/// ping-pong the consumers take turns: one's finish() overlaps the other's products.
+///
+///   barrier          arrivals           who arrives, when                       what it orders
+///   full[stage]      1 + bytes, 128     producer thread: boxes issued; gather:  loads, products
+///                    more for a gather  each thread's copies have landed
+///   empty[stage]     8 warps of 2 CTAs  consumer warp: products or stores from  reads, loads of
+///                    (ping-pong: 4)     the stage have ended                    either CTA
+///   a_empty[stage]   8 warps            as empty, in this CTA (gather_k)        reads, loads of A
+///   published[slot]  1                  producer warp 0: wrote tiles[slot]      write, reads
+///   consumed[slot]   256 threads        consumer thread: read tiles[slot]       reads, write
+///   order[consumer]  4 warps            other consumer: issued a tile's last    its turn, our turn
+///                                       products (ping-pong)
+///   index_sent[slot] 1 + 4 bytes        CTA 0: sent a drawn tile index to both  write, reads
+///   named 1          256 threads        consumer thread: zeroed its part of B   zeros, products
+///   named 2, 3       128 threads        consumer thread: filled its part of     writes, store
+///                                       staging (store_transposed.cuh)
 namespace sonicmoe::cuda {
 
+/// The producer warpgroup. Its first warp also schedules tiles; without a gather it works alone.
 template <class Traits>
 __device__ __forceinline__ void produce(const GemmParams& p,
                                         const typename Traits::Epilogue::Params& epilogue,
-                                        SharedMemory<Traits> memory, int rank, int first,
-                                        int stride) {
-  // Uniform to the compiler, too, so that tile, block and stage are the warp's to it, not each
-  // lane's: docs/findings/machine-code.md.
+                                        SharedStorage<Traits>& memory) {
+  // uniform(): so the compiler keeps tile, block and stage once a warp, not in every lane.
   const bool leader_warp = uniform(static_cast<int>(threadIdx.x) / 32) == 0;
   if (!Traits::kGathers && !leader_warp) return;
-  TileWalk<Traits::kRows, kTileM, Traits::kCluster> walk(
-      p.offsets, p.expert_order, p.experts, p.rows, p.part, p.gathered_width, p.n_blocks);
+  using Gather = typename Traits::Gather;
+  TileScheduler<Traits> scheduler(p, memory);
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTileSlots> tiles;
   Tile tile;
-  bool more = walk.find(first, rank, &tile);
-  if constexpr (Traits::kALoad == ALoad::gather_m) wait_cycles(first * p.start_spread / stride);
-  using Gather = typename Traits::Gather;
-  // A gather along M looks up the tokens of the next tile before this one's epilogue blocks, when
-  // it no longer needs the registers of its own addresses.
-  constexpr bool kLooksAhead = Traits::kALoad == ALoad::gather_m;
   typename Gather::Ahead ahead{};
-  if (more) ahead = Gather::look_up(p, tile);
-  TileCounter<Traits> counter(p.tile_counter, memory, first, stride);
+  bool more = scheduler.first(&tile);
+  if (more) ahead = Gather::look_up(p.a, tile);
   while (more) {
-    if (leader_warp) publish<Traits>(memory, tiles, tile);
+    if (leader_warp) publish(memory, tiles, tile);
     ++tiles.count;
-    if constexpr (Traits::kDynamic) {
-      if (leader_warp && elect_one()) counter.draw();
-    }
-    Gather gather(p, tile, ahead);
+    if (Traits::kDynamic && leader_warp && elect_one()) scheduler.draw();
+    Gather gather(p.a, tile, ahead);
     const int blocks = k_blocks<Traits>(p, tile);
 #pragma unroll Traits::kUnroll
-    for (int block = 0; block < blocks; ++block) {
-      const std::uint32_t own = memory.a(pipe.slot());
-      const std::uint32_t full = memory.full(pipe.slot());
-      if constexpr (Traits::kSeparateAEmpty) {
-        mbarrier_wait(memory.a_empty(pipe.slot()), pipe.phase() ^ 1);
-        gather.load(own, block);
-        copy_async_arrive(full);
-      }
-      if (!Traits::kSeparateAEmpty || leader_warp) {
-        mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
-      }
-      if (leader_warp && elect_one()) {
-        load_boxes<Traits>(p, tile, block, own, memory.b(pipe.slot()), full, rank);
-      }
-      __syncwarp();
-      if constexpr (!Traits::kSeparateAEmpty) {
-        gather.load(own, block);
-        if constexpr (Traits::kGathers) copy_async_arrive(full);
-      }
-      ++pipe.count;
+    for (int block = 0; block < blocks; ++block, ++pipe.count) {
+      load(p, tile, block, gather, memory, pipe, leader_warp);
       if constexpr (Traits::kDynamic) {
-        if (block == counter.kSendAt && leader_warp && elect_one()) counter.send_index(tiles.count);
+        const bool sends = block == scheduler.kSendAt && leader_warp;
+        if (sends && elect_one()) scheduler.send_index(tiles.count);
       }
     }
-    const int index = counter.next(tiles.count);
+    // Before the epilogue stages: the gather no longer needs its registers.
     Tile next;
-    if constexpr (kLooksAhead) {
-      more = walk.find(index, rank, &next);
-      if (more) ahead = Gather::look_up(p, next);
-    }
+    more = scheduler.next(tiles.count, &next);
+    if (more) ahead = Gather::look_up(p.a, next);
 #pragma unroll 1
-    for (int block = 0; block < Traits::kEpilogueStages; ++block) {
-      const std::uint32_t full = memory.full(pipe.slot());
-      mbarrier_wait(memory.empty(pipe.slot()), pipe.phase() ^ 1);
+    for (int block = 0; block < Traits::kEpilogueStages; ++block, ++pipe.count) {
+      const int stage = pipe.slot();
+      memory.empty[stage].wait(pipe.phase() ^ 1);
       if (leader_warp && elect_one()) {
-        if constexpr (Traits::kEpilogueStages > 0) {
-          Traits::Epilogue::template load<Traits>(epilogue, tile, block, memory.a(pipe.slot()),
-                                                  full);
-        }
+        Traits::Epilogue::template load<Traits>(
+            epilogue, tile, block, shared_address(&memory.stages[stage]), memory.full[stage]);
       }
       __syncwarp();
-      if constexpr (Traits::kGathers) copy_async_arrive(full);
-      ++pipe.count;
+      if constexpr (Traits::kGathers) copy_async_arrive(memory.full[stage].address());
     }
-    if constexpr (kLooksAhead) {
-      tile = next;
-    } else {
-      more = walk.find(index, rank, &tile);
-    }
+    tile = next;
   }
   tile.expert = -1;
-  if (leader_warp) publish<Traits>(memory, tiles, tile);
+  if (leader_warp) publish(memory, tiles, tile);
 }
 
+/// A consumer warpgroup.
 template <class Traits>
 __device__ __forceinline__ void consume(const GemmParams& p,
                                         const typename Traits::Epilogue::Params& epilogue,
-                                        SharedMemory<Traits> memory, int consumer) {
+                                        SharedStorage<Traits>& memory, int consumer) {
+  using Epilogue = typename Traits::Epilogue;
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32) - kProducerThreads / 32;
+  const std::uint32_t staging = shared_address(memory.staging[warp]);
+  const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kM64;  // in blocks of 64 rows
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTileSlots> tiles;
-  const int warp = uniform(static_cast<int>(threadIdx.x) / 32) - 4;
-  constexpr int kBlocks = Traits::kEpilogueStages;
-  // What the tile before has left to store.
-  typename Traits::Epilogue::template Deferred<Traits> deferred;
+  typename Epilogue::template Deferred<Traits> deferred;
   const auto send = [&] {
-    return Traits::Epilogue::template send<Traits>(epilogue, deferred, memory.warp(warp), consumer);
+    return Epilogue::template send<Traits>(epilogue, deferred, staging, consumer);
   };
-  // The tile before may still be stored from its last stage. `pipe` is where this one begins.
-  const auto give_back = [&] {
-    if (kBlocks == 0 || pipe.count == 0) return;
+  // The last epilogue stage of the tile before, from which boxes may still leave.
+  const auto release_last_stage = [&] {
+    if (Traits::kEpilogueStages == 0 || pipe.count == 0) return;
     if (threadIdx.x % 32 == 0) store_wait_read<0>();
     __syncwarp();
-    EpilogueStages<Traits>(memory, {pipe.count - 1}).give_back(0);
+    EpilogueStages<Traits>(memory, pipe.count - 1).release(0);
   };
-  // The next tile is taken beside the last products of this one: 0 to 3 % of up_proj. Not where
-  // epilogue blocks fill the ring: its announcement would wait for the stage of the last k block,
-  // and that for us. Sums over rows gain nothing by it.
-  constexpr bool kNextTileEarly = Traits::kRows && kBlocks < Traits::kStages;
-  Tile next;
-  const auto fetch_next = [&] { next = next_tile<Traits>(memory, tiles); };
-  fetch_next();
+  // Beside a tile's last products: 0 to 3 % of up_proj. Not where epilogue stages fill the ring:
+  // the producer publishes when the last k block's stage is back, and that would wait for
+  // next_tile().
+  constexpr bool kNextTileEarly = Traits::kRowsAreM && Traits::kEpilogueStages < Traits::kStages;
+  Tile next = next_tile(memory, tiles);
   while (true) {
-    // Here, and not where it is read, or the compiler takes it for each lane's own.
+    // uniform() here and not in next_tile(), or the compiler forgets it on the way.
     const Tile tile = {uniform(next.expert), uniform(next.m_block), uniform(next.n_block),
                        uniform(next.first_row), uniform(next.rows)};
     if (tile.expert < 0) break;
+    const auto fetch_next = [&] { next = next_tile(memory, tiles); };
     const int blocks = k_blocks<Traits>(p, tile);
-    const int turn = static_cast<int>(tiles.count) - 1;
-    if constexpr (Traits::kRows) pipe.count = turn * (blocks + kBlocks);
-    if (Traits::kPingpong && turn % 2 != consumer) {
+    const int number = static_cast<int>(tiles.count) - 1;
+    if constexpr (Traits::kRowsAreM) pipe.count = number * (blocks + Traits::kEpilogueStages);
+    if (Traits::kPingpong && number % 2 != consumer) {
       fetch_next();
       continue;
     }
-
-    // Turn k of consumer 0 follows turn k-1 of consumer 1, whose turn k follows that.
+    // Turn i of consumer 0 follows turn i - 1 of consumer 1, whose turn i follows that.
     const auto wait_for_turn = [&] {
-      if (!Traits::kPingpong) return;
-      mbarrier_wait(memory.order(consumer), (turn / 2 + 1 + consumer) % 2);
+      if (Traits::kPingpong) memory.order[consumer].wait((number / 2 + 1 + consumer) % 2);
     };
     const auto end_turn = [&] {
-      if (!Traits::kPingpong) return;
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(memory.order(consumer ^ 1));
+      if (Traits::kPingpong && threadIdx.x % 32 == 0) memory.order[consumer ^ 1].arrive();
     };
-    const int m_first = Traits::kPingpong ? 0 : consumer * Traits::kM64;
-    if (Traits::kRows && tile.rows <= tile.m_block * kTileM + m_first * 64) {
-      give_back();
+    if (Traits::kRowsAreM && tile.rows <= tile.m_block * kTileM + m_first * 64) {
+      release_last_stage();
       wait_for_turn();
-      pass(memory, pipe, blocks + kBlocks);
+      skip(memory, pipe, blocks + Traits::kEpilogueStages);
       end_turn();
       fetch_next();
       continue;
     }
-    float acc[Traits::kM64][Traits::kTileN / 2];  // begins where the epilogue or the products say
-    typename Traits::Epilogue::template Run<Traits> run(epilogue, p, tile, m_first,
-                                                        memory.warp(warp));
+    float acc[Traits::kM64][Traits::kTileN / 2];  // begin() or the first products set it
+    typename Epilogue::template Run<Traits> run{epilogue, p, tile, m_first, staging};
     run.begin(acc);
     wait_for_turn();
-    multiply<Traits>(
-        memory, pipe, blocks, tile.rows, m_first, acc,
-        [&] {
-          give_back();
-          run.prefetch();
-        },
-        send,
-        [&] {
-          end_turn();
-          if constexpr (kNextTileEarly) fetch_next();
-        });
-    while (send()) {  // where chunks outnumber blocks
-    }
-    run.finish(acc, deferred, EpilogueStages<Traits>(memory, pipe));
+    const auto during = [&] {
+      release_last_stage();
+      run.prefetch();
+    };
+    const auto issued = [&] {
+      end_turn();
+      if constexpr (kNextTileEarly) fetch_next();
+    };
+    multiply(memory, pipe, blocks, tile.rows, m_first, acc, during, send, issued);
+    while (send()) continue;  // a tile may have fewer k blocks than deferred chunks
+    run.finish(acc, deferred, EpilogueStages<Traits>(memory, pipe.count));
     if constexpr (!kNextTileEarly) fetch_next();
   }
-  while (send()) {
-  }
+  while (send()) continue;
   store_wait();
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ GemmParams p,
                  const __grid_constant__ typename Traits::Epilogue::Params epilogue) {
+  static_assert(Epilogue<typename Traits::Epilogue, Traits>);
   extern __shared__ __align__(1024) char raw[];
-  const SharedMemory<Traits> memory{shared_address(raw)};
-  const int rank = static_cast<int>(cluster_rank());
+  auto& memory = reinterpret_cast<SharedStorage<Traits>&>(raw);
   const int warpgroup = uniform(static_cast<int>(threadIdx.x) / 128);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStages; ++i) {
-      // The leader's expect, and one arrival of each gathering thread.
-      mbarrier_init(memory.full(i), 1 + (Traits::kGathers ? kProducerThreads : 0));
-      // Every warp that reads the stage, in every CTA that wrote into it.
-      mbarrier_init(memory.empty(i), Traits::kCluster * (Traits::kPingpong ? 4 : 8));
-      if constexpr (Traits::kSeparateAEmpty) mbarrier_init(memory.a_empty(i), 8);
-    }
-    for (int i = 0; i < Traits::kTileSlots; ++i) {
-      mbarrier_init(memory.published(i), 1);
-      mbarrier_init(memory.consumed(i), 256);  // every consumer thread
-    }
-    for (int i = 0; i < Traits::kIndexSlots; ++i) mbarrier_init(memory.index_sent(i), 1);
-    mbarrier_init(memory.order(0), 4);
-    mbarrier_init(memory.order(1), 4);
-    fence_mbarrier_init();
-    prefetch_tensor_map(&p.b_maps[0]);
-    prefetch_tensor_map(&p.b_maps[1]);
+    init_barriers(memory);
+    prefetch_tensor_map(&p.b.maps[0]);
+    prefetch_tensor_map(&p.b.maps[1]);
   }
   cluster_sync();
-  // So far this may have run beside the end of the kernel before it, and so may the next one beside
-  // ours: it runs only once every CTA of ours has been here. Who does not wait here relies on the
-  // one before to have waited, before it let us start, for what made our operands. Those come past
-  // L1, by the copy engine and cp.async, and what that kernel waited for is in L2.
-  if (!p.overlap_previous) wait_for_previous();
+  // This may run beside the end of kernel N-1 in the stream. The next kernel may start once every
+  // CTA has called let_next_start(). With overlap_previous, kernel N-1 waited for kernel N-2, which
+  // produced our operands, before it triggered our launch. We read operands past L1, by the copy
+  // engine and cp.async, and what kernel N-1 waited for is in L2.
+  if (!p.chain.overlap_previous) wait_for_previous();
   let_next_start();
-  // All of the kernels before have counted.
-  if constexpr (Traits::kALoad == ALoad::gather_m) {
-    if (p.next_tile_counter != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
-      *p.next_tile_counter = 0;
+  if constexpr (Traits::kALoad == ALoad::gather_m) {  // all kernels that drew from it have ended
+    const bool resets = p.chain.next_tile_counter != nullptr && blockIdx.x == 0;
+    if (resets && threadIdx.x == 0) *p.chain.next_tile_counter = 0;
   }
-
-  const int first = static_cast<int>(blockIdx.x) / Traits::kCluster;
-  const int stride = static_cast<int>(gridDim.x) / Traits::kCluster;
   if (warpgroup == 0) {
     lower_registers<Traits::kProducerRegisters>();
-    produce<Traits>(p, epilogue, memory, rank, first, stride);
+    produce(p, epilogue, memory);
   } else {
     raise_registers<Traits::kConsumerRegisters>();
-    consume<Traits>(p, epilogue, memory, warpgroup - 1);
+    consume(p, epilogue, memory, warpgroup - 1);
   }
-  // Our end implies the end of all before us, for whoever waits for us.
+  // A kernel that waits for our end relies on the end of all kernels before us.
   __syncwarp();
-  if (p.overlap_previous) wait_for_previous();
-  // Nobody leaves while the peer may still write into its memory or arrive on its barriers.
+  if (p.chain.overlap_previous) wait_for_previous();
+  // A CTA stays until its peer no longer writes into its memory or arrives on its barriers.
   cluster_sync();
 }
 

@@ -1,152 +1,161 @@
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/device/ptx.cuh"
 #include "cuda/sm90/traits.cuh"
 
-/// The ring of stages.
+/// Shared memory of a CTA, and what passes through it: stages and published tiles. grouped_gemm.cuh
+/// has the table of barriers.
 namespace sonicmoe::cuda {
 
-/// A position in a ring of `kSlots`: one register.
+/// A position in a ring of `kSlots` slots, in one register.
 template <int kSlots>
 struct Ring {
   unsigned count = 0;
   __device__ __forceinline__ int slot() const { return static_cast<int>(count % kSlots); }
-  /// Parity of the rounds gone.
+  /// Parity of the rounds completed: what a consumer waits for. A producer waits for the other.
   __device__ __forceinline__ std::uint32_t phase() const { return count / kSlots & 1; }
 };
 
-/// Shared memory: stages, the epilogue's part of each consumer warp, announced tiles, barriers.
-template <class Traits>
-struct SharedMemory {
-  std::uint32_t base;
-  __device__ __forceinline__ std::uint32_t a(int stage) const {
-    return base + stage * Traits::kStageBytes;
-  }
-  __device__ __forceinline__ std::uint32_t b(int stage) const { return a(stage) + kABytes; }
-  __device__ __forceinline__ std::uint32_t warp(int consumer_warp) const {
-    return base + Traits::kStages * Traits::kStageBytes + consumer_warp * Traits::kStagingBytes;
-  }
-  __device__ __forceinline__ std::uint32_t tile(int slot) const {
-    return warp(8) + slot * static_cast<int>(sizeof(Tile));
-  }
-  __device__ __forceinline__ std::uint32_t barrier(int i) const {
-    return tile(Traits::kTileSlots) + i * 8;
-  }
-  __device__ __forceinline__ std::uint32_t full(int stage) const { return barrier(stage); }
-  __device__ __forceinline__ std::uint32_t empty(int stage) const {
-    return barrier(Traits::kStages + stage);
-  }
-  __device__ __forceinline__ std::uint32_t published(int slot) const {
-    return barrier(2 * Traits::kStages + slot);
-  }
-  __device__ __forceinline__ std::uint32_t consumed(int slot) const {
-    return barrier(2 * Traits::kStages + Traits::kTileSlots + slot);
-  }
-  __device__ __forceinline__ std::uint32_t order(int consumer) const {
-    return barrier(2 * Traits::kStages + 2 * Traits::kTileSlots + consumer);
-  }
-  __device__ __forceinline__ std::uint32_t a_empty(int stage) const {
-    return barrier(2 * Traits::kStages + 2 * Traits::kTileSlots + 2 + stage);
-  }
-  __device__ __forceinline__ std::uint32_t index_sent(int slot) const {
-    return barrier(Traits::kBarriers - Traits::kIndexSlots + slot);
-  }
-  __device__ __forceinline__ std::uint32_t tile_index(int slot) const {
-    return barrier(Traits::kBarriers) + slot * 4;
-  }
+/// An mbarrier in shared memory.
+struct Barrier {
+  std::uint64_t state;
+  __device__ __forceinline__ std::uint32_t address() const { return shared_address(this); }
+  __device__ __forceinline__ void init(int arrivals) { mbarrier_init(address(), arrivals); }
+  __device__ __forceinline__ void wait(std::uint32_t parity) { mbarrier_wait(address(), parity); }
+  __device__ __forceinline__ void arrive() { mbarrier_arrive(address()); }
+  __device__ __forceinline__ void arrive_at(int rank) { mbarrier_arrive_at(address(), rank); }
+  __device__ __forceinline__ void expect(int bytes) { mbarrier_expect(address(), bytes); }
 };
 
-/// Tells the consumers which tile comes next; a negative expert ends the work. By the first warp of
-/// the producer, which walks ahead of them. They need no walk of their own, and its registers.
+/// A CTA's shared memory. An array that a kernel has no use for has one slot.
 template <class Traits>
-__device__ __forceinline__ void publish(SharedMemory<Traits> memory, Ring<Traits::kTileSlots> tiles,
-                                        const Tile& tile) {
-  mbarrier_wait(memory.consumed(tiles.slot()), tiles.phase() ^ 1);
+struct SharedStorage {
+  struct Stage {
+    unsigned char a[kABytes];
+    unsigned char b[Traits::kTileN * kLineBytes];
+  };
+  static constexpr int kAEmpty = Traits::kSeparateAEmpty ? Traits::kStages : 1;
+  static constexpr int kIndices = std::max(Traits::kIndexSlots, 1);
+
+  Stage stages[Traits::kStages];
+  unsigned char staging[kConsumerWarps][Traits::Epilogue::kStagingBytes];
+  Tile tiles[Traits::kTileSlots];
+  Barrier full[Traits::kStages], empty[Traits::kStages], a_empty[kAEmpty];
+  Barrier published[Traits::kTileSlots], consumed[Traits::kTileSlots];
+  Barrier order[2];
+  Barrier index_sent[kIndices];
+  std::int32_t indices[kIndices];
+
+  static_assert(sizeof(Stage) % kBlockBytes == 0, "a stage must keep the swizzle's alignment");
+};
+
+template <class Traits>
+__device__ __forceinline__ void init_barriers(SharedStorage<Traits>& memory) {
+  constexpr int kReaders = Traits::kPingpong ? kConsumerWarps / 2 : kConsumerWarps;
+  for (int i = 0; i < Traits::kStages; ++i) {
+    memory.full[i].init(1 + (Traits::kGathers ? kProducerThreads : 0));
+    memory.empty[i].init(kCluster * kReaders);
+    if constexpr (Traits::kSeparateAEmpty) memory.a_empty[i].init(kReaders);
+  }
+  for (int i = 0; i < Traits::kTileSlots; ++i) {
+    memory.published[i].init(1);
+    memory.consumed[i].init(32 * kConsumerWarps);
+  }
+  for (int i = 0; i < Traits::kIndexSlots; ++i) memory.index_sent[i].init(1);
+  for (Barrier& order : memory.order) order.init(kConsumerWarps / 2);
+  fence_mbarrier_init();
+}
+
+/// Called by the producer's first warp, which is ahead of the consumers: publishes their next tile,
+/// so that they need no scheduler and none of its registers. Tile::split_n stays with the producer.
+template <class Traits>
+__device__ __forceinline__ void publish(SharedStorage<Traits>& memory,
+                                        Ring<Traits::kTileSlots> tiles, const Tile& tile) {
+  static_assert(offsetof(Tile, expert) == 0 && offsetof(Tile, m_block) == 4 &&
+                offsetof(Tile, n_block) == 8 && offsetof(Tile, first_row) == 12 &&
+                offsetof(Tile, rows) == 16 && alignof(Tile) == 16);
+  memory.consumed[tiles.slot()].wait(tiles.phase() ^ 1);
   if (elect_one()) {
-    const std::uint32_t at = memory.tile(tiles.slot());
     asm volatile(
         "st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n"
-        "st.shared.b32 [%0 + 16], %5;" ::"r"(at),
+        "st.shared.b32 [%0 + 16], %5;" ::"r"(shared_address(&memory.tiles[tiles.slot()])),
         "r"(tile.expert), "r"(tile.m_block), "r"(tile.n_block), "r"(tile.first_row), "r"(tile.rows)
         : "memory");
-    mbarrier_arrive(memory.published(tiles.slot()));
+    memory.published[tiles.slot()].arrive();
   }
   __syncwarp();
 }
 
-/// The next tile, as each lane has read it. Every lane says that it has: for racecheck, to which
-/// the arrival of one says nothing about the others of its warp.
+/// Called by all consumer threads: the next published tile. Every lane arrives, since to racecheck
+/// one lane's arrival says nothing about the reads of the others.
 template <class Traits>
-__device__ __forceinline__ Tile next_tile(SharedMemory<Traits> memory,
+__device__ __forceinline__ Tile next_tile(SharedStorage<Traits>& memory,
                                           Ring<Traits::kTileSlots>& tiles) {
-  mbarrier_wait(memory.published(tiles.slot()), tiles.phase());
-  const std::uint32_t at = memory.tile(tiles.slot());
+  memory.published[tiles.slot()].wait(tiles.phase());
   Tile tile{};
   asm volatile(
       "ld.shared.v4.b32 {%0, %1, %2, %3}, [%5];\n"
       "ld.shared.b32 %4, [%5 + 16];"
       : "=r"(tile.expert), "=r"(tile.m_block), "=r"(tile.n_block), "=r"(tile.first_row),
         "=r"(tile.rows)
-      : "r"(at)
+      : "r"(shared_address(&memory.tiles[tiles.slot()]))
       : "memory");
-  mbarrier_arrive(memory.consumed(tiles.slot()));
+  memory.consumed[tiles.slot()].arrive();
   ++tiles.count;
   return tile;
 }
 
-/// This warp has read the stage, its own and the peer's copy of the shared operand alike.
+/// Called by a warp that has read a stage. The peer wrote half of its B, so both CTAs are told.
 template <class Traits>
-__device__ __forceinline__ void release(SharedMemory<Traits> memory, int stage) {
-  const unsigned lane = threadIdx.x % 32;
-  if (lane < Traits::kCluster) mbarrier_arrive_at(memory.empty(stage), lane);
+__device__ __forceinline__ void release(SharedStorage<Traits>& memory, int stage) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane < kCluster) memory.empty[stage].arrive_at(lane);
   if constexpr (Traits::kSeparateAEmpty) {
-    if (lane == Traits::kCluster) mbarrier_arrive(memory.a_empty(stage));
+    if (lane == kCluster) memory.a_empty[stage].arrive();
   }
 }
 
-/// The stages after those of a tile's k blocks, which belong to its epilogue: for what it reads,
-/// and to store from. It waits for each, in order, and gives back all but the last, which goes back
-/// during the next tile.
+/// The stages behind a tile's k blocks, which belong to its epilogue. The epilogue reads what its
+/// load() brought there, stores from there, and releases all but the last stage. The kernel
+/// releases that one beside the next tile's first products.
 template <class Traits>
 class EpilogueStages {
  public:
-  __device__ __forceinline__ EpilogueStages(SharedMemory<Traits> memory,
-                                            const Ring<Traits::kStages>& pipe)
-      : memory_(memory), first_(pipe) {}
+  __device__ __forceinline__ EpilogueStages(SharedStorage<Traits>& memory, unsigned first)
+      : memory_(memory), first_(first) {}
 
-  /// Where part 0 or 1 of a tile's rows x 64 columns lies in a stage: away from the gathered
-  /// operand where there is room, else the second in its place.
-  static constexpr int place(int part) {
-    static_assert(Traits::kStageBytes >= 2 * kABytes);
-    const int at = (1 + part) * kABytes;
-    return at + kABytes <= Traits::kStageBytes ? at : 0;
+  /// Offset in a stage of part 0 or 1, each kTileM rows x 64 columns. The parts lie behind the
+  /// place of operand A where the stage has room for both; else part 1 takes A's place.
+  static constexpr int part(int i) {
+    constexpr int kStageBytes = sizeof(typename SharedStorage<Traits>::Stage);
+    static_assert(kStageBytes >= 2 * kABytes);
+    const int at = (1 + i) * kABytes;
+    return at + kABytes <= kStageBytes ? at : 0;
   }
-
-  /// Address of stage `block`, once it is there.
-  __device__ __forceinline__ std::uint32_t wait(int block) const {
-    const Ring<Traits::kStages> at = ring(block);
-    mbarrier_wait(memory_.full(at.slot()), at.phase());
-    return memory_.a(at.slot());
+  /// Address of stage `i`, once it is full.
+  __device__ __forceinline__ std::uint32_t wait(int i) const {
+    memory_.full[ring(i).slot()].wait(ring(i).phase());
+    return shared_address(&memory_.stages[ring(i).slot()]);
   }
-  /// This warp has read stage `block`, or the copy engine has what it stored from there. Like
-  /// release(), but the arrival on our own barrier is a local one: threads that read and wrote the
-  /// stage themselves are followed in this CTA by threads that fill it.
-  __device__ __forceinline__ void give_back(int block) const {
-    const std::uint32_t empty = memory_.empty(ring(block).slot());
+  /// Called by a warp that has read stage `i` and whose stores from there the copy engine has read.
+  /// The arrival in this CTA is a local one: it orders this warp's accesses to the stage before
+  /// those of the threads that fill it.
+  __device__ __forceinline__ void release(int i) const {
+    Barrier& empty = memory_.empty[ring(i).slot()];
     const unsigned lane = threadIdx.x % 32;
     if (lane == cluster_rank()) {
-      mbarrier_arrive(empty);
-    } else if (lane < Traits::kCluster) {
-      mbarrier_arrive_at(empty, lane);
+      empty.arrive();
+    } else if (lane < kCluster) {
+      empty.arrive_at(static_cast<int>(lane));
     }
   }
 
  private:
-  __device__ __forceinline__ Ring<Traits::kStages> ring(int block) const {
-    return {first_.count + block};
-  }
-  SharedMemory<Traits> memory_;
-  Ring<Traits::kStages> first_;
+  __device__ __forceinline__ Ring<Traits::kStages> ring(int i) const { return {first_ + i}; }
+  SharedStorage<Traits>& memory_;
+  unsigned first_;
 };
 
 }  // namespace sonicmoe::cuda

@@ -8,27 +8,29 @@
 #include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/epilogue/store_transposed.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/tensor_map.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
-/// Experts are N of logits and dWr. Reading x is what both take time for, so that a tile has room
-/// for as many experts as there are, where it can, and little more.
+/// Experts are N of logits and dWr. Both take the time that reading x takes, so a tile has room for
+/// as many experts as there are, where it can, and little more.
 template <int kTileN>
 constexpr int kDepth = kTileN == 64    ? 8
                        : kTileN == 128 ? 6
                                        : 4;  // stages, all that fit
+
 template <class T, int kTileN>
 struct Logits : Traits<T, ALoad::load_m, Major::k, kTileN,
                        kTileN == 256 ? Schedule::cooperative : Schedule::pingpong, kDepth<kTileN>,
                        StoreTile<AtRows, false>> {};
-template <class T, int kTileN>
-struct RouterWgrad : Traits<T, ALoad::load_k, Major::mn, kTileN, Schedule::cooperative,
-                            kDepth<kTileN>, StoreTransposed<false>> {};
 /// Here N is the hidden size.
 template <class T>
 struct RouterDgrad
     : Traits<T, ALoad::load_m, Major::mn, 128, Schedule::pingpong, 5, StoreTile<AtRows, false>> {};
+template <class T, int kTileN>
+struct RouterWgrad : Traits<T, ALoad::load_k, Major::mn, kTileN, Schedule::cooperative,
+                            kDepth<kTileN>, StoreTransposed<false>> {};
 
 /// The copy engine wants rows that start at multiples of 16 bytes.
 bool needs_padding(const RouterGemmDesc& d) {
@@ -80,31 +82,42 @@ __global__ void add_parts(const float* parts, int count, std::int64_t elements, 
   out[i] = static_cast<T>(sum);
 }
 
-GemmParams all_tokens(const RouterGemmDesc& d) {
-  GemmParams p{};
-  p.experts = 1;
-  p.rows = p.part = static_cast<int>(d.tokens);
-  return p;
+/// Rows of all tokens, in boxes of 64 x `box`.
+CUtensorMap encode_rows(TensorMaps* maps, const RouterGemmDesc& d, const void* base,
+                        std::int64_t columns, std::int64_t stride, int box) {
+  return maps->encode(
+      {.base = base, .inner = columns, .outer = d.tokens, .outer_stride = stride, .box = box});
+}
+CUtensorMap encode_w(TensorMaps* maps, const RouterGemmDesc& d, const void* w, int box) {
+  return maps->encode(
+      {.base = w, .inner = d.hidden, .outer = d.experts, .outer_stride = d.hidden, .box = box});
+}
+
+/// One expert owns all tokens.
+Extents all_tokens(const RouterGemmDesc& d, int n_blocks, int k_blocks) {
+  const int tokens = static_cast<int>(d.tokens);
+  return {.experts = 1,
+          .rows = tokens,
+          .part_rows = tokens,
+          .n_blocks = n_blocks,
+          .k_blocks = k_blocks,
+          .k_half = k_blocks};
 }
 
 template <class Config>
 Status forward(const RouterGemmDesc& d, const RouterGemmArgs& a, const Exec& exec) {
   TensorMaps maps(d.dtype);
-  GemmParams p = all_tokens(d);
-  p.a_maps[0] = p.a_maps[1] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kTileM});
-  p.b_maps[0] = p.b_maps[1] =
-      maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, Config::kTileN / 2});
-  StoreParams e{};
-  e.boxed = d.experts % 8 == 0;
-  if (e.boxed) {
-    e.boxes[0] = maps.encode({a.logits, d.experts, d.tokens, 1, d.experts, 0, WarpTile::kRows});
+  const CUtensorMap x = encode_rows(&maps, d, a.x, d.hidden, d.hidden, kTileM);
+  const CUtensorMap w = encode_w(&maps, d, a.w, Config::kTileN / 2);
+  StoreParams e{.out = {a.logits}, .row_stride = d.experts, .columns = static_cast<int>(d.experts)};
+  if (d.experts % 8 == 0) {
+    e.boxes[0] = encode_rows(&maps, d, a.logits, d.experts, d.experts, WarpTile::kRows);
   }
   if (!maps.status().ok()) return maps.status();
-  p.n_blocks = tiles(d.experts, Config::kTileN);
-  p.k_blocks = p.k_half = tiles(d.hidden, kTileK);
-  e.out[0] = a.logits;
-  e.row_stride = d.experts;
-  e.columns = static_cast<int>(d.experts);
+  const GemmParams p{
+      .a = {.maps = {x, x}},
+      .b = {.maps = {w, w}},
+      .extents = all_tokens(d, tiles(d.experts, Config::kTileN), tiles(d.hidden, kTileK))};
   return launch<Config>(p, e, exec, "router_gemm: launch");
 }
 
@@ -112,20 +125,17 @@ template <class Config>
 Status dgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogits,
              const Exec& exec) {
   TensorMaps maps(d.dtype);
-  GemmParams p = all_tokens(d);
-  p.a_maps[0] = p.a_maps[1] =
-      maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kTileM});
-  p.b_maps[0] = p.b_maps[1] = maps.encode({a.w, d.hidden, d.experts, 1, d.hidden, 0, kTileK / 2});
-  StoreParams e{};
-  e.boxes[0] = maps.encode({a.dx, d.hidden, d.tokens, 1, d.hidden, 0, WarpTile::kRows});
-  e.boxed = true;
+  const CUtensorMap rows = encode_rows(&maps, d, dlogits, d.experts, padded(d.experts), kTileM);
+  const CUtensorMap w = encode_w(&maps, d, a.w, kTileK / 2);
+  const StoreParams e{.boxes = {encode_rows(&maps, d, a.dx, d.hidden, d.hidden, WarpTile::kRows)},
+                      .out = {a.dx},
+                      .row_stride = d.hidden,
+                      .columns = static_cast<int>(d.hidden)};
   if (!maps.status().ok()) return maps.status();
-  p.n_blocks = tiles(d.hidden, Config::kTileN);
-  p.n_last_chunk = last_chunk(d.hidden);
-  p.k_blocks = p.k_half = tiles(d.experts, kTileK);
-  e.out[0] = a.dx;
-  e.row_stride = d.hidden;
-  e.columns = static_cast<int>(d.hidden);
+  const GemmParams p{
+      .a = {.maps = {rows, rows}},
+      .b = {.maps = {w, w}, .last_chunk = last_chunk(d.hidden)},
+      .extents = all_tokens(d, tiles(d.hidden, Config::kTileN), tiles(d.experts, kTileK))};
   return launch<Config>(p, e, exec, "router_gemm: launch");
 }
 
@@ -137,28 +147,29 @@ Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const void* dlogi
   const std::int64_t elements = d.experts * d.hidden;
   if (d.tokens > 0) {
     TensorMaps maps(d.dtype);
-    GemmParams p{};
-    p.a_maps[0] = maps.encode({a.x, d.hidden, d.tokens, 1, d.hidden, 0, kTileK});
-    p.b_maps[0] = p.b_maps[1] =
-        maps.encode({dlogits, d.experts, d.tokens, 1, padded(d.experts), 0, kTileK / 2});
+    const CUtensorMap x = encode_rows(&maps, d, a.x, d.hidden, d.hidden, kTileK);
+    const CUtensorMap rows =
+        encode_rows(&maps, d, dlogits, d.experts, padded(d.experts), kTileK / 2);
     if (!maps.status().ok()) return maps.status();
-    p.gathered_width = static_cast<int>(d.hidden);
-    p.experts = split.parts;
-    p.rows = static_cast<int>(d.tokens);
-    p.part = split.tokens;
-    p.n_blocks = p.n_half = tiles(d.experts, Config::kTileN);
-    StoreParams e{};
-    e.out[0] = partials;
-    e.expert_stride = elements;
-    e.row_stride = d.hidden;
-    e.rows = static_cast<int>(d.experts);
-    e.columns = static_cast<int>(d.hidden);
-    e.f32 = true;
+    const int n_blocks = tiles(d.experts, Config::kTileN);
+    const GemmParams p{.a = {.maps = {x}, .width = static_cast<int>(d.hidden)},
+                       .b = {.maps = {rows, rows}},
+                       .extents = {.experts = split.parts,
+                                   .rows = static_cast<int>(d.tokens),
+                                   .part_rows = split.tokens,
+                                   .n_blocks = n_blocks,
+                                   .n_half = n_blocks}};
+    const StoreParams e{.out = {partials},
+                        .expert_stride = elements,
+                        .row_stride = d.hidden,
+                        .rows = static_cast<int>(d.experts),
+                        .columns = static_cast<int>(d.hidden),
+                        .f32 = true};
     if (Status status = launch<Config>(p, e, exec, "router_gemm: launch"); !status.ok())
       return status;
   }
-  constexpr int kThreads = 256;
-  launch_early(add_parts<T>, static_cast<unsigned>(tiles(elements, kThreads)), kThreads, 0,
+  constexpr int kSumThreads = 256;
+  launch_early(add_parts<T>, static_cast<unsigned>(tiles(elements, kSumThreads)), kSumThreads, 0,
                stream_of(exec), partials, split.parts, elements, static_cast<T*>(a.dw));
   return launched("router_gemm: sums");
 }
@@ -168,53 +179,51 @@ std::string reject(const RouterGemmDesc& d, const DeviceTraits&) {
 }
 
 template <int kTileN>
-struct Entry {
+struct Family {
+  template <class F>
+  static Status visit(const RouterGemmDesc& d, F&& f) {
+    return visit_storage(d.dtype, [&](auto type) {
+      using T = decltype(type);
+      switch (d.pass) {
+        case GemmPass::forward:
+          return f(Logits<T, kTileN>{});
+        case GemmPass::dgrad:
+          return f(RouterDgrad<T>{});
+        case GemmPass::wgrad:
+          break;
+      }
+      return f(RouterWgrad<T, kTileN>{});
+    });
+  }
+
   static std::size_t workspace(const RouterGemmDesc& d, const Exec& exec) {
     return regions(d, exec.traits, kTileN).bytes;
   }
 
-  static Status prepare(const RouterGemmDesc& d, const Exec&) {
-    return visit_storage(d.dtype, [&](auto type) {
-      using T = decltype(type);
-      switch (d.pass) {
-        case GemmPass::forward:
-          return cuda::prepare<Logits<T, kTileN>>();
-        case GemmPass::dgrad:
-          return cuda::prepare<RouterDgrad<T>>();
-        case GemmPass::wgrad:
-          break;
-      }
-      return cuda::prepare<RouterWgrad<T, kTileN>>();
-    });
-  }
-
+  template <class Config>
   static Status run(const RouterGemmDesc& d, const RouterGemmArgs& a, void* memory,
-                    const Exec& exec) noexcept {
+                    const Exec& exec) {
     if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
     const Regions at = regions(d, exec.traits, kTileN);
     const void* dlogits = a.dlogits;
     if (needs_padding(d) && d.tokens > 0) {
-      constexpr int kThreads = 256;
+      constexpr int kPadThreads = 256;
       auto* const copy = reinterpret_cast<std::uint16_t*>(static_cast<char*>(memory) + at.dlogits);
-      pad_rows<<<tiles(d.tokens * padded(d.experts), kThreads), kThreads, 0, stream_of(exec)>>>(
-          static_cast<const std::uint16_t*>(a.dlogits), d.tokens, static_cast<int>(d.experts),
-          static_cast<int>(padded(d.experts)), copy);
+      pad_rows<<<tiles(d.tokens * padded(d.experts), kPadThreads), kPadThreads, 0,
+                 stream_of(exec)>>>(static_cast<const std::uint16_t*>(a.dlogits), d.tokens,
+                                    static_cast<int>(d.experts),
+                                    static_cast<int>(padded(d.experts)), copy);
       if (Status status = launched("router_gemm: padding"); !status.ok()) return status;
       dlogits = copy;
     }
-    return visit_storage(d.dtype, [&](auto type) {
-      using T = decltype(type);
-      switch (d.pass) {
-        case GemmPass::forward:
-          return forward<Logits<T, kTileN>>(d, a, exec);
-        case GemmPass::dgrad:
-          return dgrad<RouterDgrad<T>>(d, a, dlogits, exec);
-        case GemmPass::wgrad:
-          break;
-      }
-      return wgrad<RouterWgrad<T, kTileN>>(
-          d, a, dlogits, reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials), exec);
-    });
+    if constexpr (!Config::kRowsAreM) {
+      auto* const partials = reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials);
+      return wgrad<Config>(d, a, dlogits, partials, exec);
+    } else if constexpr (Config::kBMajor == Major::k) {
+      return forward<Config>(d, a, exec);
+    } else {
+      return dgrad<Config>(d, a, dlogits, exec);
+    }
   }
 };
 
@@ -240,37 +249,22 @@ std::string defer_to_better(const RouterGemmDesc& d, const DeviceTraits& device)
 
 }  // namespace
 
-const Kernel<RouterGemmDesc> kRouterGemm256 = {
-    .op = "router_gemm",
-    .name = "sm90.router_gemm.256",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject,
-    .defer = defer_to_better<256>,
-    .workspace = Entry<256>::workspace,
-    .prepare = Entry<256>::prepare,
-    .run = Entry<256>::run,
-};
-const Kernel<RouterGemmDesc> kRouterGemm128 = {
-    .op = "router_gemm",
-    .name = "sm90.router_gemm.128",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject,
-    .defer = defer_to_better<128>,
-    .workspace = Entry<128>::workspace,
-    .prepare = Entry<128>::prepare,
-    .run = Entry<128>::run,
-};
-const Kernel<RouterGemmDesc> kRouterGemm64 = {
-    .op = "router_gemm",
-    .name = "sm90.router_gemm.64",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject,
-    .workspace = Entry<64>::workspace,
-    .prepare = Entry<64>::prepare,
-    .run = Entry<64>::run,
-};
+constinit const Kernel<RouterGemmDesc> kRouterGemm256 =
+    kernel_entry<Family<256>, RouterGemmDesc>({.op = "router_gemm",
+                                               .name = "sm90.router_gemm.256",
+                                               .reject = reject,
+                                               .defer = defer_to_better<256>,
+                                               .workspace = Family<256>::workspace});
+constinit const Kernel<RouterGemmDesc> kRouterGemm128 =
+    kernel_entry<Family<128>, RouterGemmDesc>({.op = "router_gemm",
+                                               .name = "sm90.router_gemm.128",
+                                               .reject = reject,
+                                               .defer = defer_to_better<128>,
+                                               .workspace = Family<128>::workspace});
+constinit const Kernel<RouterGemmDesc> kRouterGemm64 =
+    kernel_entry<Family<64>, RouterGemmDesc>({.op = "router_gemm",
+                                              .name = "sm90.router_gemm.64",
+                                              .reject = reject,
+                                              .workspace = Family<64>::workspace});
 
 }  // namespace sonicmoe::cuda

@@ -2,102 +2,93 @@
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/activation.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/layouts.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, class Activations, bool kBias, int kTileN, Schedule kSchedule, int kStages>
-struct UpProj : Traits<T, ALoad::gather_m, Major::k, kTileN, kSchedule, kStages,
-                       StoreActivation<Activations, kBias>, (kTileN == 256)> {};
+template <class T, class Activations, bool kBias, int kTileN, int kStages>
+struct UpProj : Traits<T, ALoad::gather_m, Major::k, kTileN, Schedule::cooperative, kStages,
+                       StoreActivation<Activations, kBias>, kTileN == 256> {};
 
-template <class Config>
-Status run_as(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
-              const Exec& exec) {
-  constexpr int kTileN = Config::kTileN;
-  const bool gated = is_glu(d.activation);
-  const W1View w1 = w1_view(d, d.hidden);
-  TensorMaps maps(d.dtype);
-  TensorView view{a.w1,          d.hidden,         d.intermediate, d.experts,
-                  w1.row_stride, w1.expert_stride, kTileN / 2};
-  GemmParams p{};
-  p.b_maps[0] = maps.encode(view);
-  if (gated) view.base = up_base(d, w1, a.w1, a.w1_up);
-  p.b_maps[1] = maps.encode(view);
-  typename Config::Epilogue::Params e{};
-  const std::int64_t n = d.intermediate;
-  if (!d.inference) encode_preact(&maps, d, a.preact, WarpTile::kRows, e.preact_boxes);
-  e.act_boxes = maps.encode({a.act, n, d.rows, 1, n, 0, WarpTile::kRows});
-  if (!maps.status().ok()) return maps.status();
-  p.gathered = a.x;
-  p.offsets = a.offsets;
-  p.overlap_previous = exec.handoff.overlap_previous;
-  p.next_tile_counter = exec.handoff.next_tile_counter;
-  p.row_tokens = a.row_tokens;
-  p.gathered_width = static_cast<int>(d.hidden);
-  p.experts = static_cast<int>(d.experts);
-  p.n_blocks = tiles(d.intermediate, gated ? kTileN / 2 : kTileN);
-  p.k_blocks = p.k_half = tiles(d.hidden, kTileK);
-  p.paired = gated;
-  // About the cycles of a tile, by those in docs/findings/epilogue-stages.md.
-  p.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2,
-                                rounds(exec.traits, d.rows, d.experts, p.n_blocks),
-                                kTileN * (4.4 * p.k_blocks + 20));
-
-  const W1View b1 = w1_view(d, 1);
-  e.preact = d.inference ? nullptr : a.preact;
-  e.act = a.act;
-  e.biased = d.bias;
-  if (d.bias) {
-    e.b1[0] = a.b1;
-    e.b1[1] = gated ? up_base(d, b1, a.b1, a.b1_up) : nullptr;
-  }
-  e.bias_stride = b1.row_stride;
-  e.bias_expert_stride = b1.expert_stride;
-  e.intermediate = static_cast<int>(d.intermediate);
-  e.activations = decltype(e.activations)::of(d.activation);
-  return launch_scheduled<Config>(d, p, e, workspace, exec, "up_proj: launch");
-}
-
-/// Whether there is a kernel with a bias. Wide tiles have it for SwiGLU alone, which is what models
-/// with biases have: another kernel for each of the other activations would be compiled for nobody.
+/// Is there a kernel with a bias? In wide tiles for SwiGLU alone, as models with biases have it.
 template <int kTileN, class Activations>
 constexpr bool kCompiledWithBias =
     kTileN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
 
-/// What is compiled: visit(desc, f) calls f(Config{}).
 template <int kTileN, int kStages>
-struct Tiles {
+struct Family {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
       return visit_activations<(kTileN > 128)>(d.activation, [&](auto activations) {
         using T = decltype(type);
         using Activations = decltype(activations);
-        using Plain = UpProj<T, Activations, false, kTileN, Schedule::cooperative, kStages>;
-        using Biased = UpProj<T, Activations, true, kTileN, Schedule::cooperative, kStages>;
+        using Plain = UpProj<T, Activations, false, kTileN, kStages>;
+        using Biased = UpProj<T, Activations, true, kTileN, kStages>;
         if constexpr (kTileN > 128) {
-          // Looking for a bias costs 6 % of the whole time: worth a kernel without.
+          // A look for a bias costs 6 % of the kernel: worth a kernel without.
           if (!d.bias) return f(Plain{});
         }
         return f(std::conditional_t<kCompiledWithBias<kTileN, Activations>, Biased, Plain>{});
       });
     });
   }
-};
-using Wide = Tiles<256, 4>;
-using Narrow = Tiles<128, 6>;
 
-template <class Compiled>
-Status prepare_as(const GroupedGemmDesc& d, const Exec&) {
-  return Compiled::visit(d, [](auto config) { return cuda::prepare<decltype(config)>(); });
-}
-template <class Compiled>
-Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
-           const Exec& exec) noexcept {
-  if (d.rows == 0) return {};
-  return Compiled::visit(
-      d, [&](auto config) { return run_as<decltype(config)>(d, a, workspace, exec); });
-}
+  template <class Config>
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+                    const Exec& exec) {
+    if (d.rows == 0) return {};
+    const bool gated = is_glu(d.activation);
+    const std::int64_t n = d.intermediate;
+    const W1View w1 = w1_view(d, d.hidden), b1 = w1_view(d, 1);
+    const int n_blocks = tiles(n, gated ? kTileN / 2 : kTileN), k_blocks = tiles(d.hidden, kTileK);
+    TensorMaps maps(d.dtype);
+    const auto encode_w1 = [&](const void* base) {
+      return maps.encode({.base = base,
+                          .inner = d.hidden,
+                          .outer = n,
+                          .experts = d.experts,
+                          .outer_stride = w1.row_stride,
+                          .expert_stride = w1.expert_stride,
+                          .box = kTileN / 2});
+    };
+    const void* const up = gated ? up_base(d, w1, a.w1, a.w1_up) : a.w1;
+    const GemmParams p{
+        .a = {.rows = a.x, .row_tokens = a.row_tokens, .width = static_cast<int>(d.hidden)},
+        .b = {.maps = {encode_w1(a.w1), encode_w1(up)}, .paired = gated},
+        .extents = {.offsets = a.offsets,
+                    .experts = static_cast<int>(d.experts),
+                    .n_blocks = n_blocks,
+                    .k_blocks = k_blocks,
+                    .k_half = k_blocks},
+        // A tile takes about so many cycles (docs/findings/epilogue-stages.md).
+        .scheduling = {.start_spread =
+                           start_spread(exec.traits, d.tokens * d.hidden * 2,
+                                        rounds(exec.traits, d.rows, d.experts, n_blocks),
+                                        kTileN * (4.4 * k_blocks + 20))}};
+    typename Config::Epilogue::Params e{.act_boxes = maps.encode({.base = a.act,
+                                                                  .inner = n,
+                                                                  .outer = d.rows,
+                                                                  .outer_stride = n,
+                                                                  .box = WarpTile::kRows}),
+                                        .preact = d.inference ? nullptr : a.preact,
+                                        .act = a.act,
+                                        .bias_stride = b1.row_stride,
+                                        .bias_expert_stride = b1.expert_stride,
+                                        .intermediate = static_cast<int>(n),
+                                        .activations = decltype(e.activations)::of(d.activation)};
+    if (!d.inference) encode_preact(&maps, d, a.preact, WarpTile::kRows, e.preact_boxes);
+    if (d.bias) {
+      e.b1[0] = a.b1;
+      e.b1[1] = gated ? up_base(d, b1, a.b1, a.b1_up) : nullptr;
+    }
+    if (!maps.status().ok()) return maps.status();
+    return launch_scheduled<Config>(d, p, e, workspace, exec, "up_proj: launch");
+  }
+};
+using Wide = Family<256, 4>;
+using Narrow = Family<128, 6>;
 
 std::string reject_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
   if (std::string reason = reject_gemm(d, device); !reason.empty() || !d.bias) return reason;
@@ -115,25 +106,13 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 
 }  // namespace
 
-const Kernel<GroupedGemmDesc> kUpProj256 = {
-    .op = "up_proj",
-    .name = "sm90.up_proj.128x256",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject_wide,
-    .defer = defer_wide,
-    .workspace = tile_counter_workspace,
-    .prepare = prepare_as<Wide>,
-    .run = run<Wide>,
-};
-const Kernel<GroupedGemmDesc> kUpProj128 = {
-    .op = "up_proj",
-    .name = "sm90.up_proj.128x128",
-    .arch = 90,
-    .dtypes = kStorageTypes,
-    .reject = reject_gemm,
-    .prepare = prepare_as<Narrow>,
-    .run = run<Narrow>,
-};
+constinit const Kernel<GroupedGemmDesc> kUpProj256 =
+    kernel_entry<Wide, GroupedGemmDesc>({.op = "up_proj",
+                                         .name = "sm90.up_proj.128x256",
+                                         .reject = reject_wide,
+                                         .defer = defer_wide,
+                                         .workspace = tile_counter_workspace});
+constinit const Kernel<GroupedGemmDesc> kUpProj128 = kernel_entry<Narrow, GroupedGemmDesc>(
+    {.op = "up_proj", .name = "sm90.up_proj.128x128", .reject = reject_gemm});
 
 }  // namespace sonicmoe::cuda

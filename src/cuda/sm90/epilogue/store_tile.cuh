@@ -1,203 +1,161 @@
 #pragma once
 
-#include "cuda/device/warp_tile.cuh"
-#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/epilogue/deferred.cuh"
+#include "cuda/sm90/epilogue/epilogue.cuh"
+#include "cuda/sm90/epilogue/ports.cuh"
 
 /// Epilogue that stores the tile, with an optional bias or on top of what is there.
 namespace sonicmoe::cuda {
 
+struct StoreParams {
+  CUtensorMap boxes[2];        ///< of 16-bit `out`, boxes of the epilogue's tile
+  void* out[2];                ///< the matrix; its second half, where N has two
+  std::int64_t expert_stride;  ///< elements; unused where the experts share one matrix by rows
+  std::int64_t row_stride;     ///< elements. Not a multiple of 8: no boxes, one element at a time
+  int rows, columns;           ///< of one expert's matrix (rows: unused where experts share one)
+  const void* bias;            ///< (E, columns), or null
+  // A plain epilogue ignores these two. Without their code dW2 takes 1 to 2 % less time, so weight
+  // gradients have kernels with and without.
+  bool f32;         ///< the output is fp32, else the operands' type
+  bool accumulate;  ///< add to what is there
+};
+
 /// Where a tile lies in its output matrix.
 struct Place {
-  std::int64_t start;  ///< offset of the tile's first element
+  int row, column, expert;  ///< of its first element, in the tensor map
+  int rows, columns;        ///< of the matrix from there on
+  std::int64_t start;       ///< offset of its first element in `out`
   std::int64_t row_stride;
-  int rows, columns;           ///< of the matrix from there on
-  int column0, row0, expert0;  ///< in the tensor map
 };
 
-struct StoreParams {
-  CUtensorMap boxes[2];  ///< of 16-bit `out`, boxes of the epilogue's tile
-  bool boxed;            ///< by rows: these start at multiples of 16 bytes, and there are boxes
-  void* out[2];          ///< the matrix; its second half, where the shared axis has two
-  std::int64_t expert_stride;  ///< elements; 0 where the experts share one matrix by rows
-  std::int64_t row_stride;
-  int rows, columns;  ///< of one expert's matrix (rows: not where experts share one)
-  bool biased;
-  const void* bias;  ///< (E, columns) if biased
-  bool f32;          ///< the output's type, else the operands'; a plain epilogue does not look
-  bool accumulate;   ///< add to what is there; a plain epilogue does not look
-};
+/// The place of element (row, column) in the expert's matrix.
+__device__ __forceinline__ Place in_expert(const StoreParams& e, int expert, int row, int column) {
+  return {.row = row,
+          .column = column,
+          .expert = expert,
+          .rows = e.rows - row,
+          .columns = e.columns - column,
+          .start = expert * e.expert_stride + row * e.row_stride + column,
+          .row_stride = e.row_stride};
+}
 
-// A plain epilogue writes the operands' type over what is there. For weight gradients it is a
-// kernel of its own: without the code for the others in between, dW2 takes 1 to 2 % less time.
-
-/// Rows of the output are the expert's grouped rows.
+/// The output's rows are the rows of all experts, (R, columns). The next expert's rows follow.
 struct AtRows {
   static constexpr bool kPlain = true;
-  static constexpr bool kClips = false;  // other rows follow in the same matrix
+  static constexpr bool kClips = false;
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
-    const int column = tile.n_block * Traits::kTileN;
-    const int row = tile.m_block * kTileM;
-    return {(static_cast<std::int64_t>(tile.first_row) + row) * e.row_stride + column,
-            e.row_stride,
-            tile.rows - row,
-            e.columns - column,
-            column,
-            tile.first_row + row,
-            0};
+    const int column = tile.n_block * Traits::kTileN, row = tile.first_row + tile.m_block * kTileM;
+    return {.row = row,
+            .column = column,
+            .expert = 0,
+            .rows = tile.rows - tile.m_block * kTileM,
+            .columns = e.columns - column,
+            .start = row * e.row_stride + column,
+            .row_stride = e.row_stride};
   }
 };
 
-/// Element (row, column) of the matrix of the tile's expert.
-__device__ __forceinline__ Place in_expert(const StoreParams& e, const Tile& tile, int row,
-                                           int column) {
-  return {tile.expert * e.expert_stride + row * e.row_stride + column,
-          e.row_stride,
-          e.rows - row,
-          e.columns - column,
-          column,
-          row,
-          tile.expert};
-}
-
-/// Each expert has a matrix (own axis, shared axis).
+/// Each expert has a matrix (M, N), whose extents the boxes clip at.
 template <bool kPlain_>
 struct AtMByN {
   static constexpr bool kPlain = kPlain_;
-  static constexpr bool kClips = true;  // at the map's extents
+  static constexpr bool kClips = true;
   template <class Traits>
   static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
-    const int row = tile.m_block * kTileM;
-    const int column = tile.n_block * Traits::kTileN;
-    return in_expert(e, tile, row, column);
+    return in_expert(e, tile.expert, tile.m_block * kTileM, tile.n_block * Traits::kTileN);
   }
 };
 
-/// Columns 64 kChunk to 64 kChunk + 63 of the accumulators into a staging tile; unless `old` is
-/// null, on top of what is there, in fp32 before the one rounding. `rows` and `columns` are what is
-/// left of the matrix from `old` on.
-template <int kChunk, class T, class Staged, int kCount>
-__device__ __forceinline__ void fill(const Staged& tile, float (&acc)[kCount], const T* old,
-                                     std::int64_t row_stride, int rows, int columns) {
-  if (old != nullptr) {
-    tile.fetch(old, row_stride, rows, columns);
-    copy_async_commit();
-    copy_async_wait<0>();
-    __syncwarp();
-  }
+/// Starts to bring rows from global memory, zeros where there are none; the warp waits with
+/// cp.async groups and __syncwarp().
+template <class T>
+__device__ __forceinline__ void fetch(const WarpTile& tile, const T* from, std::int64_t row_stride,
+                                      int rows, int columns) {
+  const int piece = tile.lane() % 8;
+  from += tile.lane() / 8 * row_stride + piece * 8;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    float* a = &acc[(kChunk * 4 + i) * 8];
-    if (old != nullptr) {
-      const Fragment before = tile.get(i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 pair = Pair<T>::unpack(before.w[j]);
-        a[2 * j] += pair.x;
-        a[2 * j + 1] += pair.y;
-      }
-    }
-    Fragment b;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) b.w[j] = Pair<T>::pack(a[2 * j], a[2 * j + 1]);
-    tile.put(i, b);
+    const int row = i * 4 + tile.lane() / 8;
+    copy_async_16(tile.at_piece(row, piece), from + i * 4 * row_stride,
+                  row < rows && piece * 8 < columns);
   }
 }
 
-/// A tile that waits to be stored, and where this warp's or warpgroup's part of it goes.
-template <int kChunks>
-struct DeferredTile {
-  DeferredChunks<kChunks> chunks;
-  int row, column, expert;  ///< in the tensor map
-  int rows;                 ///< left of the matrix from `row` on
-  /// `first`: the part's first row in the tile.
-  template <class T>
-  __device__ __forceinline__ void defer(const float (&acc)[kChunks * 32], const Place& at,
-                                        int first) {
-    row = at.row0 + first;
-    column = at.column0;
-    expert = at.expert0;
-    rows = at.rows - first;
-    chunks.template defer<T>(acc);
+/// Stores one element at a time: any number of columns, any alignment.
+template <class T>
+__device__ __forceinline__ void store_singly(const WarpTile& tile, T* to, std::int64_t row_stride,
+                                             int rows, int columns) {
+#pragma unroll 1
+  for (int i = tile.lane(); i < WarpTile::kRows * WarpTile::kColumns; i += 32) {
+    const int row = i / WarpTile::kColumns, column = i % WarpTile::kColumns;
+    std::uint16_t bits;
+    asm volatile("ld.shared.b16 %0, [%1];"
+                 : "=h"(bits)
+                 : "r"(tile.at_piece(row, column / 8) + column % 8 * 2));
+    if (row < rows && column < columns) {
+      reinterpret_cast<std::uint16_t*>(to)[row * row_stride + column] = bits;
+    }
   }
-};
+}
 
 template <class At, bool kBias>
-struct StoreTile {
+struct StoreTile : LoadsNothing {
   using Params = StoreParams;
-  static constexpr bool kAdds = kBias;  ///< to what begin() puts into the accumulators
-  static constexpr int kTiles = 2;
-  static constexpr int kStagingBytes = kTiles * WarpTile::kBytes;
-  template <int kTileN>
-  static constexpr int kRingStages = 0;
+  static constexpr bool kAdds = kBias;
+  static constexpr int kBuffers = 2;
+  static constexpr int kStagingBytes = kBuffers * WarpTile::kBytes;
 
-  /// Whether a tile is held in registers until the next one's products. In ping-pong the other
-  /// warpgroup's run meanwhile, and wider tiles leave no registers.
+  /// Not in ping-pong: there the other consumer's products run meanwhile.
   template <class Traits>
   static constexpr bool kDefers = At::kPlain && !Traits::kPingpong;
   template <class Traits>
   using Deferred = std::conditional_t<kDefers<Traits>, DeferredTile<Traits::kTileN / 64>,
                                       DefersNothing::Deferred<Traits>>;
 
-  /// Sends the next chunk of a held tile, one warp at a time; false if there is none.
   template <class Traits>
   static __device__ __forceinline__ bool send(const Params& e, Deferred<Traits>& deferred,
-                                              std::uint32_t staging_address, int) {
+                                              std::uint32_t staging, int) {
     if constexpr (!kDefers<Traits>) {
       return false;
     } else {
-      return deferred.chunks.next([&](auto index, const Fragment* blocks) {
+      return deferred.chunks.next([&](auto index, const Fragment* fragments) {
         constexpr int chunk = decltype(index)::value;
-        // One group of stores a chunk, so that a tile's first comes after the last of the one
-        // before.
-        static_assert(Traits::kTileN / 64 % kTiles == 0);
-        Staging<kTiles> staging(uniform(staging_address), here(static_cast<int>(threadIdx.x)) % 32,
-                                chunk);
+        // A tile has a multiple of kBuffers chunks, so that each begins with staging tile 0.
+        static_assert(Traits::kTileN / 64 % kBuffers == 0);
+        StagingTiles<kBuffers> tiles(uniform(staging), here(static_cast<int>(threadIdx.x)) % 32,
+                                     chunk);
         const int row = uniform(here(deferred.row)), rows = uniform(here(deferred.rows));
         const int column = uniform(here(deferred.column)) + chunk * 64;
         const int expert = At::kClips ? uniform(here(deferred.expert)) : 0;
-        if (rows <= 0 || column >= e.columns) return staging.skip();
-        const WarpTile tile = staging.next();
-        put_all(tile, blocks);
-        store_chunk(e, staging, tile, {&e.boxes[0], column, row, expert},
-                    static_cast<typename Traits::T*>(e.out[0]) + row * e.row_stride + column, rows,
-                    e.columns - column);
+        if (rows <= 0 || column >= e.columns) return tiles.skip();
+        const WarpTile tile = tiles.next();
+        put_all(tile, fragments);
+        store<typename Traits::T>(e, tiles, tile, row, column, expert, rows);
       });
     }
   }
 
   template <class Traits>
-  class Run {
-   public:
+  struct Run {
+    const Params& e;
+    const GemmParams& gemm;
+    const Tile& tile;
+    int m_first;
+    std::uint32_t staging;
+
     using T = typename Traits::T;
     static constexpr int kCount = Traits::kTileN / 2;
 
-    __device__ __forceinline__ Run(const Params& e, const GemmParams&, const Tile& tile,
-                                   int m_first, std::uint32_t staging)
-        : e_(e), tile_(tile), m_first_(m_first), staging_(staging) {}
-
-    /// The bias goes where the sums begin, which costs no registers beside them.
     __device__ __forceinline__ void begin(float (&acc)[Traits::kM64][kCount]) {
       if constexpr (!kBias) return;
-      const int column =
-          tile_.n_block * Traits::kTileN + here(static_cast<int>(threadIdx.x)) % 4 * 2;
-      const T* const bias = static_cast<const T*>(e_.bias) +
-                            static_cast<std::int64_t>(tile_.expert) * e_.columns + column;
-      static_for<Traits::kTileN / 8>([&](auto index) {
-        constexpr int j = decltype(index)::value;
-        // Columns are even: multiples of 8.
-        const bool inside = e_.biased && column + j * 8 < e_.columns;
-        const float low = inside ? static_cast<float>(bias[j * 8]) : 0.0f;
-        const float high = inside ? static_cast<float>(bias[j * 8 + 1]) : 0.0f;
-        static_for<Traits::kM64>([&](auto block) {
-          float* a = &acc[decltype(block)::value][4 * j];
-          a[0] = a[2] = low;
-          a[1] = a[3] = high;
-        });
-      });
+      const T* bias = static_cast<const T*>(e.bias);
+      if (bias != nullptr) bias += static_cast<std::int64_t>(tile.expert) * e.columns;
+      const ColumnBias<T> columns{bias, 1, e.columns};
+      columns.template start<0, Traits::kTileN>(acc, tile.n_block * Traits::kTileN);
     }
 
-    /// Beside the main loop: the copy engine has read what the tile before has left in staging.
+    /// The copy engine has read what the tile before left in staging.
     __device__ __forceinline__ void prefetch() {
       if (kDefers<Traits>) return;  // send() waits
       if (threadIdx.x % 32 == 0) store_wait_read<0>();
@@ -207,47 +165,50 @@ struct StoreTile {
     __device__ __forceinline__ void finish(float (&acc)[Traits::kM64][kCount],
                                            Deferred<Traits>& deferred,
                                            const EpilogueStages<Traits>&) {
-      const Place at = At::template place<Traits>(e_, tile_);
+      const Place at = At::template place<Traits>(e, tile);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
+      const int warp_row = uniform(t / 32) * 16;
       if constexpr (kDefers<Traits>) {
-        deferred.template defer<T>(acc[0], at, m_first_ * 64 + uniform(t / 32) * 16);
+        const int row = m_first * 64 + warp_row;
+        deferred.row = at.row + row;
+        deferred.column = at.column;
+        deferred.expert = at.expert;
+        deferred.rows = at.rows - row;
+        deferred.chunks.template defer<T>(acc[0]);
       } else {
-        Staging<kTiles> staging(staging_, t % 32);
+        StagingTiles<kBuffers> tiles(staging, t % 32);
         static_for<Traits::kM64>([&](auto index) {
           constexpr int m = decltype(index)::value;
-          const int row = (m_first_ + m) * 64 + uniform(t / 32) * 16;
-          if (row < at.rows) {
-            const std::int64_t start = at.start + row * at.row_stride;
-            if (!At::kPlain && e_.f32) {
-              store_f32(static_cast<float*>(e_.out[0]) + start, at, at.rows - row, t % 32, acc[m]);
-            } else {
-              store_16(static_cast<T*>(e_.out[0]) + start, at, row, acc[m], staging);
-            }
+          const int row = (m_first + m) * 64 + warp_row;
+          if (row >= at.rows) return;
+          if (!At::kPlain && e.f32) {
+            store_f32(at, row, t % 32, acc[m]);
+          } else {
+            store_16(at, row, acc[m], tiles);
           }
         });
       }
     }
 
-   private:
-    /// 16 rows of this warp, from the tile's row `row` on, 64 columns at a time.
-    __device__ __forceinline__ void store_16(T* out, const Place& at, int row, float (&acc)[kCount],
-                                             Staging<kTiles>& staging) const {
-      const int rows = at.rows - row;
+    /// This warp's 16 rows from the tile's row `row` on, 64 columns at a time.
+    __device__ __forceinline__ void store_16(const Place& at, int row, float (&acc)[kCount],
+                                             StagingTiles<kBuffers>& tiles) const {
+      const T* const out = static_cast<const T*>(e.out[0]) + at.start + row * at.row_stride;
       static_for<Traits::kTileN / 64>([&](auto index) {
         constexpr int chunk = decltype(index)::value;
         const int columns = at.columns - chunk * 64;
-        if (columns <= 0) return staging.skip();
-        const WarpTile tile = staging.next();
-        fill<chunk>(tile, acc, !At::kPlain && e_.accumulate ? out + chunk * 64 : nullptr,
-                    at.row_stride, rows, columns);
-        store_chunk(e_, staging, tile,
-                    {&e_.boxes[0], at.column0 + chunk * 64, at.row0 + row, at.expert0},
-                    out + chunk * 64, rows, columns);
+        if (columns <= 0) return tiles.skip();
+        const WarpTile tile = tiles.next();
+        put_on_top(tile, &acc[chunk * 32], !At::kPlain && e.accumulate ? out + chunk * 64 : nullptr,
+                   at.row_stride, at.rows - row, columns);
+        store<T>(e, tiles, tile, at.row + row, at.column + chunk * 64, at.expert, at.rows - row);
       });
     }
 
-    __device__ __forceinline__ void store_f32(float* out, const Place& at, int rows, int lane,
+    __device__ __forceinline__ void store_f32(const Place& at, int first, int lane,
                                               const float (&acc)[kCount]) const {
+      float* const out = static_cast<float*>(e.out[0]) + at.start + first * at.row_stride;
+      const int rows = at.rows - first;
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
@@ -256,33 +217,36 @@ struct StoreTile {
           const int column = j * 8 + lane % 4 * 2 + i % 2;
           if (row >= rows || column >= at.columns) continue;
           float* to = out + row * at.row_stride + column;
-          *to = e_.accumulate ? *to + acc[4 * j + i] : acc[4 * j + i];
+          *to = e.accumulate ? *to + acc[4 * j + i] : acc[4 * j + i];
         }
       }
     }
-
-    const Params& e_;
-    const Tile& tile_;
-    int m_first_;
-    std::uint32_t staging_;
   };
 
  private:
-  /// A filled staging tile: as `box`, or by rows from `out` on where that would reach past the
-  /// expert's last row. `rows` and `columns` are what is left of the matrix.
+  /// A filled staging tile to (row, column), of whose rows the matrix has `rows`.
   template <class T>
-  static __device__ __forceinline__ void store_chunk(const Params& e, Staging<kTiles>& staging,
-                                                     const WarpTile& tile, const Box& box, T* out,
-                                                     int rows, int columns) {
-    const bool whole = At::kClips || (e.boxed && rows >= WarpTile::kRows);
-    staging.send(tile, box, whole, [&] {
-      // Sixteen bytes at a time need rows that start at multiples of that.
-      if (e.row_stride % 8 == 0) {
-        tile.store(out, e.row_stride, rows, columns);
+  static __device__ __forceinline__ void store(const Params& e, StagingTiles<kBuffers>& tiles,
+                                               const WarpTile& tile, int row, int column,
+                                               int expert, int rows) {
+    const bool boxed = At::kClips || e.row_stride % 8 == 0;
+    const bool whole = At::kClips || (boxed && rows >= WarpTile::kRows);
+    if (whole) fence_async_proxy();
+    __syncwarp();
+    if (whole) {
+      if (tile.lane() == 0) store_box(&e.boxes[0], tile.address(), column, row, expert);
+    } else {
+      T* const out = static_cast<T*>(e.out[0]);
+      if (boxed) {
+        ChunkStore<T>{&e.boxes[0], out, e.row_stride, e.columns}.store_rows(tile, row, column,
+                                                                            rows);
       } else {
-        tile.store_singly(out, e.row_stride, rows, columns);
+        store_singly(tile, out + row * e.row_stride + column, e.row_stride, rows,
+                     e.columns - column);
       }
-    });
+      __syncwarp();
+    }
+    tiles.commit();
   }
 };
 

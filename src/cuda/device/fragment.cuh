@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <utility>
+
+/// Accumulators in registers and their rounding to 16 bits.
+namespace sonicmoe::cuda {
+
+/// Calls f(index) with decltype(index)::value = 0, 1, ... Accumulators must never be indexed at run
+/// time, and the compiler knows these indices whatever the body.
+template <int kCount, class F>
+__device__ __forceinline__ void static_for(F&& f) {
+  [&]<int... kIndices>(std::integer_sequence<int, kIndices...>) {
+    (f(std::integral_constant<int, kIndices>{}), ...);
+  }
+  (std::make_integer_sequence<int, kCount>{});
+}
+
+/// Two T in a word.
+template <class T>
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
+    std::uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+  static __device__ __forceinline__ float2 unpack(std::uint32_t word) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  }
+};
+
+template <>
+struct Pair<__half> {
+  static __device__ __forceinline__ std::uint32_t pack(float low, float high) {
+    std::uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+  static __device__ __forceinline__ float2 unpack(std::uint32_t word) {
+    float2 out;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.f32.f16 %0, low;\n"
+        "cvt.f32.f16 %1, high;\n"
+        "}"
+        : "=f"(out.x), "=f"(out.y)
+        : "r"(word));
+    return out;
+  }
+};
+
+/// 16 x 16 values as a warp holds them in accumulators. Lane l has in [0] row l/4, columns
+/// 2 (l%4) + {0, 1}; in [1] eight rows below; in [2], [3] eight columns to the right of those.
+struct Fragment {
+  std::uint32_t w[4];
+};
+
+/// `value`, as if it were new: the compiler computes what follows from it here, instead of keeping
+/// it in registers through the main loop.
+__device__ __forceinline__ int here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+/// Sixteen columns of accumulators, from acc[0] on, rounded to T.
+template <class T>
+__device__ __forceinline__ Fragment rounded(const float* acc) {
+  Fragment fragment;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) fragment.w[j] = Pair<T>::pack(acc[2 * j], acc[2 * j + 1]);
+  return fragment;
+}
+
+}  // namespace sonicmoe::cuda

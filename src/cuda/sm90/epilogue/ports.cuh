@@ -1,0 +1,71 @@
+#pragma once
+
+#include "cuda/device/warp_tile.cuh"
+
+/// Two of the three ports that epilogues are built from: ChunkStore and ColumnBias. RowReduce has a
+/// file of its own.
+namespace sonicmoe::cuda {
+
+/// The rounded accumulators of a chunk of 64 columns into a WarpTile or WarpgroupTile.
+template <class T, class Tile>
+__device__ __forceinline__ void put_rounded(const Tile& tile, const float* acc) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) tile.put(i, rounded<T>(acc + 8 * i));
+}
+
+/// Called by a warp that has written shared memory: the copy engine and the other lanes see it.
+__device__ __forceinline__ void publish_to_copy_engine() {
+  fence_async_proxy();
+  __syncwarp();
+}
+
+/// Stores chunks of 16 rows x 64 columns of a 16-bit matrix, a warp each, from a WarpTile that
+/// publish_to_copy_engine() has published. A whole chunk leaves as a box. The last rows of an
+/// expert leave under predicates, since behind them lies the next expert.
+template <class T>
+struct ChunkStore {
+  const CUtensorMap* boxes;  ///< of the matrix, 64 x 16; clips at its last row and column
+  T* matrix;
+  std::int64_t row_stride;  ///< elements, a multiple of 8
+  int columns;              ///< of the matrix, a multiple of 8
+
+  /// Called by lane 0: the chunk at (row, column). The box joins its next group of stores.
+  __device__ __forceinline__ void send(const WarpTile& tile, int row, int column) const {
+    store_box(boxes, tile.address(), column, row, 0);
+  }
+  /// The first `rows` rows of the chunk; columns past the matrix are left out.
+  __device__ __forceinline__ void store_rows(const WarpTile& tile, int row, int column,
+                                             int rows) const {
+    tile.store(matrix + std::int64_t{row} * row_stride + column, row_stride, rows,
+               columns - column);
+  }
+};
+
+/// Adds a bias of the columns by starting the accumulators at it, which costs no registers.
+template <class T>
+struct ColumnBias {
+  const T* bias;  ///< of column 0, or null: zeros
+  std::int64_t stride;
+  int columns;  ///< of the matrix, a multiple of 8
+
+  /// Starts acc[m][kFirst] and on: kColumns columns of a tile, from the matrix's `column` on. It
+  /// sets element by element, since accumulators set in a branch would serialise wgmma.
+  template <int kFirst, int kColumns, int kM64, int kCount>
+  __device__ __forceinline__ void start(float (&acc)[kM64][kCount], int column) const {
+    column += here(static_cast<int>(threadIdx.x)) % 4 * 2;
+    static_for<kColumns / 8>([&](auto index) {
+      constexpr int j = decltype(index)::value;
+      const bool inside = bias != nullptr && column + j * 8 < columns;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float b = inside ? static_cast<float>(bias[(column + j * 8 + i) * stride]) : 0.0f;
+        static_for<kM64>([&](auto block) {
+          float* a = &acc[decltype(block)::value][kFirst + 4 * j + i];
+          a[0] = a[2] = b;
+        });
+      }
+    });
+  }
+};
+
+}  // namespace sonicmoe::cuda
