@@ -5,7 +5,7 @@
 times them by themselves, one after the other, with triton.testing.do_bench: less than 50 ms of one
 GEMM that are not timed, then 100 ms that are, L2 flushed before each run; the median. Before that
 all six take turns: for 6 s, until the chip has settled under load (docs/findings/sustained.md), and
-for 1 s at the next shapes. `sonicmoe bench --sustained 100` times a layer in much the same way.
+for 1 s at the next shapes. `sonicmoe bench --steady-state 100` times a layer in much the same way.
 """
 
 import argparse

@@ -30,12 +30,12 @@ class Rows:
     def ms(self, config: str, what: str) -> float:
         return self.at[config, what]["ms"]
 
-    def of_bound(self, config: str, what: str) -> float:
-        return self.at[config, what]["bound_ms"] / self.ms(config, what)
+    def of_dense_bound(self, config: str, what: str) -> float:
+        return self.at[config, what]["dense_bound_ms"] / self.ms(config, what)
 
     def mean(self, what: str) -> float:
         """Geometric, over the published shapes."""
-        logs = [math.log(self.of_bound(config, what)) for config in self.configs]
+        logs = [math.log(self.of_dense_bound(config, what)) for config in self.configs]
         return math.exp(sum(logs) / len(logs))
 
 
@@ -50,20 +50,20 @@ def layer(rows: Rows, bmm: Rows | None = None) -> list[tuple[str, list[str]]]:
     return [
         (name, [
             f"{rows.ms(config, 'layer'):.2f}",
-            f"{1 / rows.of_bound(config, 'layer'):.2f}",
-            f"{1 / bmm.of_bound(config, 'layer'):.2f}" if bmm else "-",
+            f"{1 / rows.of_dense_bound(config, 'layer'):.2f}",
+            f"{1 / bmm.of_dense_bound(config, 'layer'):.2f}" if bmm else "-",
         ])
         for config, name in shapes.items()
     ]  # fmt: skip
 
 
 def beside_bmm(hot: Rows, dense: list[dict]) -> Rows:
-    """The sustained benchmark with torch.bmm as its bound, where that is measured."""
+    """The steady-state benchmark with torch.bmm as its dense bound, where that is measured."""
     rows = []
     for gemms in dense:
         bounds = {"forward": gemms["forward_ms"], "backward": gemms["backward_ms"], **gemms["gemms"]}
         bounds["layer"] = bounds["forward"] + bounds["backward"]
-        rows += [hot.at[gemms["config"], what] | {"bound_ms": ms} for what, ms in bounds.items()]
+        rows += [hot.at[gemms["config"], what] | {"dense_bound_ms": ms} for what, ms in bounds.items()]
     return Rows(rows)
 
 
@@ -76,7 +76,7 @@ def readme(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str]]:
     cells = [(name, [f"{of.mean(what):.2f}" for what in ("forward", "backward")])
              for name, of in rows]  # fmt: skip
     for config, thiek in bench.configs.items():
-        values = [f"{bench.ms(config, what):.2f} | {bench.of_bound(config, what):.2f}"
+        values = [f"{bench.ms(config, what):.2f} | {bench.of_dense_bound(config, what):.2f}"
                   for what in ("forward", "backward")]  # fmt: skip
         cells.append((", ".join(map(str, thiek)), values))
     cells += [(f"{shape} | interleaved", values) for shape, values in layer(bench)]
@@ -91,7 +91,7 @@ def kernel_page(operation: str, bench: Rows, text: str) -> list[tuple[str, str]]
         row = bench.at[config, operation]
         edits.append((
             rf"\| {re.escape(config)} \| \d+ \| \d+ \| \d+ \|",
-            f"| {config} | {row['ms'] * 1e3:.0f} | {row['bound_ms'] * 1e3:.0f} | "
+            f"| {config} | {row['ms'] * 1e3:.0f} | {row['dense_bound_ms'] * 1e3:.0f} | "
             f"{row['tflops']:.0f} |",
         ))  # fmt: skip
     return edits
@@ -153,7 +153,7 @@ def edited(text: str, edits: list[tuple[str, str]], where: str) -> str:
 
 def documents(receipt: dict) -> dict[str, list[tuple[str, str]]]:
     """What belongs into each document."""
-    bench, hot = Rows(receipt["bench"]), Rows(receipt["sustained"])
+    bench, hot = Rows(receipt["bench"]), Rows(receipt["steady_state"])
     bmm = beside_bmm(hot, receipt["torch_bmm"])
 
     def page(operation: str) -> str:

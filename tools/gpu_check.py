@@ -206,12 +206,12 @@ def pack(build: Path, folder: Path) -> int:
 
 def weak_bound(rows: list[dict], python: dict | None) -> str:
     """What is wrong with the bound beside torch.bmm at 7B-n256, in the same run; empty if nothing."""
-    bound = [row["bound_ms"] for row in rows
+    bound = [row["dense_bound_ms"] for row in rows
              if row["config"] == "7B-n256" and row["what"] == "total"]  # fmt: skip
     if not bound or not bound[0] or not python:
         return "bound: not measured beside torch.bmm"
-    if bound[0] > 1.03 * python["bound_ms"]:
-        return f"bound: {bound[0]:.3f} ms, over 3 % slower than torch.bmm's {python['bound_ms']:.3f}"
+    if bound[0] > 1.03 * python["dense_bound_ms"]:
+        return f"bound: {bound[0]:.3f} ms, over 3 % slower than torch.bmm's {python['dense_bound_ms']:.3f}"
     return ""
 
 
@@ -352,7 +352,7 @@ class Run:
                 for row in config["results"]:
                     rows.append({"config": config["config"], "thiek": config["layer"]["thiek"],
                                  **{key: row[key] for key in
-                                    ("what", "ms", "mad_ms", "bound_ms", "tflops")}})  # fmt: skip
+                                    ("what", "ms", "mad_ms", "dense_bound_ms", "tflops")}})  # fmt: skip
             result.unlink()
         return rows, copy
 
@@ -370,7 +370,7 @@ class Run:
         return rows, report["results"]["total"]
 
     def dense(self, rows: list[dict]) -> list[dict]:
-        """The bound's GEMMs by torch.bmm, each sustained too."""
+        """The dense bound's GEMMs by torch.bmm, each in thermal steady state too."""
         shapes = {row["config"]: row["thiek"] for row in rows}
         result = self.out / "dense_bound.json"
         arguments = [word for thiek in shapes.values()
@@ -392,7 +392,7 @@ class Run:
             sanitizer = sanitizers.result()
         self.gtest(ALONE)
         rows, copy = ([], 0.0) if quick else self.bench("bench", "--repeats", "10")
-        hot, _ = ([], 0.0) if quick else self.bench("bench_sustained", "--sustained", "100")
+        hot, _ = ([], 0.0) if quick else self.bench("bench_steady_state", "--steady-state", "100")
         dense = [] if quick else self.dense(hot)
         errors, python = self.errors()
         manifest = json.loads((self.folder / "manifest.json").read_text())
@@ -410,7 +410,7 @@ class Run:
             "pytest_exit": pytest_exit,
             "sanitizer": sanitizer,
             "bench": rows,
-            "sustained": hot,
+            "steady_state": hot,
             "torch_bmm": dense,
             "errors": errors,
             "python": python,
@@ -496,8 +496,8 @@ def problems(build: Path) -> list[str]:
     if weak := weak_bound(receipt["bench"], receipt["python"]):
         found.append(weak)
     timed, hot = ({(row["config"], row["what"]) for row in receipt.get(key, [])}
-                  for key in ("bench", "sustained"))  # fmt: skip
-    found += [f"sustained benchmark: {' '.join(row)}: not measured" for row in sorted(timed - hot)]
+                  for key in ("bench", "steady_state"))  # fmt: skip
+    found += [f"steady-state benchmark: {' '.join(row)}: not measured" for row in sorted(timed - hot)]
     dense = {row["config"] for row in receipt.get("torch_bmm", [])}
     found += [f"torch.bmm: {config}: not measured"
               for config in sorted({config for config, _ in timed} - dense)]  # fmt: skip

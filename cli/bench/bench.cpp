@@ -8,8 +8,8 @@
 #include "cli/subcommands.h"
 #include "cli/tensors.h"
 #include "cublas_bound.h"
-#include "dense_bound.h"
 #include "device_clock.h"
+#include "openblas_bound.h"
 #include "operations.h"
 #include "testkit/cases.h"
 #include "timing.h"
@@ -30,24 +30,25 @@ constexpr const char* kHelp =
     "add. Where the sum of dX adds the router's part, backward has it. 'host' is how long the\n"
     "calls of layer keep the host, 'routing' all from logits to metadata. Times on CUDA are\n"
     "between two events.\n"
-    "With --sustained everything is timed by itself, what takes most work first, after 5 s in\n"
-    "which that has kept the chip busy: a GEMM then runs at the clock that the power cap leaves\n"
-    "it.\n"
+    "--steady-state times in thermal steady state: each operation by itself, the one with most\n"
+    "work first, after that one has kept the chip busy for 5 s. A GEMM then runs at the clock\n"
+    "that the power cap leaves.\n"
     "With --ops 'aggregate_o.in_layer' and 'aggregate_dx.in_layer' are (on CUDA) the sums right\n"
     "behind the products before them, as in a layer, instead of right behind a flush, and\n"
     "'aggregate_o.copy' is a copy that moves as many bytes as the sum, rows and out.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
     "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
     "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
-    "counts every input and output once; 'of bound' is bound time / time. 'of roof' (CUDA) is\n"
-    "the least time that the operation's flops at the rate of the fastest GEMM of the bound, or\n"
-    "its bytes at the rate of a large copy in this run, allow, over its time.\n"
+    "counts every input and output once. 'of dense' is the dense bound's time / time. 'of roof'\n"
+    "(CUDA) is the least time that the operation's flops at the rate of the dense bound's fastest\n"
+    "GEMM, or its bytes at the rate of a large copy in this run, allow, over its time.\n"
     "Threads of OpenMP spin while they wait: on a CPU that others use too, give fewer --threads\n"
     "or set OMP_WAIT_POLICY=passive.\n"
     "JSON: version, command, device, threads, multiprocessors (0: all), seed, skew, repeats,\n"
-    "sustained_ms, interrupted, layer {text, thiek, each field of the text}, rows, fewest_rows,\n"
-    "most_rows (of an expert), results [{what, runs, ms, mad_ms, tflops, gbps, bound_ms,\n"
-    "of_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}],\n"
+    "steady_state_ms, interrupted, layer {text, thiek, each field of the text}, rows, "
+    "fewest_rows,\n"
+    "most_rows (of an expert), results [{what, runs, ms, mad_ms, tflops, gbps, dense_bound_ms,\n"
+    "of_dense_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}],\n"
     "saved_bytes {x, preact, routing, logits, total}, workspace_bytes {forward, backward}. A\n"
     "figure that does not exist is null. With --configs: {version, command, device, configs\n"
     "[{config, ...}]}.";
@@ -56,8 +57,8 @@ struct BenchSettings : Settings {
   bool operations = false;
   bool every_kernel = false;
   int repeats = 20;
-  int sustained = 0;  ///< milliseconds
-  double skew = 0;    ///< see LayerTensors
+  int steady_state = 0;  ///< milliseconds
+  double skew = 0;       ///< see LayerTensors
   std::string configs;
   bool on_cuda() const { return device.type == DeviceType::cuda; }
 };
@@ -87,7 +88,7 @@ std::string cell(double value, const char* format) {
 Json print_rows(const std::vector<Row>& rows, const Roof& roof) {
   Json results = Json::array();
   std::printf("%-21s %10s %9s %9s %8s %10s %9s %8s\n", "", "ms", "+-", "TFLOP/s", "GB/s",
-              "bound ms", "of bound", "of roof");
+              "dense ms", "of dense", "of roof");
   for (const auto& [task, bound] : rows) {
     if (task.seconds.empty()) continue;
     const double seconds = median(task.seconds), spread = mad(task.seconds);
@@ -104,14 +105,14 @@ Json print_rows(const std::vector<Row>& rows, const Roof& roof) {
                        {"mad_ms", spread * 1e3},
                        {"tflops", task.flops > 0 ? finite(tflops) : Json()},
                        {"gbps", finite(gbps)},
-                       {"bound_ms", finite(bound * 1e3)},
-                       {"of_bound", finite(bound / seconds)},
+                       {"dense_bound_ms", finite(bound * 1e3)},
+                       {"of_dense_bound", finite(bound / seconds)},
                        {"of_roof", finite(of_roof)}});
   }
   return results;
 }
 
-Json print_bound(const Bound& bound) {
+Json print_bound(const DenseBound& bound) {
   Json list = Json::array();
   std::printf("\ndense bound: %s\n", bound.title().c_str());
   for (const auto& [task, way] : bound.gemms()) {
@@ -220,8 +221,8 @@ class Bench {
     if (settings.on_cuda()) {
       add_cuda();
     } else {
-      bound_ = std::make_unique<DenseBound>(settings.desc, tensors_.row_counts().all,
-                                            settings.threads, settings.seed);
+      bound_ = std::make_unique<OpenblasBound>(settings.desc, tensors_.row_counts().all,
+                                               settings.threads, settings.seed);
     }
   }
 
@@ -235,8 +236,8 @@ class Bench {
     if (bound_) add(bound_->groups());
     if (operations_ && settings_.operations) add(operations_->groups());
     add(others_);
-    if (settings_.sustained > 0) {
-      time_sustained(groups, settings_.sustained * 1e-3, settings_.device);
+    if (settings_.steady_state > 0) {
+      time_in_steady_state(groups, settings_.steady_state * 1e-3, settings_.device);
     } else {
       time_interleaved(groups, settings_.repeats, settings_.threads, settings_.device);
     }
@@ -265,8 +266,8 @@ class Bench {
                    {"multiprocessors", settings_.multiprocessors},
                    {"seed", settings_.seed},
                    {"skew", settings_.skew},
-                   {"repeats", settings_.sustained > 0 ? Json() : Json(settings_.repeats)},
-                   {"sustained_ms", settings_.sustained},
+                   {"repeats", settings_.steady_state > 0 ? Json() : Json(settings_.repeats)},
+                   {"steady_state_ms", settings_.steady_state},
                    {"interrupted", interrupted()},
                    {"layer", settings_.layer_json()},
                    {"rows", routed.all},
@@ -338,7 +339,7 @@ class Bench {
   }
 
   std::vector<Row> rows() const {
-    const auto [forward, backward] = bound_ ? bound_->seconds() : Bound::Seconds{kNone, kNone};
+    const auto [forward, backward] = bound_ ? bound_->seconds() : DenseBound::Seconds{kNone, kNone};
     std::vector<Row> rows;
     const auto add = [&](const std::vector<Group>& groups, const char* total, double one,
                          double two) {
@@ -375,7 +376,7 @@ class Bench {
   std::vector<Group> experts_;  // CUDA: without the router
   std::vector<Group> others_;   // CUDA: host time, routing, copy
   std::unique_ptr<Operations> operations_;
-  std::unique_ptr<Bound> bound_;
+  std::unique_ptr<DenseBound> bound_;
   std::string no_bound_;
 };
 
@@ -400,8 +401,8 @@ int run_bench(BenchSettings& settings) {
   if (settings.desc.experts.w1_layout == W1Layout::separate) {
     throw UsageError("--layer: got w1_layout=separate, allowed: interleaved, concatenated");
   }
-  if (settings.sustained > 0 && !settings.on_cuda()) {
-    throw UsageError("--sustained: got --device cpu, allowed: --device cuda");
+  if (settings.steady_state > 0 && !settings.on_cuda()) {
+    throw UsageError("--steady-state: got --device cpu, allowed: --device cuda");
   }
   Json report;
   if (settings.configs.empty()) {
@@ -458,7 +459,7 @@ Subcommand add_bench(CLI::App& app) {
       ->needs(parser->get_option("--ops"));
   add_integer(*parser, "--repeats", settings->repeats, 1, 1000000,
               "Timed repeats of everything (default: 20)");
-  add_integer(*parser, "--sustained", settings->sustained, 1, 60000,
+  add_integer(*parser, "--steady-state", settings->steady_state, 1, 60000,
               "CUDA: instead, repeat each operation by itself for so many milliseconds, after at "
               "least half of that, on a chip that has been busy for 5 s")
       ->excludes(parser->get_option("--repeats"));

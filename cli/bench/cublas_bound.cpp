@@ -268,8 +268,8 @@ CublasBound::CublasBound(std::shared_ptr<Data> data, bool inference) {
   }
 }
 
-std::unique_ptr<Bound> CublasBound::make(const LayerDesc& desc, std::int64_t rows, Device device,
-                                         std::uint64_t seed, std::string* why) {
+std::unique_ptr<DenseBound> CublasBound::make(const LayerDesc& desc, std::int64_t rows,
+                                              Device device, std::uint64_t seed, std::string* why) {
   const std::string major = "." + std::to_string(CUBLAS_VER_MAJOR);
   Library library;
   library.blas = Library::open("libcublas.so" + major);
@@ -278,7 +278,7 @@ std::unique_ptr<Bound> CublasBound::make(const LayerDesc& desc, std::int64_t row
     *why = "no libcublas.so" + major + " (LD_LIBRARY_PATH)";
     return nullptr;
   }
-  return std::unique_ptr<Bound>(new CublasBound(
+  return std::unique_ptr<DenseBound>(new CublasBound(
       std::make_shared<Data>(library, desc, rows, device, seed), desc.experts.inference));
 }
 
@@ -288,8 +288,8 @@ std::unique_ptr<Bound> CublasBound::make(const LayerDesc& desc, std::int64_t row
 
 namespace sonicmoe::cli {
 
-std::unique_ptr<Bound> CublasBound::make(const LayerDesc&, std::int64_t, Device, std::uint64_t,
-                                         std::string* why) {
+std::unique_ptr<DenseBound> CublasBound::make(const LayerDesc&, std::int64_t, Device, std::uint64_t,
+                                              std::string* why) {
   *why = "built without cuBLAS";
   return nullptr;
 }

@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "bound.h"
+#include "dense_bound.h"
 #include "sonicmoe/layer.h"
 
 namespace sonicmoe::cli {
@@ -11,11 +11,11 @@ namespace sonicmoe::cli {
 /// Of CUDA: cuBLAS in the layer's own type with fp32 accumulation, two ways: strided-batched, and
 /// the fastest of what cuBLASLt's heuristics propose. x and dO are 0.2 randn, weights 0.02 randn.
 /// cuBLAS is loaded when it is asked for, so that the program starts on machines without it.
-class CublasBound : public Bound {
+class CublasBound : public DenseBound {
  public:
   /// Null where there is no cuBLAS; then `why` says so.
-  static std::unique_ptr<Bound> make(const LayerDesc& desc, std::int64_t rows, Device device,
-                                     std::uint64_t seed, std::string* why);
+  static std::unique_ptr<DenseBound> make(const LayerDesc& desc, std::int64_t rows, Device device,
+                                          std::uint64_t seed, std::string* why);
 
  private:
   struct Data;

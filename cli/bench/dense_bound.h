@@ -1,22 +1,45 @@
 #pragma once
 
-#include <memory>
+#include <string>
+#include <vector>
 
-#include "bound.h"
-#include "sonicmoe/layer.h"
+#include "timing.h"
 
 namespace sonicmoe::cli {
 
-/// Of the CPU: fp32 OpenBLAS, two ways: experts in parallel with one thread each, and one expert
-/// after the other with all threads.
-class DenseBound : public Bound {
+/// What the six grouped GEMMs would cost as dense GEMMs of some other library with perfectly even
+/// experts and contiguous rows: no routing, no gather, no activation, no aggregation. Each is timed
+/// in more than one way, and the fastest counts.
+class DenseBound {
  public:
-  /// `rows` of all experts together: fewer than the layer's capacity if its tokens were rounded.
-  DenseBound(const LayerDesc& desc, std::int64_t rows, int threads, std::uint64_t seed);
+  virtual ~DenseBound() = default;
 
- private:
-  struct Data;
-  std::shared_ptr<const Data> data_;
+  /// The groups to time.
+  std::vector<Group>& groups() { return groups_; }
+
+  struct Gemm {
+    const Task* task;  ///< with the times of the fastest way; named like the operation it bounds
+    const char* way;   ///< "experts in parallel"
+  };
+  /// What has been timed so far, in the order of GemmOp.
+  std::vector<Gemm> gemms() const;
+
+  struct Seconds {
+    double forward, backward;  ///< NaN if not timed
+  };
+  Seconds seconds() const;
+
+  /// "fp32 OpenBLAS, even experts"
+  const std::string& title() const { return title_; }
+
+ protected:
+  struct Candidate {
+    std::size_t group, task;
+    const char* way;
+  };
+  std::string title_;
+  std::vector<Group> groups_;
+  std::vector<std::vector<Candidate>> candidates_;  ///< ways to run each GEMM, in order of GemmOp
 };
 
 }  // namespace sonicmoe::cli

@@ -96,7 +96,7 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
   }
 }
 
-void time_sustained(const std::vector<Group*>& groups, double seconds, Device device) {
+void time_in_steady_state(const std::vector<Group*>& groups, double seconds, Device device) {
   using Clock = std::chrono::steady_clock;
   // From idle an H200 clocks high for 0.1 s, and every second its power control brakes too hard, by
   // 14 to 24 % at first and 3 to 6 at 2.9 s (docs/findings/sustained.md).

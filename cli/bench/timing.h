@@ -49,6 +49,6 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
 /// Tasks on the host are timed ten times. A group's `before` comes before each run of each of its
 /// tasks; `after`, which only groups of the CPU have, is not called. Stops early and throws like
 /// time_interleaved().
-void time_sustained(const std::vector<Group*>& groups, double seconds, Device device);
+void time_in_steady_state(const std::vector<Group*>& groups, double seconds, Device device);
 
 }  // namespace sonicmoe::cli

@@ -39,7 +39,7 @@ BAD = [
     ("bench --add_bias=maybe", "--add_bias: got 'maybe', allowed: no value"),
     ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
     ("--json x info", "option: got '--json', allowed: --help, --version"),
-    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats, --sustained, --skew"),
+    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats, --steady-state, --skew"),
     ("bench --thiek", "--thiek: got nothing, allowed: T,H,I,E,K"),
     ("bench --threads", "--threads: got nothing, allowed: 1 to 4096"),
     ("bench --dtype", "--dtype: got nothing, allowed: f32, bf16, f16"),
@@ -77,7 +77,7 @@ BAD = [
         "check --multiprocessors -2",
         "--multiprocessors: got '-2', allowed: integers from 0 to 4096",
     ),
-    ("bench --sustained 100", "--sustained: got --device cpu, allowed: --device cuda"),
+    ("bench --steady-state 100", "--steady-state: got --device cpu, allowed: --device cuda"),
     ("bench --repeats 0", "--repeats: got '0', allowed: integers from 1 to 1000000"),
     ("bench --skew -1", "--skew: got '-1', allowed: numbers from 0 to 1000"),
     ("bench --seed -1", "--seed: got '-1', allowed: integers from 0 to 9007199254740992"),
@@ -299,7 +299,7 @@ def test_bench_reports_every_operation(tmp_path, dtype, rest):
     for what in ["forward", "backward", "total", *gemms]:
         row = rows[what]
         assert row["runs"] == 3 and row["ms"] > 0 and row["mad_ms"] >= 0
-        assert row["of_bound"] == pytest.approx(row["bound_ms"] / row["ms"])
+        assert row["of_dense_bound"] == pytest.approx(row["dense_bound_ms"] / row["ms"])
     tokens, hidden, width, _, top_k = (int(word) for word in SMALL.split(","))
     flops = 6 * tokens * top_k * hidden * width
     assert rows["forward"]["tflops"] * rows["forward"]["ms"] * 1e9 == pytest.approx(flops)

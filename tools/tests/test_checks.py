@@ -516,10 +516,10 @@ def receipt(tmp_path, monkeypatch):
         "test_names": dict.fromkeys(build["tests"], "passed"),
         "pytest_exit": 0,
         "sanitizer": {},
-        "bench": [{"config": "7B-n256", "what": "total", "bound_ms": 1.0}],
-        "sustained": [{"config": "7B-n256", "what": "total"}],
+        "bench": [{"config": "7B-n256", "what": "total", "dense_bound_ms": 1.0}],
+        "steady_state": [{"config": "7B-n256", "what": "total"}],
         "torch_bmm": [{"config": "7B-n256"}],
-        "python": {"bound_ms": 1.0},
+        "python": {"dense_bound_ms": 1.0},
     }
     plant(tmp_path, {"receipt.json": json.dumps(receipt)})
     monkeypatch.setattr(gpu_check, "digest", lambda _: build["digest"])
