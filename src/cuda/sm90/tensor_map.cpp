@@ -9,7 +9,8 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-/// From the driver that is there: nothing links to it, so that programs start without one.
+/// The driver's function, looked up at run time: nothing links to the driver, so that programs
+/// start without one.
 Encode encoder() noexcept {
   static const Encode kEncode = [] {
     void* function = nullptr;
@@ -22,8 +23,8 @@ Encode encoder() noexcept {
   return kEncode;
 }
 
-/// A thread whose first call of CUDA this is has no context yet, and unlike the runtime the driver
-/// does not see to it. PyTorch runs backward in such a thread.
+/// A thread's first call of CUDA finds no current context, and the driver, unlike the runtime,
+/// makes none. PyTorch runs backward in such a thread.
 bool make_context_current() noexcept {
   int device = 0;
   return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
@@ -41,8 +42,8 @@ CUtensorMap TensorMaps::encode(const TensorView& v) noexcept {
                       "driver: got one without cuTensorMapEncodeTiled, allowed: CUDA 12.0 on");
     return map;
   }
-  // Extents of 0 are not allowed, and such a tensor is never read: one expert without rows still
-  // writes zeros to its weight gradients.
+  // The driver refuses extents of 0. The kernels never read such a tensor, but experts without rows
+  // still get zeros as weight gradients.
   const auto extent = [](std::int64_t x) {
     return static_cast<cuuint64_t>(std::max<std::int64_t>(x, 1));
   };

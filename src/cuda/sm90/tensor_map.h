@@ -10,8 +10,8 @@
 namespace sonicmoe::cuda {
 
 /// A rank-3 tensor of 16-bit elements as the copy engine sees it: (experts, outer, inner), inner
-/// contiguous, moved in boxes of 64 x `box` elements in the 128-byte swizzle. What lies outside
-/// the extents reads as zero and is not written.
+/// contiguous, moved in boxes of 64 x `box` elements in the 128-byte swizzle. The copy engine reads
+/// zeros outside the extents and writes nothing there.
 struct TensorView {
   const void* base = nullptr;
   std::int64_t inner = 0, outer = 0, experts = 1;

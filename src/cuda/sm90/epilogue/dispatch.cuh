@@ -11,8 +11,8 @@ namespace sonicmoe::cuda {
 
 using SwigluFn = math::Gated<math::Silu>;
 
-/// Has a kernel of its own in narrow tiles, too: SwiGLU, and every activation with parameters, for
-/// those that share a kernel carry their kind alone.
+/// Does an activation have a kernel of its own in narrow tiles, too? SwiGLU does, and so does every
+/// activation with parameters, since activations that share a kernel bring their kind alone.
 template <class Fn>
 constexpr bool kIsAlone = std::is_same_v<Fn, SwigluFn> || !std::is_empty_v<Fn>;
 
@@ -35,8 +35,8 @@ struct OneActivation {
   }
 };
 
-/// All with a gate that are not alone, or all without one: chosen at run time, outside the element
-/// loops.
+/// All activations with a gate that share a kernel, or all without one. The kernel chooses at run
+/// time, outside the element loops.
 template <bool kGated_>
 struct AnyActivation {
   static constexpr bool kGated = kGated_;
@@ -54,8 +54,8 @@ struct AnyActivation {
   }
 };
 
-/// Calls f(Activations{}) with what is compiled for an activation. In wide tiles each is by itself:
-/// together they need more registers than those leave.
+/// Calls f(Activations{}) with what is compiled for an activation. In wide tiles each activation
+/// has a kernel: together they need more registers than those tiles leave.
 template <bool kWide, class F>
 auto visit_activations(const ActivationSpec& spec, F&& f) {
   return math::visit_activation(spec, [&](auto fn) {
