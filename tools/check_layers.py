@@ -3,11 +3,13 @@
 
     include <- src/core <- src/math <- src/cpu, src/cuda <- python, cli, examples, benchmarks, testkit
 
-Each layer lists what it may include of this tree, and which headers from outside.
+Each layer lists what it may include of this tree, and which headers from outside. Inside src/cuda
+there are layers, too: INNER lists them from the lowest to the highest.
 """
 
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
@@ -34,6 +36,25 @@ RULES = {
     "fuzz": (("include", "testkit"), HOST),
     "tests": (("include", "src", "testkit", "cli"), ANY),
 }
+# Layers inside src/cuda, from the lowest to the highest. A file belongs to the last one that matches
+# it, and may include files of its own layer and of the layers that it names.
+SM90 = "src/cuda/sm90/"
+INNER = {
+    "base": (("src/cuda/*",), ()),
+    "device": (("src/cuda/device/*",), ("base",)),
+    "rows": (("src/cuda/rows/*",), ("base", "device")),
+    "routing": (("src/cuda/routing/*",), ("base", "device")),
+    "host": ((f"{SM90}tensor_map.*", f"{SM90}tile_choice.h", f"{SM90}layouts.h"), ("base",)),
+    "traits": ((f"{SM90}traits.cuh",), ("base", "device")),
+    "pipeline": ((f"{SM90}pipeline.cuh",), ("device", "traits")),
+    "scheduler": ((f"{SM90}scheduler.cuh",), ("pipeline",)),
+    "mainloop": ((f"{SM90}mainloop.cuh", f"{SM90}boxes.cuh", f"{SM90}rows_are_k.cuh",
+                  f"{SM90}gather_?.cuh"), ("device", "traits", "pipeline")),
+    "epilogue": ((f"{SM90}epilogue/*",), ("device", "traits", "pipeline")),
+    "kernel": ((f"{SM90}grouped_gemm.cuh",), ("scheduler", "mainloop", "epilogue")),
+    "launch": ((f"{SM90}launch.cuh",), ("base", "host", "kernel")),
+    "operations": ((f"{SM90}*.cu",), ("base", "host", "epilogue", "launch")),
+}  # fmt: skip
 # What may speak to the device outside of its backend, so that the rest of its layer need not.
 CUDA = {"testkit/device_memory.cpp", "cli/bench/device_clock.cpp", "cli/bench/cublas_bound.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
@@ -55,6 +76,22 @@ def resolve(root, source, name, quoted):
     return None
 
 
+def inner_layer(path):
+    """The layer inside src/cuda that a file belongs to; None elsewhere."""
+    name = path.as_posix()
+    layers = [layer for layer, (patterns, _) in INNER.items()
+              if any(fnmatch(name, pattern) for pattern in patterns)]  # fmt: skip
+    return layers[-1] if layers else None
+
+
+def inner_problem(source, target):
+    """Why a file of src/cuda may not include another one; None if it may."""
+    layer, other = inner_layer(source), inner_layer(target)
+    if layer is None or other is None or layer == other or other in INNER[layer][1]:
+        return None
+    return f"{layer} of src/cuda includes {target}; it may include {list(INNER[layer][1])}"
+
+
 def check(root):
     root = Path(root).resolve()
     sources, problems = 0, []
@@ -73,6 +110,8 @@ def check(root):
                         problems.append(
                             f"{where}: {layer} includes {target}; it may include {list(allowed)}"
                         )
+                    elif why := inner_problem(source.relative_to(root), target):
+                        problems.append(f"{where}: {why}")
                 elif name.startswith("sonicmoe/"):
                     problems.append(f"{where}: no public header {name}")
                 elif str(source.relative_to(root)) in CUDA and name.startswith("cu"):

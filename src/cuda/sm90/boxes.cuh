@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile
   const int half = block >= p.extents.k_half;
   const int k = (block - half * p.extents.k_half) * kTileK;
   if constexpr (Traits::kBMajor == Major::k) {
-    const int row = tile.n_block * (p.b.paired ? kTileN / 2 : kTileN);
-    load_b_k<kTileN>(b, full, share, p.b.maps, {row, row + (p.b.paired ? 0 : kTileN / 2)}, k,
+    const int row = tile.n_block * (p.b.gate_and_up ? kTileN / 2 : kTileN);
+    load_b_k<kTileN>(b, full, share, p.b.maps, {row, row + (p.b.gate_and_up ? 0 : kTileN / 2)}, k,
                      tile.expert);
   } else {
     load_b_n<kTileN>(b, full, share, &p.b.maps[half], tile.n_block * kTileN, p.b.last_chunk, k,

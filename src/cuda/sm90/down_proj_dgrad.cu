@@ -53,6 +53,8 @@ struct Family {
     if (d.rows == 0) return {};
     const std::int64_t n = d.intermediate;
     const int n_blocks = tiles(n, kTileN), k_blocks = tiles(d.hidden, kTileK);
+    // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
+    const double cycles = kTileN * (4.3 * k_blocks + 78);
     TensorMaps maps(d.dtype);
     const CUtensorMap w2 = maps.encode({.base = a.w2,
                                         .inner = n,
@@ -69,11 +71,9 @@ struct Family {
                     .n_blocks = n_blocks,
                     .k_blocks = k_blocks,
                     .k_half = k_blocks},
-        // A tile takes about so many cycles (docs/findings/epilogue-stages.md).
         .scheduling = {.start_spread =
                            start_spread(exec.traits, d.tokens * d.hidden * 2,
-                                        rounds(exec.traits, d.rows, d.experts, n_blocks),
-                                        kTileN * (4.3 * k_blocks + 78))}};
+                                        rounds(exec.traits, d.rows, d.experts, n_blocks), cycles)}};
     typename Config::Epilogue::Params e{
         .scaled_act_boxes = maps.encode({.base = a.scaled_act,
                                          .inner = n,

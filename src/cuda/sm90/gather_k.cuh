@@ -1,8 +1,7 @@
 #pragma once
 
 #include "cuda/device/ptx.cuh"
-#include "cuda/sm90/params.cuh"
-#include "cuda/sm90/tile.cuh"
+#include "cuda/sm90/traits.cuh"
 
 /// Gather of operand A along K, for the weight gradients.
 namespace sonicmoe::cuda {

@@ -1,8 +1,7 @@
 #pragma once
 
 #include "cuda/device/ptx.cuh"
-#include "cuda/sm90/params.cuh"
-#include "cuda/sm90/tile.cuh"
+#include "cuda/sm90/traits.cuh"
 
 /// Gather of operand A along M, by the producer's 128 threads. A gather object serves one tile.
 /// look_up() reads its tokens earlier, during the tile before.
@@ -68,16 +67,16 @@ class GatherM {
   /// Copies k block `block` to `stage`; called with 0, 1, 2, ... in order.
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
     const std::uint32_t to = stage + place_;
-    const int ahead = block % kUnroll;  // blocks since the addresses advanced
+    const int step = block % kUnroll;  // blocks since the addresses advanced
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // L2 fetches 256 bytes: the next block reads the 128 bytes beside these.
       if (i / 2 * 32 < rows_) {
-        copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i] + ahead * kLineBytes,
-                             left_ > ahead * kTileK);
+        copy_async_16_of_256(to + i * 16 * kLineBytes, from_[i] + step * kLineBytes,
+                             left_ > step * kTileK);
       }
     }
-    if (ahead + 1 < kUnroll) return;
+    if (step + 1 < kUnroll) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) from_[i] += kUnroll * kLineBytes;
     keep_in_registers(from_);

@@ -8,28 +8,29 @@
 /// producer and two consumer warpgroups; two CTAs make a cluster and share operand B. One tile:
 ///
 ///   producer   publish(tile)  load k0 k1 .. kn  load E0 E1    publish(next)  load k0 ..
-///                    |             | full           | full          |          ^ waits for empty
-///   consumers  next_tile()  begin() k0 k1 .. kn  finish() E0 E1  next_tile()  begin() k0 ..
-///                                   |                     |                           |
-///                   during(), send() beside k0 ..    H and A leave             E1 is released
+///                    |              | full           | full          |         ^ waits for empty
+///   consumers      begin()  products k0 k1 .. kn       finish() E0 E1    begin()  products k0 ..
+///                                    |        |                |                           |
+///                         during(), send()  next_tile()   H and A leave          E1 is released
 ///
-/// k0 .. kn are stages with operands, E0 and E1 stages that the epilogue reads or stores from. In
+/// k0 .. kn are stages with operands, E0 and E1 stages that the epilogue loads or stores from. In
 /// ping-pong the consumers take turns: one's finish() overlaps the other's products.
 ///
-///   barrier          arrivals           who arrives, when                       what it orders
-///   full[stage]      1 + bytes, 128     producer thread: boxes issued; gather:  loads, products
-///                    more for a gather  each thread's copies have landed
-///   empty[stage]     8 warps of 2 CTAs  consumer warp: products or stores from  reads, loads of
-///                    (ping-pong: 4)     the stage have ended                    either CTA
-///   a_empty[stage]   8 warps            as empty, in this CTA (gather_k)        reads, loads of A
-///   published[slot]  1                  producer warp 0: wrote tiles[slot]      write, reads
-///   consumed[slot]   256 threads        consumer thread: read tiles[slot]       reads, write
-///   order[consumer]  4 warps            other consumer: issued a tile's last    its turn, our turn
-///                                       products (ping-pong)
-///   index_sent[slot] 1 + 4 bytes        CTA 0: sent a drawn tile index to both  write, reads
-///   named 1          256 threads        consumer thread: zeroed its part of B   zeros, products
-///   named 2, 3       128 threads        consumer thread: filled its part of     writes, store
-///                                       staging (store_transposed.cuh)
+///   barrier          arrivals            who arrives, when                       this before that
+///   full[stage]      1 + bytes; a        producer thread: issued boxes or has    loads -> products
+///                    gather: + 128       none; gather: a thread's copies landed
+///   empty[stage]     2 CTAs x 8 warps    consumer warp, in both CTAs: products   reads -> loads
+///                    (ping-pong: x 4)    or the copy engine have read the stage  of both CTAs
+///   a_empty[stage]   8 warps             as empty, in its CTA (gather_k)         reads -> loads
+///   published[slot]  1                   producer warp 0: wrote tiles[slot]      write -> reads
+///   consumed[slot]   256 threads         consumer thread: read tiles[slot]       reads -> write
+///   turn[consumer]   4 warps             other consumer: issued its last         its products
+///                                        products or skipped (ping-pong)         -> ours
+///   index_sent[slot] 1 + 4 bytes         own producer thread: expects; CTA 0:    write -> reads
+///                                        sends the index (dynamic scheduling)
+///   named 1          256 threads         consumer thread: zeroed its part of B   zeros -> products
+///   named 2, 3       128 threads         consumer thread: filled its part of     writes -> store
+///                                        staging (store_transposed.cuh)
 namespace sonicmoe::cuda {
 
 /// The producer warpgroup. Its first warp also schedules tiles; without a gather it works alone.
@@ -40,7 +41,7 @@ __device__ __forceinline__ void produce(const GemmParams& p,
   // uniform(): so the compiler keeps tile, block and stage once a warp, not in every lane.
   const bool leader_warp = uniform(static_cast<int>(threadIdx.x) / 32) == 0;
   if (!Traits::kGathers && !leader_warp) return;
-  using Gather = typename Traits::Gather;
+  using Gather = GatherOf<Traits>;
   TileScheduler<Traits> scheduler(p, memory);
   Ring<Traits::kStages> pipe;
   Ring<Traits::kTileSlots> tiles;
@@ -105,9 +106,8 @@ __device__ __forceinline__ void consume(const GemmParams& p,
     __syncwarp();
     EpilogueStages<Traits>(memory, pipe.count - 1).release(0);
   };
-  // Beside a tile's last products: 0 to 3 % of up_proj. Not where epilogue stages fill the ring:
-  // the producer publishes when the last k block's stage is back, and that would wait for
-  // next_tile().
+  // Beside a tile's last products: saves 0 to 3 % of up_proj. Not where epilogue stages fill the
+  // ring: their last one reuses the last k block's stage, which is released after issued().
   constexpr bool kNextTileEarly = Traits::kRowsAreM && Traits::kEpilogueStages < Traits::kStages;
   Tile next = next_tile(memory, tiles);
   while (true) {
@@ -125,10 +125,10 @@ __device__ __forceinline__ void consume(const GemmParams& p,
     }
     // Turn i of consumer 0 follows turn i - 1 of consumer 1, whose turn i follows that.
     const auto wait_for_turn = [&] {
-      if (Traits::kPingpong) memory.order[consumer].wait((number / 2 + 1 + consumer) % 2);
+      if (Traits::kPingpong) memory.turn[consumer].wait((number / 2 + 1 + consumer) % 2);
     };
     const auto end_turn = [&] {
-      if (Traits::kPingpong && threadIdx.x % 32 == 0) memory.order[consumer ^ 1].arrive();
+      if (Traits::kPingpong && threadIdx.x % 32 == 0) memory.turn[consumer ^ 1].arrive();
     };
     if (Traits::kRowsAreM && tile.rows <= tile.m_block * kTileM + m_first * 64) {
       release_last_stage();
@@ -173,13 +173,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&p.b.maps[1]);
   }
   cluster_sync();
-  // This may run beside the end of kernel N-1 in the stream. The next kernel may start once every
-  // CTA has called let_next_start(). With overlap_previous, kernel N-1 waited for kernel N-2, which
-  // produced our operands, before it triggered our launch. We read operands past L1, by the copy
-  // engine and cp.async, and what kernel N-1 waited for is in L2.
+  // So far this may run beside the end of kernel N-1 in the stream. The next kernel may start once
+  // every CTA has called let_next_start(). With overlap_previous, an earlier kernel produced our
+  // operands, and kernel N-1 (or the last one before it without overlap_previous) waited for its
+  // end before it triggered a launch. What that kernel wrote is in L2, and no L1 has it yet.
   if (!p.chain.overlap_previous) wait_for_previous();
   let_next_start();
-  if constexpr (Traits::kALoad == ALoad::gather_m) {  // all kernels that drew from it have ended
+  if constexpr (Traits::kALoad == ALoad::gather_m) {  // for a later kernel: core/handoff.h
     const bool resets = p.chain.next_tile_counter != nullptr && blockIdx.x == 0;
     if (resets && threadIdx.x == 0) *p.chain.next_tile_counter = 0;
   }

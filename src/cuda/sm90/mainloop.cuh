@@ -2,11 +2,18 @@
 
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sm90/boxes.cuh"
+#include "cuda/sm90/gather_k.cuh"
+#include "cuda/sm90/gather_m.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/rows_are_k.cuh"
 
 /// The main loop of a tile: loads of its k blocks, and their products.
 namespace sonicmoe::cuda {
+
+template <class Traits>
+using GatherOf =
+    std::conditional_t<Traits::kALoad == ALoad::gather_m, GatherM<Traits::kUnroll>,
+                       std::conditional_t<Traits::kALoad == ALoad::gather_k, GatherK, NoGather>>;
 
 /// k blocks of a tile. Where rows are K, an expert without rows has one block of zeros, so that its
 /// gradient is written, too.
@@ -20,7 +27,7 @@ __device__ __forceinline__ int k_blocks(const GemmParams& p, const Tile& tile) {
 /// wait for the peer, and begins before the boxes, since it takes longest.
 template <class Traits>
 __device__ __forceinline__ void load(const GemmParams& p, const Tile& tile, int block,
-                                     typename Traits::Gather& gather, SharedStorage<Traits>& memory,
+                                     GatherOf<Traits>& gather, SharedStorage<Traits>& memory,
                                      const Ring<Traits::kStages>& pipe, bool leader_warp) {
   const int stage = pipe.slot();
   const std::uint32_t free = pipe.phase() ^ 1;
@@ -58,7 +65,8 @@ __device__ __forceinline__ void skip(SharedStorage<Traits>& memory, Ring<Traits:
 }
 
 /// acc = the products of a tile's k blocks, or acc += with Epilogue::kAdds. Calls during() beside
-/// the first block's products, send() beside the others', issued() when the last are issued.
+/// the first block's products and issued() when the last are issued. Calls send() beside each whole
+/// block's; where rows are M, not beside the first block's.
 template <class Traits, class During, class Send, class Issued>
 __device__ __forceinline__ void multiply(SharedStorage<Traits>& memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
@@ -114,8 +122,9 @@ __device__ __forceinline__ void multiply(SharedStorage<Traits>& memory, Ring<Tra
     wgmma_commit();
     pin_all();
     if (block == 0) during();
-    // Another copy of its code beside the first block gains nothing.
-    if constexpr (std::is_same_v<decltype(adds), int>) send();
+    // Where rows are M the first block is code of its own: a second copy of send() gains nothing.
+    constexpr bool kFirst = !std::is_same_v<decltype(adds), int>;
+    if constexpr (!kFirst) send();
     release_previous();
   };
   int block = 0;

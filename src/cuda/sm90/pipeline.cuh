@@ -44,7 +44,7 @@ struct SharedStorage {
   Tile tiles[Traits::kTileSlots];
   Barrier full[Traits::kStages], empty[Traits::kStages], a_empty[kAEmpty];
   Barrier published[Traits::kTileSlots], consumed[Traits::kTileSlots];
-  Barrier order[2];
+  Barrier turn[2];
   Barrier index_sent[kIndices];
   std::int32_t indices[kIndices];
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& memory) {
     memory.consumed[i].init(32 * kConsumerWarps);
   }
   for (int i = 0; i < Traits::kIndexSlots; ++i) memory.index_sent[i].init(1);
-  for (Barrier& order : memory.order) order.init(kConsumerWarps / 2);
+  for (Barrier& turn : memory.turn) turn.init(kConsumerWarps / 2);
   fence_mbarrier_init();
 }
 
@@ -107,7 +107,8 @@ __device__ __forceinline__ Tile next_tile(SharedStorage<Traits>& memory,
   return tile;
 }
 
-/// Called by a warp that has read a stage. The peer wrote half of its B, so both CTAs are told.
+/// Called by a warp whose products have read a stage: it arrives in both CTAs, since either writes
+/// half of the other's B. An arrival need not order reads by wgmma, which have ended.
 template <class Traits>
 __device__ __forceinline__ void release(SharedStorage<Traits>& memory, int stage) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -117,9 +118,9 @@ __device__ __forceinline__ void release(SharedStorage<Traits>& memory, int stage
   }
 }
 
-/// The stages behind a tile's k blocks, which belong to its epilogue. The epilogue reads what its
-/// load() brought there, stores from there, and releases all but the last stage. The kernel
-/// releases that one beside the next tile's first products.
+/// The stages of the ring behind a tile's k blocks, which belong to its epilogue. The epilogue
+/// reads what its load() brought there, stores from there, and releases all but the last stage. The
+/// kernel releases that one beside the next tile's first products.
 template <class Traits>
 class EpilogueStages {
  public:
@@ -139,9 +140,9 @@ class EpilogueStages {
     memory_.full[ring(i).slot()].wait(ring(i).phase());
     return shared_address(&memory_.stages[ring(i).slot()]);
   }
-  /// Called by a warp that has read stage `i` and whose stores from there the copy engine has read.
-  /// The arrival in this CTA is a local one: it orders this warp's accesses to the stage before
-  /// those of the threads that fill it.
+  /// Called by a warp that has read stage `i`, after the copy engine has read what leaves from
+  /// there. Unlike after products, the warp itself has accessed the stage. So the arrival in this
+  /// CTA is a local one, which orders those accesses before the next loads.
   __device__ __forceinline__ void release(int i) const {
     Barrier& empty = memory_.empty[ring(i).slot()];
     const unsigned lane = threadIdx.x % 32;

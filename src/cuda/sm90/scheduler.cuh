@@ -8,13 +8,15 @@ namespace sonicmoe::cuda {
 /// The tiles of all experts by index, for one CTA of a cluster. Each producer warp derives them
 /// from the offsets in device memory; its 32 lanes hold a window of 32 experts.
 ///
-/// Experts ascend, or come in Extents::expert_order. A cluster tile is a pair of m blocks and one n
-/// block. Inside an expert, groups of kGroup pairs come one after the other, in each group the n
-/// blocks outside, so that neighbouring clusters find each other's operands in L2.
+/// Experts ascend; where rows are K they may come in Extents::expert_order. A cluster tile is a
+/// pair of m blocks and one n block. Inside an expert, groups of kGroup pairs come one after the
+/// other. In a group all pairs of an n block come before the next n block, so that neighbouring
+/// clusters find each other's operands in L2.
 ///
 /// Where rows are M, an expert with an odd number of m blocks leaves the last one without a
 /// neighbour. There the CTAs split along n: both take that m block, each an n block of its own. If
-/// the number of n blocks is odd, too, the second CTA gets a tile without rows.
+/// the number of n blocks is odd, too, the second CTA gets a tile without rows. If there is one n
+/// block, they do not split, and the second CTA's m block lies past the expert's last row.
 template <bool kRowsAreM>
 class TileWalk {
  public:
@@ -27,7 +29,7 @@ class TileWalk {
   /// no index is less than the one before.
   __device__ __forceinline__ bool find(int index, int rank, Tile* tile) {
     while (true) {
-      const int total = __shfl_sync(~0u, last_, 31);
+      const int total = __shfl_sync(~0u, through_, 31);
       if (index < start_ + total) break;
       window_ += 32;
       if (window_ >= extents_.experts) return false;
@@ -35,11 +37,11 @@ class TileWalk {
       load_window();
     }
     const int inside = index - start_;
-    const int lane = __popc(__ballot_sync(~0u, last_ <= inside));
+    const int lane = __popc(__ballot_sync(~0u, through_ <= inside));
     tile->expert = kRowsAreM ? window_ + lane : __shfl_sync(~0u, expert_, lane);
     tile->first_row = __shfl_sync(~0u, first_row_, lane);
     tile->rows = __shfl_sync(~0u, count_, lane);
-    const int before = __shfl_sync(~0u, last_, lane == 0 ? 0 : lane - 1);
+    const int before = __shfl_sync(~0u, through_, lane == 0 ? 0 : lane - 1);
     const int local = inside - (lane == 0 ? 0 : before);
     const int m_blocks = m_blocks_of(tile->rows);
     const int n_blocks = extents_.n_blocks;
@@ -67,8 +69,7 @@ class TileWalk {
   __device__ __forceinline__ int m_blocks_of(int rows) const {
     return ((kRowsAreM ? rows : m_extent_) + kTileM - 1) / kTileM;
   }
-  /// Do CTAs split the last of so many m blocks along n? Not where that is one n block, and not
-  /// where every expert has the same m blocks.
+  /// Do the CTAs split the last of so many m blocks along n?
   __device__ __forceinline__ bool splits(int m_blocks) const {
     return kRowsAreM && m_blocks % kCluster != 0 && extents_.n_blocks > 1;
   }
@@ -78,7 +79,7 @@ class TileWalk {
     return m_blocks / kCluster * n_blocks + (n_blocks + 1) / kCluster;
   }
 
-  /// Lane i takes the expert at place window_ + i; last_ becomes the inclusive sum of tiles.
+  /// Lane i takes the expert at place window_ + i.
   __device__ __forceinline__ void load_window() {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int expert = window_ + lane;
@@ -90,7 +91,7 @@ class TileWalk {
     }
     first_row_ = 0;
     count_ = 0;
-    last_ = 0;
+    through_ = 0;
     if (expert < extents_.experts) {
       if (extents_.offsets != nullptr) {
         first_row_ = extents_.offsets[expert];
@@ -99,19 +100,20 @@ class TileWalk {
         first_row_ = min(expert * extents_.part_rows, extents_.rows);
         count_ = min(extents_.part_rows, extents_.rows - first_row_);
       }
-      last_ = cluster_tiles(count_);
+      through_ = cluster_tiles(count_);
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, last_, step);
-      if (lane >= step) last_ += other;
+      const int other = __shfl_up_sync(~0u, through_, step);
+      if (lane >= step) through_ += other;
     }
   }
 
   const Extents& extents_;
   int m_extent_;
-  int window_ = 0, start_ = 0;             // first place and first tile index of the window
-  int expert_, first_row_, count_, last_;  // of this lane's expert
+  int window_ = 0, start_ = 0;      // first place and first tile index of the window
+  int expert_, first_row_, count_;  // of this lane's expert
+  int through_;                     // cluster tiles of the window through this lane's expert
 };
 
 /// Hands tiles to clusters. Static scheduling: each cluster takes every kClusters-th index. Dynamic
@@ -119,19 +121,21 @@ class TileWalk {
 /// cluster falls behind with every tile, and no longer finds operands in L2
 /// (docs/findings/dealing.md).
 ///
-/// One thread of CTA 0 draws while a tile is loaded, and sends the index to both CTAs. A CTA is at
-/// most kStages blocks ahead of its peer, so no slot is overwritten before both have read it. The
-/// first tile of a cluster is not drawn. A cluster that draws an index past the last tile ends.
+/// CTA 0 draws while a tile is loaded, and sends the index to both CTAs. A CTA is at most kStages k
+/// blocks ahead of its peer, thus fewer tiles than there are slots, so no slot is overwritten
+/// before both have read it. The first tile of a cluster is not drawn. A cluster that draws an
+/// index past the last tile ends.
 template <class Traits>
 class TileScheduler {
  public:
-  /// The k block, counted from 0, by which the drawn index is there; every such tile has it.
+  /// The k block, counted from 0, at which the drawn index is sent. launch_scheduled() sees to it
+  /// that every tile has so many.
   static constexpr int kSendAt = 3;
 
   __device__ __forceinline__ TileScheduler(const GemmParams& p, SharedStorage<Traits>& memory)
       : p_(p.scheduling),
         memory_(memory),
-        walk_(p.extents, p.a.width),
+        walk_(p.extents, /*m_extent, where rows are K*/ p.a.width),
         index_(static_cast<int>(blockIdx.x) / kCluster) {}
 
   /// The cluster's first tile; false if there is none. With gather_m, clusters start one after the
@@ -148,12 +152,13 @@ class TileScheduler {
     return walk_.find(next_index(tiles), rank(), tile);
   }
 
-  /// Called by one thread of each CTA before the blocks of a tile. Nothing waits for the counter
-  /// here. elect_one() elects the same thread for send_index().
+  /// Called by one thread of each CTA before the blocks of a tile; the one of CTA 0 draws. Nothing
+  /// waits for the counter here. elect_one() elects the same thread for send_index().
   __device__ __forceinline__ void draw() {
     if (p_.tile_counter != nullptr && rank() == 0) drawn_ = atomicAdd(p_.tile_counter, 1);
   }
-  /// Called by the same thread at block kSendAt of tile number `tiles`, counted from 1.
+  /// Called by the same threads at block kSendAt of tile number `tiles`, counted from 1. Each
+  /// expects the index in its own CTA; the one of CTA 0 sends it to both.
   __device__ __forceinline__ void send_index(unsigned tiles) {
     if (p_.tile_counter == nullptr) return;
     const int slot = Ring<Traits::kIndexSlots>{tiles - 1}.slot();

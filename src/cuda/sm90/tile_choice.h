@@ -119,7 +119,7 @@ inline int narrow_up_proj_percent(const DeviceTraits& device, std::int64_t bytes
 /// where few rounds do not repay the wait (docs/findings/start-spread.md).
 inline int start_spread(const DeviceTraits& device, std::int64_t bytes, double rounds,
                         double tile_cycles) {
-  constexpr double kMost = 1e6;  // times the number of pairs it fits an int
+  constexpr double kMost = 1e6;  // times the number of clusters it fits an int
   if (bytes <= counted_l2(device) || rounds < 8) return 0;
   return static_cast<int>(std::min(tile_cycles / 2, kMost));
 }

@@ -1,15 +1,37 @@
 #pragma once
 
+#include <cuda.h>  // CUtensorMap
+
+#include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "cuda/device/wgmma.cuh"
 #include "cuda/runtime.h"
-#include "cuda/sm90/gather_k.cuh"
-#include "cuda/sm90/gather_m.cuh"
-#include "cuda/sm90/tile.cuh"
 
-/// What a compiled kernel is.
+/// What a compiled kernel is, what a tile is, and what the kernel's arguments are.
 namespace sonicmoe::cuda {
+
+inline constexpr int kCluster = 2;      ///< CTAs that share operand B
+inline constexpr int kTileM = 128;      ///< rows of operand A
+inline constexpr int kTileK = 64;       ///< elements of K in a stage: 16 bits each, one line
+inline constexpr int kStepK = 16;       ///< elements of K that one wgmma takes
+inline constexpr int kLineBytes = 128;  ///< one line of the 128-byte swizzle
+inline constexpr int kABytes = kTileM * kLineBytes;
+inline constexpr int kChunkBytes = 64 * kLineBytes;  ///< 64 x 64 elements
+inline constexpr int kProducerThreads = 128;
+inline constexpr int kConsumerWarps = 8;
+inline constexpr int kThreads = kProducerThreads + 32 * kConsumerWarps;
+
+/// One output tile of one CTA.
+struct alignas(16) Tile {
+  int expert;     ///< negative: there is no further tile
+  int m_block;    ///< M from kTileM * m_block on, in the expert; maybe past its last row
+  int n_block;    ///< N from kTileN * n_block on
+  int first_row;  ///< of the expert in the tensors of all rows
+  int rows;       ///< of the expert; 0: only the peer has a tile
+  int split_n;    ///< 1: both CTAs have this m block, each with an n block of its own
+};
 
 enum class Schedule {
   cooperative,  ///< both consumer warpgroups share a tile and split its M
@@ -34,7 +56,7 @@ struct Traits {
   static constexpr Major kBMajor = kBMajor_;
   static constexpr int kTileN = kTileN_;
   static constexpr int kStages = kStages_;
-  static constexpr bool kDynamic = kDynamic_;  ///< may schedule tiles dynamically (TileScheduler)
+  static constexpr bool kDynamic = kDynamic_;  ///< dynamic scheduling is compiled in
   static constexpr bool kPingpong = kSchedule == Schedule::pingpong;
 
   static constexpr bool kRowsAreM = kALoad == ALoad::gather_m || kALoad == ALoad::load_m;
@@ -43,14 +65,12 @@ struct Traits {
   /// How often the producer's loop over k blocks is unrolled (GatherM). Wide tiles have twice the
   /// cycles a block and gain nothing by it.
   static constexpr int kUnroll = kALoad == ALoad::gather_m && kTileN <= 128 ? 2 : 1;
-  using Gather = std::conditional_t<kALoad == ALoad::gather_m, GatherM<kUnroll>,
-                                    std::conditional_t<kGathers, GatherK, NoGather>>;
   /// Operand A has empty barriers of its own, so that a gather along K does not wait for the peer.
   static constexpr bool kSeparateAEmpty = kALoad == ALoad::gather_k;
   /// Blocks of 64 rows of M that one consumer warpgroup multiplies.
   static constexpr int kM64 = kTileM / 64 / (kPingpong ? 1 : 2);
   /// Stages behind a tile's k blocks that its epilogue loads into or stores from.
-  static constexpr int kEpilogueStages = Epilogue::template kRingStages<kTileN>;
+  static constexpr int kEpilogueStages = Epilogue::template kEpilogueStages<kTileN>;
   static constexpr int kTileSlots = 2;                   ///< tiles published ahead
   static constexpr int kIndexSlots = kDynamic ? 16 : 0;  ///< tile indices under way
   static constexpr int kProducerRegisters = kALoad == ALoad::gather_m ? 72 : kGathers ? 56 : 40;
@@ -67,6 +87,52 @@ struct Traits {
   static_assert(!kPingpong || kEpilogueStages == 0, "a tile's stages follow each other");
   static_assert(kRowsAreM || !kDynamic, "an index needs more k blocks than a tile may have");
   static_assert(!kDynamic || kStages < kIndexSlots, "a late CTA would miss an index");
+};
+
+/// Operand A. A gather reads `rows`; the copy engine reads through `maps`.
+struct OperandA {
+  CUtensorMap maps[2];             ///< load_m: A by half of K. load_k: maps[0] alone
+  const void* rows;                ///< gathers: the (T, width) tensor
+  const std::int32_t* row_tokens;  ///< gathers: (R), the token of each row
+  int width;                       ///< of `rows` in elements; where rows are K: the extent of M
+};
+
+/// Operand B, always through tensor maps.
+struct OperandB {
+  CUtensorMap maps[2];  ///< K contiguous: for both boxes of a tile. Else by half of K or of N
+  bool gate_and_up;     ///< K contiguous: both boxes start at the same row of their maps
+  int last_chunk;       ///< N contiguous, rows are M: where the last chunk of 64 columns begins
+};
+
+/// How many tiles and k blocks there are.
+struct Extents {
+  const std::int32_t* offsets;       ///< (E+1) first rows of experts, or null: equal parts
+  const std::int32_t* expert_order;  ///< rows are K: (E) order of tiles, or null: by id
+  int experts;
+  int rows, part_rows;   ///< equal parts: rows of all experts, and of each
+  int n_blocks, n_half;  ///< along N; n_half: in the first map of B, where N has two
+  int k_blocks, k_half;  ///< rows are M: along K, at least 1, and in the first maps of A and B
+};
+
+/// When tiles begin.
+struct Scheduling {
+  int start_spread;            ///< gather_m: cycles from the first cluster's start to the last's
+  std::int32_t* tile_counter;  ///< dynamic scheduling: (1) indices drawn so far; null: static
+};
+
+/// What this kernel does for its neighbours in the stream (core/handoff.h).
+struct Chain {
+  bool overlap_previous;            ///< this kernel needs nothing of the one before it
+  std::int32_t* next_tile_counter;  ///< gather_m: (1) reset to 0 for a later kernel, or null
+};
+
+/// Arguments of the kernel besides those of its epilogue.
+struct GemmParams {
+  OperandA a;
+  OperandB b;
+  Extents extents;
+  Scheduling scheduling;
+  Chain chain;
 };
 
 }  // namespace sonicmoe::cuda

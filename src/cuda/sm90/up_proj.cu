@@ -7,29 +7,33 @@
 namespace sonicmoe::cuda {
 namespace {
 
+template <int kTileN>
+constexpr bool kWide = kTileN == 256;  // may be scheduled dynamically; a kernel for each activation
+
 template <class T, class Activations, bool kBias, int kTileN, int kStages>
 struct UpProj : Traits<T, ALoad::gather_m, Major::k, kTileN, Schedule::cooperative, kStages,
-                       StoreActivation<Activations, kBias>, kTileN == 256> {};
+                       StoreActivation<Activations, kBias>, kWide<kTileN>> {};
 
 /// Is there a kernel with a bias? In wide tiles for SwiGLU alone, as models with biases have it.
 template <int kTileN, class Activations>
 constexpr bool kCompiledWithBias =
-    kTileN <= 128 || std::is_same_v<Activations, OneActivation<SwigluFn>>;
+    !kWide<kTileN> || std::is_same_v<Activations, OneActivation<SwigluFn>>;
 
 template <int kTileN, int kStages>
 struct Family {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return visit_activations<(kTileN > 128)>(d.activation, [&](auto activations) {
+      return visit_activations<kWide<kTileN>>(d.activation, [&](auto activations) {
         using T = decltype(type);
         using Activations = decltype(activations);
         using Plain = UpProj<T, Activations, false, kTileN, kStages>;
         using Biased = UpProj<T, Activations, true, kTileN, kStages>;
-        if constexpr (kTileN > 128) {
+        if constexpr (kWide<kTileN>) {
           // A look for a bias costs 6 % of the kernel: worth a kernel without.
           if (!d.bias) return f(Plain{});
         }
+        // Plain stands for a kernel that is not compiled: reject_wide() refuses its descriptors.
         return f(std::conditional_t<kCompiledWithBias<kTileN, Activations>, Biased, Plain>{});
       });
     });
@@ -43,6 +47,8 @@ struct Family {
     const std::int64_t n = d.intermediate;
     const W1View w1 = w1_view(d, d.hidden), b1 = w1_view(d, 1);
     const int n_blocks = tiles(n, gated ? kTileN / 2 : kTileN), k_blocks = tiles(d.hidden, kTileK);
+    // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
+    const double cycles = kTileN * (4.4 * k_blocks + 20);
     TensorMaps maps(d.dtype);
     const auto encode_w1 = [&](const void* base) {
       return maps.encode({.base = base,
@@ -56,17 +62,15 @@ struct Family {
     const void* const up = gated ? up_base(d, w1, a.w1, a.w1_up) : a.w1;
     const GemmParams p{
         .a = {.rows = a.x, .row_tokens = a.row_tokens, .width = static_cast<int>(d.hidden)},
-        .b = {.maps = {encode_w1(a.w1), encode_w1(up)}, .paired = gated},
+        .b = {.maps = {encode_w1(a.w1), encode_w1(up)}, .gate_and_up = gated},
         .extents = {.offsets = a.offsets,
                     .experts = static_cast<int>(d.experts),
                     .n_blocks = n_blocks,
                     .k_blocks = k_blocks,
                     .k_half = k_blocks},
-        // A tile takes about so many cycles (docs/findings/epilogue-stages.md).
         .scheduling = {.start_spread =
                            start_spread(exec.traits, d.tokens * d.hidden * 2,
-                                        rounds(exec.traits, d.rows, d.experts, n_blocks),
-                                        kTileN * (4.4 * k_blocks + 20))}};
+                                        rounds(exec.traits, d.rows, d.experts, n_blocks), cycles)}};
     typename Config::Epilogue::Params e{.act_boxes = maps.encode({.base = a.act,
                                                                   .inner = n,
                                                                   .outer = d.rows,
@@ -87,8 +91,8 @@ struct Family {
     return launch_scheduled<Config>(d, p, e, workspace, exec, "up_proj: launch");
   }
 };
-using Wide = Family<256, 4>;
-using Narrow = Family<128, 6>;
+using WideTiles = Family<256, 4>;
+using NarrowTiles = Family<128, 6>;
 
 std::string reject_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
   if (std::string reason = reject_gemm(d, device); !reason.empty() || !d.bias) return reason;
@@ -107,12 +111,12 @@ std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
 }  // namespace
 
 constinit const Kernel<GroupedGemmDesc> kUpProj256 =
-    kernel_entry<Wide, GroupedGemmDesc>({.op = "up_proj",
-                                         .name = "sm90.up_proj.128x256",
-                                         .reject = reject_wide,
-                                         .defer = defer_wide,
-                                         .workspace = tile_counter_workspace});
-constinit const Kernel<GroupedGemmDesc> kUpProj128 = kernel_entry<Narrow, GroupedGemmDesc>(
+    kernel_entry<WideTiles, GroupedGemmDesc>({.op = "up_proj",
+                                              .name = "sm90.up_proj.128x256",
+                                              .reject = reject_wide,
+                                              .defer = defer_wide,
+                                              .workspace = tile_counter_workspace});
+constinit const Kernel<GroupedGemmDesc> kUpProj128 = kernel_entry<NarrowTiles, GroupedGemmDesc>(
     {.op = "up_proj", .name = "sm90.up_proj.128x128", .reject = reject_gemm});
 
 }  // namespace sonicmoe::cuda

@@ -10,18 +10,19 @@ namespace sonicmoe::cuda {
 
 template <class Activations>
 struct ActivationParams {
-  CUtensorMap preact_boxes[2];      ///< H: gate and up, or the one there is, (1, R, n) in 64 x 16
-  CUtensorMap act_boxes;            ///< in 64 x 16
-  void* preact;                     ///< (R, 2n) as [gate | up], or (R, n); null for inference
-  void* act;                        ///< (R, n)
-  const void* b1[2];                ///< gate and up, or the one there is; null: no bias
-  std::int64_t bias_stride;         ///< elements from one gate to the next ...
+  CUtensorMap preact_boxes[2];  ///< H (1, R, n): gate and up, or the one there is. Boxes of 64 x 16
+  CUtensorMap act_boxes;        ///< A (1, R, n) alike
+  void* preact;                 ///< (R, 2n) as [gate | up], or (R, n); null for inference
+  void* act;                    ///< (R, n)
+  const void* b1[2];            ///< gate and up, or the one there is; null: no bias
+  std::int64_t bias_stride;     ///< elements from one unit's gate to the next unit's ...
   std::int64_t bias_expert_stride;  ///< ... and from one expert to the next
   int intermediate;
   Activations activations;
 };
 
 /// A of 16 columns, from the gates at acc[0] and on and the ups kUp accumulators behind them.
+/// Without a gate kUp is 0, and the activation ignores the ups.
 template <class T, int kUp, class Fn>
 __device__ __forceinline__ Fragment activate(const Fn& fn, const float* acc) {
   Fragment act;
@@ -37,8 +38,8 @@ __device__ __forceinline__ Fragment activate(const Fn& fn, const float* acc) {
   return act;
 }
 
-/// Without `kBias`, b1 is not looked at. H of a chunk of 64 units leaves from a ring stage, A from
-/// the warp's staging.
+/// Without `kBias`, b1 is not looked at. H of a chunk of 64 units leaves from a epilogue stage, A
+/// from the warp's staging.
 template <class Activations, bool kBias>
 struct StoreActivation : DefersNothing {
   using Params = ActivationParams<Activations>;
@@ -49,11 +50,11 @@ struct StoreActivation : DefersNothing {
   template <int kN>
   static constexpr int kUnits = kGated ? kN / 2 : kN;
   template <int kN>
-  static constexpr int kRingStages = kUnits<kN> / 64;
-  static constexpr int kBuffers = 2;  ///< for A
+  static constexpr int kEpilogueStages = kUnits<kN> / 64;
+  static constexpr int kBuffers = 2;  ///< for A: it fills one before it waits for the other's reads
   static constexpr int kStagingBytes = kBuffers * WarpTile::kBytes;
 
-  /// The ring stages come empty.
+  /// The epilogue stages come empty.
   template <class Traits>
   static __device__ __forceinline__ void load(const Params&, const Tile&, int, std::uint32_t,
                                               Barrier& full) {
@@ -118,7 +119,7 @@ struct StoreActivation : DefersNothing {
         if (preact != nullptr) {
           put_rounded<T>(gate, &acc[chunk * 32]);
           if (kGated) put_rounded<T>(up, &acc[kUp + chunk * 32]);
-          publish_to_copy_engine();
+          order_before_copy_engine();
           if (whole && lane == 0) {
             gates.send(gate, at, unit);
             if (kGated) ups.send(up, at, unit);
@@ -128,12 +129,13 @@ struct StoreActivation : DefersNothing {
 #pragma unroll
         for (int i = 0; i < 4; ++i) act.put(i, activate<T, kUp>(fn, &acc[chunk * 32 + 8 * i]));
         if (chunk > 0) {
-          // By now the copy engine has read what left from the chunk before.
+          // Rarely blocks: the copy engine reads what left from the chunk before. The boxes of this
+          // chunk's H are in no group yet.
           if (lane == 0) store_wait_read<0>();
           __syncwarp();
           stages.release(chunk - 1);
         }
-        publish_to_copy_engine();
+        order_before_copy_engine();
         if (whole && lane == 0) acts.send(act, at, unit);
         if (!whole) {
           if (preact != nullptr) {
@@ -141,7 +143,7 @@ struct StoreActivation : DefersNothing {
             if (kGated) ups.store_rows(up, at, unit, rows);
           }
           acts.store_rows(act, at, unit, rows);
-          publish_to_copy_engine();  // these reads come before its next writes
+          order_before_copy_engine();  // which writes there next
         }
         if (lane == 0) store_commit();
       });

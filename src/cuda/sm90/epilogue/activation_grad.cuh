@@ -23,9 +23,10 @@ struct ActivationGradParams {
   Activations activations;
 };
 
-/// A tile has a ring stage for each 64 columns. The producer brings H there, gate beside up, and dH
-/// takes its place on the way out. A warp has 16 rows. Rows of H past the expert's end belong to
-/// other experts, and may already be dH; dA' is anything there. They are computed but not stored.
+/// A tile has a epilogue stage for each 64 columns. The producer brings H there, gate beside up,
+/// and dH takes its place on the way out. A warp has 16 rows. Rows of H past the expert's end
+/// belong to other experts, and may already be dH; dA' is anything there. They are computed but not
+/// stored.
 template <class Activations>
 struct StoreActivationGrad : DefersNothing {
   using Params = ActivationGradParams<Activations>;
@@ -34,7 +35,7 @@ struct StoreActivationGrad : DefersNothing {
   static constexpr int kBuffers = 2;  ///< for A'
   static constexpr int kStagingBytes = kBuffers * WarpTile::kBytes;
   template <int kN>
-  static constexpr int kRingStages = kN / 64;
+  static constexpr int kEpilogueStages = kN / 64;
 
   /// H of chunk `chunk`.
   template <class Traits>
@@ -136,14 +137,14 @@ struct StoreActivationGrad : DefersNothing {
           scaled.put(i, a);
         }
         if (chunk > 0) {
-          // By now the copy engine has read what left from the chunk before.
+          // Rarely blocks: the copy engine reads what left from the chunk before.
           if (lane == 0) store_wait_read<0>();
           __syncwarp();
           stages.release(chunk - 1);
         }
         const int unit = tile.n_block * Traits::kTileN + chunk * 64;
         const bool whole = rows >= WarpTile::kRows && unit < n;
-        publish_to_copy_engine();
+        order_before_copy_engine();
         if (whole && lane == 0) {
           dgates.send(gate, at, unit);
           if (kGated) dups.send(up, at, unit);
@@ -154,7 +155,7 @@ struct StoreActivationGrad : DefersNothing {
           dgates.store_rows(gate, at, unit, rows);
           if (kGated) dups.store_rows(up, at, unit, rows);
           acts.store_rows(scaled, at, unit, rows);
-          publish_to_copy_engine();  // these reads come before its next writes
+          order_before_copy_engine();  // which writes there next
         }
       });
       // Columns past n add nothing: H is zero there and so is A. (Unless dA' is infinite or NaN

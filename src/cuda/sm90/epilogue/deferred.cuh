@@ -66,8 +66,8 @@ class DeferredChunks {
 };
 
 /// The four fragments of a chunk into a staging tile, a warp's or a warpgroup's.
-template <class Tile>
-__device__ __forceinline__ void put_all(const Tile& tile, const Fragment* fragments) {
+template <class StagedTile>
+__device__ __forceinline__ void put_all(const StagedTile& tile, const Fragment* fragments) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) tile.put(i, fragments[i]);
 }
@@ -83,8 +83,8 @@ struct DeferredTile {
 /// Rounded accumulators of 64 columns, acc[0] to acc[31], into a staging tile. Unless `old` is null
 /// they are first added to what is there, in fp32. `rows` and `columns` are what the matrix has
 /// from `old` on.
-template <class T, class Tile>
-__device__ __forceinline__ void put_on_top(const Tile& tile, float* acc, const T* old,
+template <class T, class StagedTile>
+__device__ __forceinline__ void put_on_top(const StagedTile& tile, float* acc, const T* old,
                                            std::int64_t row_stride, int rows, int columns) {
   if (old != nullptr) {
     fetch(tile, old, row_stride, rows, columns);

@@ -2,26 +2,28 @@
 
 #include "cuda/device/warp_tile.cuh"
 
-/// Two of the three ports that epilogues are built from: ChunkStore and ColumnBias. RowReduce has a
-/// file of its own.
+/// Epilogues are built from three ports, parts that each do one thing for all of them: ChunkStore,
+/// ColumnBias and, in row_reduce.cuh, RowReduce.
 namespace sonicmoe::cuda {
 
 /// The rounded accumulators of a chunk of 64 columns into a WarpTile or WarpgroupTile.
-template <class T, class Tile>
-__device__ __forceinline__ void put_rounded(const Tile& tile, const float* acc) {
+template <class T, class StagedTile>
+__device__ __forceinline__ void put_rounded(const StagedTile& tile, const float* acc) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) tile.put(i, rounded<T>(acc + 8 * i));
 }
 
-/// Called by a warp that has written shared memory: the copy engine and the other lanes see it.
-__device__ __forceinline__ void publish_to_copy_engine() {
+/// Orders this warp's accesses to shared memory before the copy engine's later ones, and before
+/// those of the warp's other lanes.
+__device__ __forceinline__ void order_before_copy_engine() {
   fence_async_proxy();
   __syncwarp();
 }
 
-/// Stores chunks of 16 rows x 64 columns of a 16-bit matrix, a warp each, from a WarpTile that
-/// publish_to_copy_engine() has published. A whole chunk leaves as a box. The last rows of an
-/// expert leave under predicates, since behind them lies the next expert.
+/// Stores chunks of 16 rows x 64 columns of a 16-bit matrix, a warp each, from a WarpTile. Between
+/// filling the tile and storing it, the warp calls order_before_copy_engine(). A whole chunk leaves
+/// as a box. The last rows of an expert leave under predicates, since behind them lies the next
+/// expert.
 template <class T>
 struct ChunkStore {
   const CUtensorMap* boxes;  ///< of the matrix, 64 x 16; clips at its last row and column

@@ -99,6 +99,15 @@ __device__ __forceinline__ void store_singly(const WarpTile& tile, T* to, std::i
   }
 }
 
+/// Base of epilogues without epilogue stages.
+struct LoadsNothing {
+  template <int kN>
+  static constexpr int kEpilogueStages = 0;
+  template <class Traits, class Params>
+  static __device__ __forceinline__ void load(const Params&, const Tile&, int, std::uint32_t,
+                                              Barrier&) {}
+};
+
 template <class At, bool kBias>
 struct StoreTile : LoadsNothing {
   using Params = StoreParams;
