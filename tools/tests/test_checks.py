@@ -61,6 +61,36 @@ def test_layers(tmp_path, file, line, expected):
     assert expected in problem
 
 
+INNER_SOURCES = {
+    "src/cuda/device/ptx.cuh": "",
+    "src/cuda/rows/sum.cu": '#include "cuda/device/ptx.cuh"\n',
+    "src/cuda/routing/routing.cuh": '#include "cuda/device/ptx.cuh"\n',
+    "src/cuda/sm90/traits.cuh": '#include "cuda/device/ptx.cuh"\n',
+    "src/cuda/sm90/pipeline.cuh": '#include "cuda/sm90/traits.cuh"\n',
+    "src/cuda/sm90/epilogue/store.cuh": '#include "cuda/sm90/pipeline.cuh"\n',
+    "src/cuda/sm90/launch.cuh": "",
+    "src/cuda/sm90/op.cu": '#include "cuda/sm90/epilogue/store.cuh"\n',
+}
+
+
+@pytest.mark.parametrize(
+    "file, include, expected",
+    [
+        ("src/cuda/device/ptx.cuh", "cuda/sm90/traits.cuh", "device of src/cuda includes"),
+        ("src/cuda/rows/sum.cu", "cuda/routing/routing.cuh", "rows of src/cuda includes"),
+        ("src/cuda/sm90/traits.cuh", "cuda/sm90/pipeline.cuh", "traits of src/cuda includes"),
+        ("src/cuda/sm90/pipeline.cuh", "cuda/sm90/epilogue/store.cuh", "pipeline of src/cuda"),
+        ("src/cuda/sm90/epilogue/store.cuh", "cuda/sm90/launch.cuh", "epilogue of src/cuda"),
+    ],
+)
+def test_layers_inside_cuda(tmp_path, file, include, expected):
+    plant(tmp_path, {**GOOD_SOURCES, **INNER_SOURCES})
+    assert check_layers.check(tmp_path)[1] == []
+    plant(tmp_path, {file: INNER_SOURCES[file] + f'#include "{include}"\n'})
+    (problem,) = check_layers.check(tmp_path)[1]
+    assert expected in problem
+
+
 GOOD_DOCUMENTS = {
     "README.md": "# One `two`: three\n[a](docs/a.md#part-1) [b](#one-two-three) [c](https://x.y)\n"
     "```\n[not](a-link.md)\n```\n`src/x.h`\n",
@@ -81,36 +111,6 @@ GOOD_DOCUMENTS = {
         ("src/x.h", "// docs/gone.md", "docs/gone.md: no such file"),
     ],
 )
-INNER_SOURCES = {
-    "src/cuda/device/ptx.cuh": "",
-    "src/cuda/rows/sum.cu": '#include "cuda/device/ptx.cuh"\n',
-    "src/cuda/routing/routing.cuh": '#include "cuda/device/ptx.cuh"\n',
-    "src/cuda/sm90/traits.cuh": '#include "cuda/device/ptx.cuh"\n',
-    "src/cuda/sm90/pipeline.cuh": '#include "cuda/sm90/traits.cuh"\n',
-    "src/cuda/sm90/epilogue/store.cuh": '#include "cuda/sm90/pipeline.cuh"\n',
-    "src/cuda/sm90/launch.cuh": "",
-    "src/cuda/sm90/op.cu": '#include "cuda/sm90/epilogue/store.cuh"\n',
-}
-
-
-@pytest.mark.parametrize(
-    "file, line, expected",
-    [
-        ("src/cuda/device/ptx.cuh", "cuda/sm90/traits.cuh", "device of src/cuda includes"),
-        ("src/cuda/rows/sum.cu", "cuda/routing/routing.cuh", "rows of src/cuda includes"),
-        ("src/cuda/sm90/traits.cuh", "cuda/sm90/pipeline.cuh", "traits of src/cuda includes"),
-        ("src/cuda/sm90/pipeline.cuh", "cuda/sm90/epilogue/store.cuh", "pipeline of src/cuda"),
-        ("src/cuda/sm90/epilogue/store.cuh", "cuda/sm90/launch.cuh", "epilogue of src/cuda"),
-    ],
-)
-def test_layers_inside_cuda(tmp_path, file, line, expected):
-    plant(tmp_path, {**GOOD_SOURCES, **INNER_SOURCES})
-    assert check_layers.check(tmp_path)[1] == []
-    plant(tmp_path, {file: INNER_SOURCES[file] + f'#include "{line}"\n'})
-    (problem,) = check_layers.check(tmp_path)[1]
-    assert expected in problem
-
-
 def test_docs(tmp_path, file, line, expected):
     plant(tmp_path, GOOD_DOCUMENTS)
     assert check_docs.check(tmp_path)[1] == []
