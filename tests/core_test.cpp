@@ -189,8 +189,8 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
       {GemmOp::up_proj_dgrad, 4096, 2048, "128x256"},
       {GemmOp::up_proj_dgrad, 1024, 512, "128x256"},
       {GemmOp::up_proj_dgrad, 512, 256, "128x256"},
-      // One stripe an expert, of which a pair shares the tiles: three narrow ones take as long as
-      // four.
+      // One m block an expert, which a pair of CTAs splits along n: three narrow tiles take as long
+      // as four.
       {GemmOp::down_proj, 512, 64, "128x256", kSwiglu, 8192, 128},
       {GemmOp::up_proj_dgrad, 512, 64, "128x256", kSwiglu, 8192, 128},
       {GemmOp::down_proj_wgrad, 1536, 256, "128x256"},
@@ -216,7 +216,6 @@ TEST(Kernels, CudaTilesAreChosenByShape) {
   }
 }
 
-// By the model, which docs/findings/router-gemm.md compares with measured times.
 /// The last kernel of CUDA for it, device or not, must refuse it in these words; "": must take it.
 template <class Desc>
 void expect_of_cuda(const Desc& desc, const std::string& refusal) {
@@ -254,6 +253,7 @@ TEST(Kernels, CudaRefusesWhatOffsetsCannotReach) {
   }
 }
 
+// By the model, which docs/findings/router-gemm.md compares with measured times.
 TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
   struct Row {
     std::int64_t tokens, hidden, experts;
@@ -321,8 +321,8 @@ TEST(Kernels, CudaStartsAreSpreadByShape) {
   EXPECT_EQ(cuda::start_spread(kH200, 0, 0, 0), 0);
 }
 
-// Where operands are long and tiles many; sooner with a counter that is clear, which costs nothing.
-TEST(Kernels, CudaDealsTilesByShape) {
+// Where K is long and tiles are many; sooner with a counter that is already reset.
+TEST(Kernels, CudaSchedulesDynamicallyByShape) {
   EXPECT_TRUE(cuda::schedules_dynamically(8, 32, true, false));
   EXPECT_FALSE(cuda::schedules_dynamically(8, 31, true, false));
   EXPECT_TRUE(cuda::schedules_dynamically(8, 24, true, true));
@@ -334,6 +334,23 @@ TEST(Kernels, CudaDealsTilesByShape) {
   for (const bool cleared : {false, true}) {
     EXPECT_FALSE(cuda::schedules_dynamically(7.9, 1000, true, cleared));
     EXPECT_FALSE(cuda::schedules_dynamically(7.9, 1000, false, cleared));
+  }
+}
+
+// In wide tiles SwiGLU alone has a kernel with a bias.
+TEST(Kernels, CudaRefusesABiasInWideTiles) {
+  GroupedGemmDesc desc = product(GemmOp::up_proj, 4096, 196608, 128, 1536, 256);
+  desc.bias = true;
+  const auto choose = [&] { return choose_kernel(desc, kH200, "sm90.up_proj.128x256"); };
+  if (choose().walk.empty()) GTEST_SKIP() << "this build has no CUDA";
+  EXPECT_NE(choose().kernel, nullptr) << choose().walk;
+  for (const Activation activation : activations()) {
+    if (activation == Activation::swiglu) continue;
+    desc.activation = activation;
+    EXPECT_EQ(choose().kernel, nullptr);
+    const std::string reason =
+        std::string("bias: got true, allowed: false for ") + name(activation);
+    EXPECT_NE(choose().walk.find(reason), std::string::npos) << choose().walk;
   }
 }
 

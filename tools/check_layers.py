@@ -9,7 +9,6 @@ there are layers, too: INNER lists them from the lowest to the highest.
 
 import re
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 
 SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
@@ -45,7 +44,7 @@ INNER = {
     "rows": (("src/cuda/rows/*",), ("base", "device")),
     "routing": (("src/cuda/routing/*",), ("base", "device")),
     "host": ((f"{SM90}tensor_map.*", f"{SM90}tile_choice.h", f"{SM90}layouts.h"), ("base",)),
-    "traits": ((f"{SM90}traits.cuh",), ("base", "device")),
+    "traits": ((f"{SM90}traits.cuh",), ("device",)),
     "pipeline": ((f"{SM90}pipeline.cuh",), ("device", "traits")),
     "scheduler": ((f"{SM90}scheduler.cuh",), ("pipeline",)),
     "mainloop": ((f"{SM90}mainloop.cuh", f"{SM90}boxes.cuh", f"{SM90}rows_are_k.cuh",
@@ -78,9 +77,8 @@ def resolve(root, source, name, quoted):
 
 def inner_layer(path):
     """The layer inside src/cuda that a file belongs to; None elsewhere."""
-    name = path.as_posix()
     layers = [layer for layer, (patterns, _) in INNER.items()
-              if any(fnmatch(name, pattern) for pattern in patterns)]  # fmt: skip
+              if any(path.match(pattern) for pattern in patterns)]  # fmt: skip
     return layers[-1] if layers else None
 
 
@@ -101,6 +99,8 @@ def check(root):
                 continue
             sources += 1
             text = source.read_text()
+            if layer == "src/cuda" and inner_layer(source.relative_to(root)) is None:
+                problems.append(f"{source.relative_to(root)}: in no layer of INNER")
             for match in INCLUDE.finditer(text):
                 quoted, name = match[1] == '"', match[2]
                 where = f"{source.relative_to(root)}:{text.count(chr(10), 0, match.start(2)) + 1}"

@@ -105,29 +105,51 @@ TEST_P(ExactDynamic, WrongCountLeadsNowhere) {
 }
 
 // Experts with every number of rows around a tile's 128 and a consumer's 64, so that pairs of CTAs
-// split tiles along n, for one tile and for three across.
+// split tiles along n. Statically with one tile across and with three, and one expert that has more
+// pairs of m blocks than a group; dynamically in fp16 and with a bias.
 TEST_P(ExactDynamic, EveryNumberOfRows) {
-  static constexpr int kCounts[] = {0,   1,   63,  64,  65,  127, 128, 129, 191, 192, 193, 255,
-                                    256, 257, 319, 320, 321, 383, 384, 385, 448, 449, 512, 700};
+  static constexpr int kCounts[] = {0,   1,   63,  64,  65,  127, 128, 129, 191, 192, 193,  255,
+                                    256, 257, 319, 320, 321, 383, 384, 385, 448, 449, 2500, 700};
+  struct Case {
+    int across;
+    bool dynamic;
+    std::int64_t experts;
+    DType dtype;
+  };
   const GemmOp op = op_of(GetParam());
-  for (const int across : {1, 3}) {
-    SCOPED_TRACE(across);
-    Shape shape = {400, 72, 72, 100, 0};
-    const bool gated = op == GemmOp::up_proj;
-    const std::int64_t width = 256 * (across - 1) + 8;
-    (gathers() ? shape.intermediate : shape.hidden) = gated ? width / 2 + 4 : width;
-    const Random random(3, across);
+  for (const Case& c : {Case{1, false, 100, DType::f16}, Case{3, false, 100, DType::bf16},
+                        Case{1, true, 480, DType::f16}}) {
+    SCOPED_TRACE(std::to_string(c.across) + (c.dynamic ? " dynamic" : " static"));
+    const Operands sums = shortest();
+    Shape shape = {400, 72, 72, c.experts, 0};
+    const std::int64_t width = 256 * (c.across - 1) + 8;
+    (gathers() ? shape.intermediate : shape.hidden) = op == GemmOp::up_proj ? width / 2 + 4 : width;
+    if (c.dynamic)
+      (gathers() ? shape.hidden : shape.intermediate) = std::max(sums.hidden, sums.intermediate);
+    const auto rows_of = [&](auto e) {
+      // One expert with many rows; the CPU computes them all, too.
+      const int rows = kCounts[e % std::size(kCounts)];
+      return rows == 2500 && (c.across == 1 || e >= 24) ? 200 : rows;
+    };
+    const Random random(3, c.across);
     const auto [lists, first] = counted(
-        shape.experts, [&](auto e) { return kCounts[e % std::size(kCounts)]; },
-        [&](auto i, auto) { return random.below(i, shape.tokens); });
+        shape.experts, rows_of, [&](auto i, auto) { return random.below(i, shape.tokens); });
     shape.list_length = first.back();
-    const LayerDesc desc = layer_of(shape, across == 1 ? DType::f16 : DType::bf16);
-    expect_exact(op, desc, integer_inputs(desc, lists, 3), GetParam().name);
+    std::int64_t tiles = 0;
+    for (std::int64_t e = 0; e < shape.experts; ++e) {
+      tiles += cuda::pair_tiles(cuda::tiles(rows_of(e), 128), c.across);
+    }
+    LayerDesc desc = layer_of(shape, c.dtype);
+    desc.experts.bias = c.dynamic;
+    HandedInputs inputs = integer_inputs(desc, lists, 3);
+    inputs.tile_counter = 0;
+    const HandedRun run = expect_exact(op, desc, inputs, GetParam().name);
+    EXPECT_EQ(run.tile_counter, c.dynamic ? tiles : 0);
     if (HasFatalFailure()) return;
   }
 }
 
-/// Of CUDA, with tiles that may be o.
+/// Of CUDA, with tiles that may be scheduled dynamically.
 std::vector<KernelInfo> dynamic_kernels() {
   constexpr GemmOp kOps[] = {GemmOp::up_proj, GemmOp::down_proj, GemmOp::down_proj_dgrad,
                              GemmOp::up_proj_dgrad};

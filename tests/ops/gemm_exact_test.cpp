@@ -101,9 +101,9 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
   if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
 }
 
-// A CTA of CUDA's goes through several tiles, whole and partial ones, with fewer k blocks and with
-// more than it stores a tile in pieces. What it stores of one must have left shared memory before
-// the next comes there, and what it holds of one must leave beside the next.
+// A CTA of CUDA's goes through several tiles, whole and partial ones, with fewer k blocks than
+// chunks of a tile and with more. What it stores of one tile must leave shared memory before the
+// next tile comes there, and what it defers must leave beside the next tile.
 TEST_P(ExactGemm, SeveralTilesInTurn) {
   if (kOnCpu) GTEST_SKIP() << "has no CTAs";
   const KernelInfo& kernel = GetParam();

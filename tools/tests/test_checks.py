@@ -73,6 +73,11 @@ INNER_SOURCES = {
 }
 
 
+def test_layers_inside_cuda_know_every_file(tmp_path):
+    plant(tmp_path, {**GOOD_SOURCES, "src/cuda/sm90/new.cuh": "", "src/cuda/storage.cuh": ""})
+    assert check_layers.check(tmp_path)[1] == ["src/cuda/sm90/new.cuh: in no layer of INNER"]
+
+
 @pytest.mark.parametrize(
     "file, include, expected",
     [

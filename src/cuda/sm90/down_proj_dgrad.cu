@@ -8,7 +8,7 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWide = 256;  // tiles that may be scheduled dynamically
+constexpr int kWide = 256;  // may be scheduled dynamically; a kernel for each activation
 
 template <class T, class Activations, int kTileN, int kStages>
 struct DownProjDgrad : Traits<T, ALoad::gather_m, Major::mn, kTileN, Schedule::cooperative, kStages,
@@ -36,7 +36,7 @@ struct Family {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return visit_activations<(kTileN > 128)>(d.activation, [&](auto activations) {
+      return visit_activations<(kTileN == kWide)>(d.activation, [&](auto activations) {
         return f(DownProjDgrad<decltype(type), decltype(activations), kTileN, kStages>{});
       });
     });

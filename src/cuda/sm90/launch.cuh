@@ -11,10 +11,11 @@
 /// From an entry of the kernel list to a launch: what the operations share on the host.
 namespace sonicmoe::cuda {
 
+/// Launches the kernel on all multiprocessors of `exec`, with `params.chain` as its handoff says.
 template <class Traits>
 Status launch(GemmParams params, const typename Traits::Epilogue::Params& epilogue,
               const Exec& exec, const char* what) {
-  // Dynamic scheduling relies on an earlier operation to reset the counter.
+  // An operation or a memset before this kernel resets the counter, so it must have ended.
   const bool dynamic = params.scheduling.tile_counter != nullptr;
   params.chain = {.overlap_previous = exec.handoff.overlap_previous && !dynamic,
                   .next_tile_counter = exec.handoff.next_tile_counter};
@@ -71,7 +72,9 @@ constexpr Kernel<Desc> kernel_entry(Kernel<Desc> kernel) {
   kernel.prepare = [](const Desc& d, const Exec&) {
     return Family::visit(d, [](auto config) {
       using Config = decltype(config);
-      return allow_shared_memory(grouped_gemm<Config>, sizeof(SharedStorage<Config>));
+      constexpr int kBytes = sizeof(SharedStorage<Config>);
+      static_assert(kBytes <= kMostSharedMemory, "does not fit into 227 KiB of shared memory");
+      return allow_shared_memory(grouped_gemm<Config>, kBytes);
     });
   };
   kernel.run = [](const Desc& d, const typename Desc::Args& args, void* workspace,

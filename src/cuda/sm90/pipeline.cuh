@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
 #include "cuda/device/ptx.cuh"
 #include "cuda/sm90/traits.cuh"
@@ -29,7 +30,7 @@ struct Barrier {
   __device__ __forceinline__ void expect(int bytes) { mbarrier_expect(address(), bytes); }
 };
 
-/// A CTA's shared memory. An array that a kernel has no use for has one slot.
+/// A CTA's shared memory. An array of barriers that a kernel has no use for has one slot.
 template <class Traits>
 struct SharedStorage {
   struct Stage {

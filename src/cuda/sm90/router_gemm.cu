@@ -1,7 +1,5 @@
 // The router's three products: logits = x Wr^T, dx = dlogits Wr, dWr = dlogits^T x. The grouped
 // kernel with one expert, or with one for each part of the tokens.
-#include <algorithm>
-
 #include "core/backends.h"
 #include "core/ledger.h"
 #include "cuda/launch_early.cuh"
@@ -204,6 +202,8 @@ struct Family {
   static Status run(const RouterGemmDesc& d, const RouterGemmArgs& a, void* memory,
                     const Exec& exec) {
     if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
+    Exec own = exec;
+    own.handoff.overlap_previous = false;  // the product needs what pad_rows writes
     const Regions at = regions(d, exec.traits, kTileN);
     const void* dlogits = a.dlogits;
     if (needs_padding(d) && d.tokens > 0) {
@@ -218,11 +218,11 @@ struct Family {
     }
     if constexpr (!Config::kRowsAreM) {
       auto* const partials = reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials);
-      return wgrad<Config>(d, a, dlogits, partials, exec);
+      return wgrad<Config>(d, a, dlogits, partials, own);
     } else if constexpr (Config::kBMajor == Major::k) {
-      return forward<Config>(d, a, exec);
+      return forward<Config>(d, a, own);
     } else {
-      return dgrad<Config>(d, a, dlogits, exec);
+      return dgrad<Config>(d, a, dlogits, own);
     }
   }
 };

@@ -116,9 +116,9 @@ class TileWalk {
   int through_;                     // cluster tiles of the window through this lane's expert
 };
 
-/// Hands tiles to clusters. Static scheduling: each cluster takes every kClusters-th index. Dynamic
-/// scheduling: a free cluster draws the next index from a counter. With static scheduling a slow
-/// cluster falls behind with every tile, and no longer finds operands in L2
+/// Hands tiles to clusters. Static scheduling: each cluster takes every clusters()-th index.
+/// Dynamic scheduling: a free cluster draws the next index from a counter. With static scheduling a
+/// slow cluster falls behind with every tile, and no longer finds operands in L2
 /// (docs/findings/dealing.md).
 ///
 /// CTA 0 draws while a tile is loaded, and sends the index to both CTAs. A CTA is at most kStages k

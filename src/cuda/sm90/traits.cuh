@@ -2,12 +2,10 @@
 
 #include <cuda.h>  // CUtensorMap
 
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 #include "cuda/device/wgmma.cuh"
-#include "cuda/runtime.h"
 
 /// What a compiled kernel is, what a tile is, and what the kernel's arguments are.
 namespace sonicmoe::cuda {
@@ -43,7 +41,7 @@ enum class ALoad {
   gather_m,  ///< M: rows of a (T, width) tensor by token id
   load_m,    ///< M: the expert's rows, contiguous
   gather_k,  ///< K: the expert's rows by token id. M: columns of a (T, width) tensor
-  load_k,    ///< K: contiguous rows, none past the end of the matrix. M: its columns
+  load_k,    ///< K: contiguous rows; a part ends with a whole block or the matrix. M: its columns
 };
 
 /// All numbers of one compiled kernel.
@@ -120,7 +118,7 @@ struct Scheduling {
   std::int32_t* tile_counter;  ///< dynamic scheduling: (1) indices drawn so far; null: static
 };
 
-/// What this kernel does for its neighbours in the stream (core/handoff.h).
+/// How this kernel stands to its neighbours in the stream (core/handoff.h).
 struct Chain {
   bool overlap_previous;            ///< this kernel needs nothing of the one before it
   std::int32_t* next_tile_counter;  ///< gather_m: (1) reset to 0 for a later kernel, or null

@@ -38,7 +38,7 @@ __device__ __forceinline__ Fragment activate(const Fn& fn, const float* acc) {
   return act;
 }
 
-/// Without `kBias`, b1 is not looked at. H of a chunk of 64 units leaves from a epilogue stage, A
+/// Without `kBias`, b1 is not looked at. H of a chunk of 64 units leaves from an epilogue stage, A
 /// from the warp's staging.
 template <class Activations, bool kBias>
 struct StoreActivation : DefersNothing {

@@ -23,7 +23,7 @@ struct ActivationGradParams {
   Activations activations;
 };
 
-/// A tile has a epilogue stage for each 64 columns. The producer brings H there, gate beside up,
+/// A tile has an epilogue stage for each 64 columns. The producer brings H there, gate beside up,
 /// and dH takes its place on the way out. A warp has 16 rows. Rows of H past the expert's end
 /// belong to other experts, and may already be dH; dA' is anything there. They are computed but not
 /// stored.
@@ -60,6 +60,7 @@ struct StoreActivationGrad : DefersNothing {
     const Tile& tile;
     int m_first;
     std::uint32_t staging;
+    float scores[2] = {};  ///< s of this lane's two rows, from prefetch()
 
     using T = typename Traits::T;
     static constexpr bool kGated = kParts == 2;
@@ -162,8 +163,6 @@ struct StoreActivationGrad : DefersNothing {
       // there, from weights of other columns.)
       dscores.store(e.dscores + tile.n_block * e.capacity + at, rows, lane);
     }
-
-    float scores[2];
   };
 };
 

@@ -11,7 +11,7 @@ namespace sonicmoe::cuda {
 template <int kBuffers>
 class StagingTiles {
  public:
-  /// `next`: which tile comes next, where earlier groups of the warp have ended.
+  /// `next`: the tile that comes next. 0 if the copy engine has read all earlier stores.
   __device__ __forceinline__ StagingTiles(std::uint32_t address, int lane, int next = 0)
       : address_(address), lane_(lane), next_(next) {}
   /// The next tile, once the copy engine has read what it held.

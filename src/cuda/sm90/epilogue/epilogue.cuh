@@ -22,7 +22,7 @@ using RunOf = typename E::template Run<Traits>;
 ///                    arrives on `full` once, and may issue boxes that count on it
 ///   Deferred         what finish() leaves in registers, to store beside the next tile's products
 ///   send()           stores one piece of it; false if there is none
-///   Run              serves one tile; an aggregate of what the kernel hands to it
+///   Run              serves one tile; an aggregate that begins with what the kernel hands to it
 ///     begin()        before the products: sets the accumulators if kAdds
 ///     prefetch()     beside the first products
 ///     finish()       after the products: stores, and releases all epilogue stages but the last.

@@ -2,8 +2,8 @@
 
 #include "cuda/device/warp_tile.cuh"
 
-/// Epilogues are built from three ports, parts that each do one thing for all of them: ChunkStore,
-/// ColumnBias and, in row_reduce.cuh, RowReduce.
+/// The ports of epilogues to memory, which they share: ChunkStore, ColumnBias and, in
+/// row_reduce.cuh, RowReduce.
 namespace sonicmoe::cuda {
 
 /// The rounded accumulators of a chunk of 64 columns into a WarpTile or WarpgroupTile.

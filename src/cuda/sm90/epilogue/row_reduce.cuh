@@ -5,10 +5,10 @@
 /// The third port of epilogues: sums along the rows of a tile.
 namespace sonicmoe::cuda {
 
-/// Sums over the columns of a tile for a warp's 16 rows: a lane adds to rows lane/4 and eight more.
+/// Sums over the columns of a tile for a warp's 16 rows. A lane adds to two rows, eight apart.
 class RowReduce {
  public:
-  /// Adds x * y to the row that accumulator j of each four belongs to: j / 2 eights further.
+  /// Adds x * y to row lane / 4 + 8 * eights.
   __device__ __forceinline__ void add(int eights, float x, float y) {
     sum_[eights] = math::fma(x, y, sum_[eights]);
   }
