@@ -223,7 +223,7 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
   of_layer.push_back(app.add_flag_callback(
                             "--concat_layout",
                             [this] { desc.experts.w1_layout = W1Layout::concatenated; },
-                            "W1 rows are [gate | up] instead of gate and up in turn")
+                            "W1 rows are [gate | up] instead of alternating gate and up")
                          ->check(no_value()));
   of_layer.push_back(app.add_flag("--add_bias", desc.experts.bias, "Experts have biases b1 and b2")
                          ->check(no_value()));

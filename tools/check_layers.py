@@ -47,7 +47,7 @@ INNER = {
     "traits": ((f"{SM90}traits.cuh",), ("device",)),
     "pipeline": ((f"{SM90}pipeline.cuh",), ("device", "traits")),
     "scheduler": ((f"{SM90}scheduler.cuh",), ("pipeline",)),
-    "mainloop": ((f"{SM90}mainloop.cuh", f"{SM90}boxes.cuh", f"{SM90}rows_are_k.cuh",
+    "mainloop": ((f"{SM90}mainloop.cuh", f"{SM90}boxes.cuh", f"{SM90}load_b_n.cuh", f"{SM90}rows_are_k.cuh",
                   f"{SM90}gather_?.cuh"), ("device", "traits", "pipeline")),
     "epilogue": ((f"{SM90}epilogue/*",), ("device", "traits", "pipeline")),
     "kernel": ((f"{SM90}grouped_gemm.cuh",), ("scheduler", "mainloop", "epilogue")),

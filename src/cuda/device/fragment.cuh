@@ -78,4 +78,11 @@ __device__ __forceinline__ Fragment rounded(const float* acc) {
   return fragment;
 }
 
+/// The rounded accumulators of a chunk of 64 columns into a WarpTile or WarpgroupTile.
+template <class T, class StagedTile>
+__device__ __forceinline__ void put_rounded(const StagedTile& tile, const float* acc) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) tile.put(i, rounded<T>(acc + 8 * i));
+}
+
 }  // namespace sonicmoe::cuda

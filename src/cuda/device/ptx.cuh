@@ -159,6 +159,16 @@ __device__ __forceinline__ std::int32_t load_shared_word(std::uint32_t from) {
   return word;
 }
 
+/// 16 bytes and 4 bytes to shared memory.
+__device__ __forceinline__ void store_shared(std::uint32_t to, std::int32_t x, std::int32_t y,
+                                             std::int32_t z, std::int32_t w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_word(std::uint32_t to, std::int32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
 /// Copies 16 bytes from global to shared memory, through the generic proxy.
 __device__ __forceinline__ void copy_async_16(std::uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
@@ -233,6 +243,13 @@ __device__ __forceinline__ void copy_async_wait() {
 /// afterwards.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// Orders this warp's accesses to shared memory before the copy engine's later ones, and before
+/// those of the warp's other lanes.
+__device__ __forceinline__ void order_before_copy_engine() {
+  fence_async_proxy();
+  __syncwarp();
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {

@@ -1,12 +1,12 @@
 #pragma once
 
+#include "cuda/sm90/load_b_n.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
 /// The copy engine's loads of a stage: operand B always, operand A where nothing is gathered.
 namespace sonicmoe::cuda {
 
-/// What this CTA loads of operand B: one half, multicast to both CTAs; or all of its own n block,
-/// where the CTAs split along n.
+/// What a CTA loads of B: a half, for both CTAs; where they split along n, all of its own n block.
 struct BShare {
   int rank;
   bool split_n;
@@ -27,28 +27,11 @@ __device__ __forceinline__ void load_b_k(std::uint32_t stage, const Barrier& ful
   }
 }
 
-/// B with N contiguous: chunks of 64 columns, each two boxes of {64 columns, 32 k}. A chunk behind
-/// the one at column `last` loads that one again. The copy engine would fill it with zeros, which
-/// all multiprocessors together get at some 700 GB/s (docs/findings/past-the-end.md).
-template <int kTileN>
-__device__ __forceinline__ void load_b_n(std::uint32_t stage, const Barrier& full,
-                                         const BShare& share, const CUtensorMap* map, int column,
-                                         int last, int k, int expert) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!share.loads(i)) continue;
-#pragma unroll
-    for (int chunk = 0; chunk < kTileN / 64; ++chunk) {
-      load_box_multicast(stage + chunk * kChunkBytes + i * (kChunkBytes / 2), map, full.address(),
-                         share.mask(), min(column + chunk * 64, last), k + i * 32, expert);
-    }
-  }
-}
-
 /// Called by one producer thread: the copy engine's part of k block `block`, where rows are M.
 template <class Traits>
-__device__ __forceinline__ void load_boxes(const GemmParams& p, const Tile& tile, int block,
-                                           SharedStorage<Traits>& memory, int stage) {
+requires(Traits::kRowsAreM) __device__ __forceinline__
+    void load_boxes(const GemmParams& p, const Tile& tile, int block, SharedStorage<Traits>& memory,
+                    int stage) {
   constexpr int kTileN = Traits::kTileN;
   const std::uint32_t a = shared_address(memory.stages[stage].a);
   const std::uint32_t b = shared_address(memory.stages[stage].b);

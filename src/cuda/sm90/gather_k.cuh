@@ -1,10 +1,18 @@
 #pragma once
 
 #include "cuda/device/ptx.cuh"
-#include "cuda/sm90/traits.cuh"
+#include "cuda/sm90/gather_m.cuh"
 
-/// Gather of operand A along K, for the weight gradients.
+/// Gather of operand A along K, for the weight gradients; and which gather a kernel has.
 namespace sonicmoe::cuda {
+
+/// Stands for a gather where the copy engine loads A.
+struct NoGather {
+  struct Ahead {};
+  static __device__ __forceinline__ Ahead look_up(const OperandA&, const Tile&) { return {}; }
+  __device__ NoGather(const OperandA&, const Tile&, const Ahead&) {}
+  __device__ __forceinline__ void load(std::uint32_t, int) {}
+};
 
 /// Offsets of rows count pieces of 16 bytes, so that 32 bits reach 64 GiB; this one is no row.
 inline constexpr std::uint32_t kNoRow = 0xffffffff;
@@ -111,5 +119,10 @@ class GatherK {
   std::uint32_t offset_ = kNoRow;
   int next_;  // the token of this lane's row of the two blocks after those of `offset_`
 };
+
+template <class Traits>
+using GatherOf =
+    std::conditional_t<Traits::kALoad == ALoad::gather_m, GatherM<Traits::kUnroll>,
+                       std::conditional_t<Traits::kALoad == ALoad::gather_k, GatherK, NoGather>>;
 
 }  // namespace sonicmoe::cuda

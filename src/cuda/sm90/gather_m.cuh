@@ -7,21 +7,6 @@
 /// look_up() reads its tokens earlier, during the tile before.
 namespace sonicmoe::cuda {
 
-/// Stands for a gather where the copy engine loads A.
-struct NoGather {
-  struct Ahead {};
-  static __device__ __forceinline__ Ahead look_up(const OperandA&, const Tile&) { return {}; }
-  __device__ NoGather(const OperandA&, const Tile&, const Ahead&) {}
-  __device__ __forceinline__ void load(std::uint32_t, int) {}
-};
-
-/// Gives eight addresses registers of their own. Otherwise the compiler computes each address into
-/// the same register, and a copy waits until the copy before has read it.
-__device__ __forceinline__ void keep_in_registers(const char* (&addresses)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) asm volatile("" : "+l"(addresses[i]));
-}
-
 /// Rows of a (T, width) tensor by token id, along M: a stage gets 128 rows x 64 k, K contiguous.
 /// Eight threads copy the 128 bytes of a row; thread t copies rows t/8, t/8 + 16, ...
 ///
@@ -79,7 +64,10 @@ class GatherM {
     if (step + 1 < kUnroll) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) from_[i] += kUnroll * kLineBytes;
-    keep_in_registers(from_);
+      // Keeps each address in a register of its own. In one register for all, a copy would wait
+      // until the copy before has read its address.
+#pragma unroll
+    for (int i = 0; i < 8; ++i) asm volatile("" : "+l"(from_[i]));
     left_ -= kUnroll * kTileK;
   }
 

@@ -3,17 +3,11 @@
 #include "cuda/device/wgmma.cuh"
 #include "cuda/sm90/boxes.cuh"
 #include "cuda/sm90/gather_k.cuh"
-#include "cuda/sm90/gather_m.cuh"
 #include "cuda/sm90/pipeline.cuh"
 #include "cuda/sm90/rows_are_k.cuh"
 
 /// The main loop of a tile: loads of its k blocks, and their products.
 namespace sonicmoe::cuda {
-
-template <class Traits>
-using GatherOf =
-    std::conditional_t<Traits::kALoad == ALoad::gather_m, GatherM<Traits::kUnroll>,
-                       std::conditional_t<Traits::kALoad == ALoad::gather_k, GatherK, NoGather>>;
 
 /// k blocks of a tile. Where rows are K, an expert without rows has one block of zeros, so that its
 /// gradient is written, too.
@@ -40,13 +34,7 @@ __device__ __forceinline__ void load(const GemmParams& p, const Tile& tile, int 
     gather_a();
   }
   if (!Traits::kSeparateAEmpty || leader_warp) memory.empty[stage].wait(free);
-  if (leader_warp && elect_one()) {
-    if constexpr (Traits::kRowsAreM) {
-      load_boxes(p, tile, block, memory, stage);
-    } else {
-      load_boxes_k(p, tile, block, memory, stage);
-    }
-  }
+  if (leader_warp && elect_one()) load_boxes(p, tile, block, memory, stage);
   __syncwarp();
   if constexpr (Traits::kGathers && !Traits::kSeparateAEmpty) gather_a();
 }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "cuda/device/ptx.cuh"
+#include "cuda/device/barrier.cuh"
 #include "cuda/sm90/traits.cuh"
 
 /// Shared memory of a CTA, and what passes through it: stages and published tiles. grouped_gemm.cuh
@@ -17,17 +17,6 @@ struct Ring {
   __device__ __forceinline__ int slot() const { return static_cast<int>(count % kSlots); }
   /// Parity of the rounds completed: what a consumer waits for. A producer waits for the other.
   __device__ __forceinline__ std::uint32_t phase() const { return count / kSlots & 1; }
-};
-
-/// An mbarrier in shared memory.
-struct Barrier {
-  std::uint64_t state;
-  __device__ __forceinline__ std::uint32_t address() const { return shared_address(this); }
-  __device__ __forceinline__ void init(int arrivals) { mbarrier_init(address(), arrivals); }
-  __device__ __forceinline__ void wait(std::uint32_t parity) { mbarrier_wait(address(), parity); }
-  __device__ __forceinline__ void arrive() { mbarrier_arrive(address()); }
-  __device__ __forceinline__ void arrive_at(int rank) { mbarrier_arrive_at(address(), rank); }
-  __device__ __forceinline__ void expect(int bytes) { mbarrier_expect(address(), bytes); }
 };
 
 /// A CTA's shared memory. An array of barriers that a kernel has no use for has one slot.
@@ -79,11 +68,9 @@ __device__ __forceinline__ void publish(SharedStorage<Traits>& memory,
                 offsetof(Tile, rows) == 16 && alignof(Tile) == 16);
   memory.consumed[tiles.slot()].wait(tiles.phase() ^ 1);
   if (elect_one()) {
-    asm volatile(
-        "st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n"
-        "st.shared.b32 [%0 + 16], %5;" ::"r"(shared_address(&memory.tiles[tiles.slot()])),
-        "r"(tile.expert), "r"(tile.m_block), "r"(tile.n_block), "r"(tile.first_row), "r"(tile.rows)
-        : "memory");
+    const std::uint32_t to = shared_address(&memory.tiles[tiles.slot()]);
+    store_shared(to, tile.expert, tile.m_block, tile.n_block, tile.first_row);
+    store_shared_word(to + offsetof(Tile, rows), tile.rows);
     memory.published[tiles.slot()].arrive();
   }
   __syncwarp();
@@ -95,14 +82,10 @@ template <class Traits>
 __device__ __forceinline__ Tile next_tile(SharedStorage<Traits>& memory,
                                           Ring<Traits::kTileSlots>& tiles) {
   memory.published[tiles.slot()].wait(tiles.phase());
-  Tile tile{};
-  asm volatile(
-      "ld.shared.v4.b32 {%0, %1, %2, %3}, [%5];\n"
-      "ld.shared.b32 %4, [%5 + 16];"
-      : "=r"(tile.expert), "=r"(tile.m_block), "=r"(tile.n_block), "=r"(tile.first_row),
-        "=r"(tile.rows)
-      : "r"(shared_address(&memory.tiles[tiles.slot()]))
-      : "memory");
+  const std::uint32_t from = shared_address(&memory.tiles[tiles.slot()]);
+  const uint4 head = load_shared(from);
+  const Tile tile = {static_cast<int>(head.x), static_cast<int>(head.y), static_cast<int>(head.z),
+                     static_cast<int>(head.w), load_shared_word(from + offsetof(Tile, rows))};
   memory.consumed[tiles.slot()].arrive();
   ++tiles.count;
   return tile;

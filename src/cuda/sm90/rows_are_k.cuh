@@ -11,8 +11,9 @@ namespace sonicmoe::cuda {
 
 /// Called by one producer thread: the copy engine's part of k block `block`.
 template <class Traits>
-__device__ __forceinline__ void load_boxes_k(const GemmParams& p, const Tile& tile, int block,
-                                             SharedStorage<Traits>& memory, int stage) {
+requires(!Traits::kRowsAreM) __device__ __forceinline__
+    void load_boxes(const GemmParams& p, const Tile& tile, int block, SharedStorage<Traits>& memory,
+                    int stage) {
   constexpr int kTileN = Traits::kTileN;
   Barrier& full = memory.full[stage];
   // An expert without rows: zero_tail() writes the zeros that its gradient comes from.

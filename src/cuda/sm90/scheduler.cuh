@@ -117,19 +117,15 @@ class TileWalk {
 };
 
 /// Hands tiles to clusters. Static scheduling: each cluster takes every clusters()-th index.
-/// Dynamic scheduling: a free cluster draws the next index from a counter. With static scheduling a
-/// slow cluster falls behind with every tile, and no longer finds operands in L2
-/// (docs/findings/dealing.md).
-///
-/// CTA 0 draws while a tile is loaded, and sends the index to both CTAs. A CTA is at most kStages k
-/// blocks ahead of its peer, thus fewer tiles than there are slots, so no slot is overwritten
-/// before both have read it. The first tile of a cluster is not drawn. A cluster that draws an
-/// index past the last tile ends.
+/// Dynamic scheduling: a free cluster draws the next index from a counter, so that no cluster falls
+/// behind and misses operands in L2 (docs/findings/dealing.md). CTA 0 draws while a tile is loaded,
+/// and sends the index to both CTAs. A CTA is fewer tiles ahead of its peer than there are slots,
+/// so none is overwritten unread. A cluster's first tile is not drawn; an index past the last ends
+/// it.
 template <class Traits>
 class TileScheduler {
  public:
-  /// The k block, counted from 0, at which the drawn index is sent. launch_scheduled() sees to it
-  /// that every tile has so many.
+  /// The k block, from 0, at which an index is sent; launch_scheduled() sees that tiles have it.
   static constexpr int kSendAt = 3;
 
   __device__ __forceinline__ TileScheduler(const GemmParams& p, SharedStorage<Traits>& memory)
@@ -164,8 +160,7 @@ class TileScheduler {
     const int slot = Ring<Traits::kIndexSlots>{tiles - 1}.slot();
     memory_.index_sent[slot].expect(sizeof(std::int32_t));
     if (rank() != 0) return;
-    // A counter that did not begin with 0 gives numbers below 0 or past kMost. Both become an index
-    // past the last tile: no operands have so many.
+    // From a counter that did not begin with 0: past any last tile, whatever it holds.
     constexpr unsigned kMost = 1u << 30;
     const int index = static_cast<int>(min(static_cast<unsigned>(drawn_), kMost)) + clusters();
 #pragma unroll

@@ -76,24 +76,20 @@ struct StoreActivation : DefersNothing {
     static_assert(Traits::kM64 == 1);
 
     __device__ __forceinline__ void begin(float (&acc)[1][kCount]) {
-      if constexpr (kBias) {
-        start<0>(acc);
-        if constexpr (kGated) start<1>(acc);
-      }
+      if constexpr (!kBias) return;
+      static_for<kGated ? 2 : 1>([&](auto index) {
+        constexpr int part = decltype(index)::value;
+        const T* bias = static_cast<const T*>(e.b1[part]);
+        if (bias != nullptr) bias += tile.expert * e.bias_expert_stride;
+        const ColumnBias<T> columns{bias, e.bias_stride, e.intermediate};
+        columns.template start<part * kUp, kUnits>(acc, tile.n_block * kUnits);
+      });
     }
     __device__ __forceinline__ void prefetch() {}
 
     __device__ __forceinline__ void finish(float (&acc)[1][kCount], Deferred<Traits>&,
                                            const EpilogueStages<Traits>& stages) {
       e.activations.visit([&](const auto& fn) { finish_as(fn, acc[0], stages); });
-    }
-
-    template <int kPart>
-    __device__ __forceinline__ void start(float (&acc)[1][kCount]) {
-      const T* bias = static_cast<const T*>(e.b1[kPart]);
-      if (bias != nullptr) bias += tile.expert * e.bias_expert_stride;
-      const ColumnBias<T> columns{bias, e.bias_stride, e.intermediate};
-      columns.template start<kPart * kUp, kUnits>(acc, tile.n_block * kUnits);
     }
 
     template <class Fn>

@@ -53,9 +53,8 @@ concept Epilogue =
 struct DefersNothing {
   template <class Traits>
   struct Deferred {};
-  template <class Traits, class Params>
-  static __device__ __forceinline__ bool send(const Params&, Deferred<Traits>&, std::uint32_t,
-                                              int) {
+  template <class Traits, class... Arguments>
+  static __device__ __forceinline__ bool send(const Arguments&...) {
     return false;
   }
 };

@@ -2,23 +2,8 @@
 
 #include "cuda/device/warp_tile.cuh"
 
-/// The ports of epilogues to memory, which they share: ChunkStore, ColumnBias and, in
-/// row_reduce.cuh, RowReduce.
+/// Ports of epilogues to memory: ChunkStore and ColumnBias; row_reduce.cuh has RowReduce.
 namespace sonicmoe::cuda {
-
-/// The rounded accumulators of a chunk of 64 columns into a WarpTile or WarpgroupTile.
-template <class T, class StagedTile>
-__device__ __forceinline__ void put_rounded(const StagedTile& tile, const float* acc) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) tile.put(i, rounded<T>(acc + 8 * i));
-}
-
-/// Orders this warp's accesses to shared memory before the copy engine's later ones, and before
-/// those of the warp's other lanes.
-__device__ __forceinline__ void order_before_copy_engine() {
-  fence_async_proxy();
-  __syncwarp();
-}
 
 /// Stores chunks of 16 rows x 64 columns of a 16-bit matrix, a warp each, from a WarpTile. Between
 /// filling the tile and storing it, the warp calls order_before_copy_engine(). A whole chunk leaves
