@@ -9,7 +9,7 @@
 /// Warpgroup matrix multiply-accumulate on 16-bit operands in shared memory, fp32 accumulators.
 namespace sonicmoe::cuda {
 
-/// Which axis of an operand tile is contiguous in shared memory: its own (M of A, N of B), or K.
+/// Which axis of an operand tile is contiguous in shared memory: K, or M of A and N of B.
 enum class Major : int { k = 0, mn = 1 };
 
 /// Orders register accesses before the next wgmma.
@@ -19,7 +19,7 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Until at most `kPending` of this warpgroup's groups are under way.
+/// Waits until at most `kPending` of this warpgroup's groups are under way.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -32,25 +32,25 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/// Bytes of the K-contiguous or MN-contiguous tile that a descriptor steps by. Every tile is made
-/// of blocks of 8 lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
+/// Bytes of a block, which descriptors step by. Every tile consists of blocks of 8 lines of 128
+/// bytes in the 128-byte swizzle, aligned to 1024 bytes.
 ///  - Major::k: a line holds 64 k of one row; 8 rows a block, blocks follow each other.
 ///  - Major::mn: a line holds 64 rows of one k; 8 k a block, blocks along k follow each other,
 ///    and chunks of 64 rows are `kChunk` bytes apart.
 inline constexpr std::uint32_t kBlockBytes = 1024;
 
-/// The lower half of a descriptor; the upper is the same for all. Fields in units of 16 bytes:
-/// start in bits 0-13, leading offset in 16-29 (between chunks along MN; unused when K is
-/// contiguous).
+/// The lower half of a descriptor; the upper half is the same for all. Its fields count 16 bytes:
+/// the start in bits 0 to 13, and the leading offset in 16 to 29. That is the distance of chunks
+/// along MN, unused where K is contiguous.
 template <Major kMajor>
 __device__ __forceinline__ std::uint32_t descriptor(std::uint32_t address, std::uint32_t chunk) {
   const std::uint32_t leading = kMajor == Major::mn ? chunk >> 4 : 1;
   return (address & 0x3ffff) >> 4 | leading << 16;
 }
-/// Stride offset (between blocks), 128-byte swizzle.
+/// The upper half: stride offset (the distance of blocks) and the 128-byte swizzle.
 inline constexpr std::uint32_t kDescriptorUpper = kBlockBytes >> 4 | 1u << 30;
 
-/// How far a descriptor moves (units of 16 bytes) for the next 16 k.
+/// What the next 16 k add to a descriptor, in units of 16 bytes.
 template <Major kMajor>
 inline constexpr std::uint32_t kStepK16 = kMajor == Major::k ? 32 >> 4 : 2 * kBlockBytes >> 4;
 
