@@ -43,12 +43,12 @@ struct Group {
 void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads,
                       Device device = {});
 
-/// On CUDA: every task by itself, again and again, caches flushed in between; first for at least
-/// half of `seconds`, or the first task for 5 s, until the chip has settled under load; then timed
-/// for `seconds`. The one with the most flops first. The chip gets as hot as each task makes it.
-/// Tasks on the host are timed ten times. A group's `before` comes before each run of each of its
-/// tasks; `after`, which only groups of the CPU have, is not called. Stops early and throws like
-/// time_interleaved().
+/// Times in thermal steady state, on CUDA. Repeats every task by itself, with caches flushed in
+/// between, the task with the most flops first. First it repeats a task for at least half of
+/// `seconds`, and the first task for 5 s, until the chip has settled under load; then it times the
+/// task for `seconds`. Tasks on the host are timed ten times. A group's `before` comes before each
+/// run of each of its tasks. `after`, which only groups of the CPU have, is not called. Stops early
+/// and throws like time_interleaved().
 void time_in_steady_state(const std::vector<Group*>& groups, double seconds, Device device);
 
 }  // namespace sonicmoe::cli

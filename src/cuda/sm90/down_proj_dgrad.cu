@@ -71,9 +71,7 @@ struct Family {
                     .n_blocks = n_blocks,
                     .k_blocks = k_blocks,
                     .k_half = k_blocks},
-        .scheduling = {.start_spread =
-                           start_spread(exec.traits, d.tokens * d.hidden * 2,
-                                        rounds(exec.traits, d.rows, d.experts, n_blocks), cycles)}};
+        .scheduling = spread_starts(d, n_blocks, cycles, exec)};
     typename Config::Epilogue::Params e{
         .scaled_act_boxes = maps.encode({.base = a.scaled_act,
                                          .inner = n,

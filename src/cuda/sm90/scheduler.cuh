@@ -118,14 +118,13 @@ class TileWalk {
 
 /// Hands tiles to clusters. Static scheduling: each cluster takes every clusters()-th index.
 /// Dynamic scheduling: a free cluster draws the next index from a counter, so that no cluster falls
-/// behind and misses operands in L2 (docs/findings/dealing.md). CTA 0 draws while a tile is loaded,
-/// and sends the index to both CTAs. A CTA is fewer tiles ahead of its peer than there are slots,
-/// so none is overwritten unread. A cluster's first tile is not drawn; an index past the last ends
-/// it.
+/// behind and misses operands in L2 (docs/findings/dealing.md). CTA 0 draws while a tile is loaded
+/// and sends the index to both CTAs, into more slots than a CTA can be tiles ahead of its peer. A
+/// cluster does not draw its first tile. It ends when it draws an index past the last tile.
 template <class Traits>
 class TileScheduler {
  public:
-  /// The k block, from 0, at which an index is sent; launch_scheduled() sees that tiles have it.
+  /// The k block, from 0, at which an index is sent. launch_scheduled() asserts that tiles have it.
   static constexpr int kSendAt = 3;
 
   __device__ __forceinline__ TileScheduler(const GemmParams& p, SharedStorage<Traits>& memory)
@@ -160,7 +159,8 @@ class TileScheduler {
     const int slot = Ring<Traits::kIndexSlots>{tiles - 1}.slot();
     memory_.index_sent[slot].expect(sizeof(std::int32_t));
     if (rank() != 0) return;
-    // From a counter that did not begin with 0: past any last tile, whatever it holds.
+    // Numbers below 0 or past kMost, from a counter that did not begin with 0, become an index past
+    // the last tile: no operands have so many tiles.
     constexpr unsigned kMost = 1u << 30;
     const int index = static_cast<int>(min(static_cast<unsigned>(drawn_), kMost)) + clusters();
 #pragma unroll

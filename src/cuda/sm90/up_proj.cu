@@ -68,9 +68,7 @@ struct Family {
                     .n_blocks = n_blocks,
                     .k_blocks = k_blocks,
                     .k_half = k_blocks},
-        .scheduling = {.start_spread =
-                           start_spread(exec.traits, d.tokens * d.hidden * 2,
-                                        rounds(exec.traits, d.rows, d.experts, n_blocks), cycles)}};
+        .scheduling = spread_starts(d, n_blocks, cycles, exec)};
     typename Config::Epilogue::Params e{.act_boxes = maps.encode({.base = a.act,
                                                                   .inner = n,
                                                                   .outer = d.rows,

@@ -14,19 +14,19 @@ using RunOf = typename E::template Run<Traits>;
 /// An epilogue turns a tile's accumulators into what the operation stores. Consumer warps call its
 /// members, unless stated otherwise.
 ///
-///   Params           arguments of the kernel
-///   kAdds            begin() sets the accumulators, and the products add to them
-///   kStagingBytes    shared memory of each consumer warp
-///   kEpilogueStages  stages behind the k blocks of a tile kN wide (EpilogueStages)
+///   Params           arguments of the kernel.
+///   kAdds            begin() sets the accumulators, and the products add to them.
+///   kStagingBytes    shared memory of each consumer warp.
+///   kEpilogueStages  stages behind the k blocks of a tile kN wide (EpilogueStages).
 ///   load()           one producer thread calls it for each of those stages, once it is empty. It
-///                    arrives on `full` once, and may issue boxes that count on it
-///   Deferred         what finish() leaves in registers, to store beside the next tile's products
-///   send()           stores one piece of it; false if there is none
-///   Run              serves one tile; an aggregate that begins with what the kernel hands to it
-///     begin()        before the products: sets the accumulators if kAdds
-///     prefetch()     beside the first products
+///                    arrives on `full` once, and may issue boxes that count on it.
+///   Deferred         what finish() leaves in registers, to store beside the next tile's products.
+///   send()           stores one piece of it; false if there is none.
+///   Run              serves one tile; an aggregate that begins with what the kernel hands to it.
+///     begin()        before the products: sets the accumulators if kAdds.
+///     prefetch()     beside the first products.
 ///     finish()       after the products: stores, and releases all epilogue stages but the last.
-///                    When it returns, boxes may still leave from staging and the last stage
+///                    When it returns, boxes may still leave from staging and the last stage.
 ///
 /// Rows past the expert's end and columns past the matrix hold anything. An epilogue must not store
 /// them, since the next expert's rows follow.
