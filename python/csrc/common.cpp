@@ -216,7 +216,23 @@ Stream stream_of(const Tensor& tensor) {
 }
 
 Tensor empty(const Tensor& like, Shape shape, ScalarType dtype) {
-  return torch::stable::empty({shape.begin(), shape.size()}, dtype, std::nullopt, like.device());
+  constexpr std::size_t kMaxDims = 3;
+  std::array<std::int64_t, kMaxDims> strides{};
+  std::int64_t stride = 1;
+  for (std::size_t i = shape.size(); i-- > 0;) {
+    strides.at(i) = stride;
+    stride *= std::max<std::int64_t>(shape.begin()[i], 1);
+  }
+  // torch::stable::empty() looks an operator up by its name, which takes longer than to make the
+  // tensor. A call makes up to ten.
+  std::int32_t device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  AtenTensorHandle tensor = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<std::int64_t>(shape.size()), shape.begin(), strides.data(),
+      torch::stable::detail::to<std::int32_t>(torch::stable::detail::from(dtype)), device,
+      like.get_device_index(), &tensor));
+  return Tensor(tensor);
 }
 
 Scratch::Scratch(const Tensor& like, std::size_t bytes) : data_(nullptr), bytes_(bytes) {

@@ -58,7 +58,7 @@ LayerDesc options_of(const std::string& layer);
 Device device_of(const Tensor& tensor);
 Stream stream_of(const Tensor& tensor);
 
-/// An uninitialised tensor on the device of `like`.
+/// An uninitialised tensor of at most three dimensions on the device of `like`.
 Tensor empty(const Tensor& like, Shape shape, ScalarType dtype);
 
 /// Where to read a tensor; null if there is none.

@@ -368,7 +368,12 @@ def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:
     function = type(name, (torch.autograd.Function,), members)
 
     def call(*inputs):
-        return operator(*inputs) if torch.compiler.is_compiling() else function.apply(*inputs)
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        if torch.is_grad_enabled():
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():  # nothing to save
+            return operator(*inputs)
 
     return call
 
