@@ -88,7 +88,8 @@ def plain(leaves, ids, dout, options, dtype):
     tokens = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
     o, _ = reference.routed_layer(
         copies["x"], scores.flatten(), tokens, ids.flatten(), copies["w1"], copies.get("b1"),
-        copies["w2"], copies.get("b2"), options.activation, concat_layout=options.concat_layout,
+        copies["w2"], copies.get("b2"), options.activation,
+        layout="concatenated" if options.concat_layout else "interleaved",
     )  # fmt: skip
     gradients = torch.autograd.grad(o, list(copies.values()), dout.to(dtype))
     return {"o": o.detach(), **{f"d{name}": g for name, g in zip(copies, gradients, strict=True)}}

@@ -173,9 +173,6 @@ LayerDesc options_of(const std::string& layer) {
   }
   const Result<LayerDesc> options = parse_layer(layer);
   check(options.status());
-  if (options.value().experts.w1_layout == W1Layout::separate) {
-    refuse("w1_layout", "separate", "interleaved, concatenated (as an operator)");
-  }
   if (options.value().router.given()) {
     refuse("router", "given", "softmax_over_topk, topk_over_softmax (lists have an operator)");
   }

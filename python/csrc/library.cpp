@@ -5,26 +5,32 @@
 STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
-      "str layer, Tensor? w1_main_grad=None, Tensor? w2_main_grad=None) -> "
+      "str layer, Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None) -> "
       "(Tensor o, Tensor logits, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "layer_backward(Tensor dout, Tensor? dlogits, Tensor x, Tensor router_w, Tensor w1, "
       "Tensor w2, Tensor? b2, Tensor? logits, Tensor preact, Tensor routing, "
       "str layer, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_drouter_w=True, "
-      "bool wants_dw1=True, bool wants_dw2=True) -> "
-      "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
+      "bool wants_dw1=True, bool wants_dw2=True, "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
+      "Tensor dw1_up, Tensor db1_up)");
   library.def(
       "routed_forward(Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, "
       "Tensor? b1, Tensor w2, Tensor? b2, str layer, "
-      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None) -> "
+      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None) -> "
       "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, Tensor? b2, Tensor preact, "
       "Tensor routing, str layer, "
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
-      "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True) -> "
-      "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)");
+      "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
+      "Tensor dw1_up, Tensor db1_up)");
   library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
   library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");
   library.def(

@@ -14,35 +14,40 @@ namespace sonicmoe::python {
 
 /// o (T, d), logits (T, E), counts (E) int32, and for backward preact (R, W) and the opaque
 /// routing block (int32). The last two are empty if `inference`. The main_grads are those of
-/// backward, which autograd takes from here; they are checked and left alone.
+/// backward, which autograd takes from here; they are checked and left alone. With
+/// w1_layout=separate w1 and b1 are the gate (E, n, d) and (E, n), w1_up and b1_up the up rows.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
-    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad);
+    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
 
-/// dx, drouter_w, dw1, db1, dw2, db2; the bias gradients are empty without biases. With main_grads,
-/// float32 and shaped like w1 and w2, dw1 and dw2 are added to those and come back empty; one may
-/// be missing if its gradient is not wanted. dpreact (R, W), optional: memory for dH, which may be
-/// preact itself. What is not wanted is not computed, not added, and comes back empty.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
+/// dx, drouter_w, dw1, db1, dw2, db2, dw1_up, db1_up. The bias gradients are empty without biases,
+/// and those of `up` without w1_up. With main_grads, float32 and shaped like the weights, the
+/// weights' gradients are added to those and come back empty; one may be missing if its gradient is
+/// not wanted. dpreact (R, W), optional: memory for dH, which may be preact itself. What is not
+/// wanted is not computed, not added, and comes back empty. Of dw1 and dw1_up the library computes
+/// both or neither: one alone costs as much time as both, and memory for the other one.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
     Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
     OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::string layer,
     OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-    bool wants_drouter_w, bool wants_dw1, bool wants_dw2);
+    bool wants_drouter_w, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+    OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
 /// Routing given as lists: scores (L) float32, token_ids and expert_ids (L) int32.
 /// o (T, d), counts (E) int32, preact (L, W), routing.
-std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(Tensor x, Tensor scores, Tensor token_ids,
-                                                          Tensor expert_ids, Tensor w1,
-                                                          OptionalTensor b1, Tensor w2,
-                                                          OptionalTensor b2, std::string layer,
-                                                          OptionalTensor w1_main_grad,
-                                                          OptionalTensor w2_main_grad);
+std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
+    Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, OptionalTensor b1,
+    Tensor w2, OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad,
+    OptionalTensor w2_main_grad, OptionalTensor w1_up, OptionalTensor b1_up,
+    OptionalTensor w1_up_main_grad);
 
-/// dx, dscores (L) float32, dw1, db1, dw2, db2.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
+/// dx, dscores (L) float32, and the gradients of weights and biases as above.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
     Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
     std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
-    OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2);
+    OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+    OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
 /// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
 Tensor aux_loss(Tensor logits, Tensor counts);

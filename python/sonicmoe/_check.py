@@ -8,11 +8,11 @@ import numbers
 
 import torch
 
-from .enums import ActivationType
+from .enums import ActivationType, is_glu
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = {a.value: a for a in ActivationType}
-_OPTIONAL = ("b1", "b2", "w1_main_grad", "w2_main_grad")
+_OPTIONAL = ("b1", "b2", "w1_up", "b1_up", "w1_main_grad", "w2_main_grad", "w1_up_main_grad")
 
 
 def tensors(**values: object) -> None:
@@ -55,23 +55,18 @@ def main_grad(name: str, value: torch.Tensor | None, weight: torch.Tensor) -> No
         raise ValueError(f"{name}: got a tensor, allowed: None, for the weight is frozen")
 
 
-def main_grads(
-    w1: torch.Tensor,
-    w1_main_grad: torch.Tensor | None,
-    w2: torch.Tensor,
-    w2_main_grad: torch.Tensor | None,
-) -> None:
-    """One alone only if the other weight is frozen."""
-    main_grad("w1_main_grad", w1_main_grad, w1)
-    main_grad("w2_main_grad", w2_main_grad, w2)
-    for name, one, weight, other in (
-        ("w1_main_grad", w1_main_grad, w1, w2_main_grad),
-        ("w2_main_grad", w2_main_grad, w2, w1_main_grad),
-    ):
-        if one is None and other is not None and weight.requires_grad:
+def main_grads(*named: tuple[str, torch.Tensor | None, torch.Tensor | None]) -> None:
+    """Name, weight and main_grad of each weight: all of them or none, but for frozen weights."""
+    if all(value is None for _, _, value in named):
+        return
+    for name, weight, value in named:
+        if weight is not None:
+            main_grad(f"{name}_main_grad", value, weight)
+    for name, weight, value in named:
+        if value is None and weight is not None and weight.requires_grad:
             raise ValueError(
-                f"{name}: got None, allowed: a torch.float32 tensor, for the other one is one and "
-                "the weight is not frozen"
+                f"{name}_main_grad: got None, allowed: a torch.float32 tensor, for another weight "
+                f"has one and {name} is not frozen"
             )
 
 
@@ -165,17 +160,78 @@ def rounding_rule(name: str, rule: str) -> str:
     return ROUNDING_RULES[rule]
 
 
-def expert_weights(name: str, weights: torch.Tensor | None, shape: str) -> torch.Tensor | None:
-    """The contiguous (E, out, in) tensor whose permuted view (out, in, E) the caller gave."""
+#: How w1 holds gate and up, by the library's names: in one tensor, or in any way.
+ONE_TENSOR_LAYOUTS = ("interleaved", "concatenated")
+W1_LAYOUTS = (*ONE_TENSOR_LAYOUTS, "separate")
+
+
+def w1_layout(
+    layout: str | None,
+    concat_layout: bool,
+    activation: ActivationType,
+    w1_up: torch.Tensor | None = None,
+    allowed: tuple[str, ...] = W1_LAYOUTS,
+    **of_up: torch.Tensor | None,
+) -> str:
+    """The layout that the arguments ask for; `of_up` has no meaning without w1_up."""
+    if layout is not None and layout not in allowed:
+        kind = ValueError if isinstance(layout, str) else TypeError
+        raise kind(f"layout: got {layout!r}, allowed: {', '.join(map(repr, allowed))}")
+    if w1_up is not None:
+        return _separate(layout, concat_layout, activation)
+    if layout == "separate":
+        raise ValueError("w1_up: got None, allowed: a tensor, for layout is 'separate'")
+    for name, value in of_up.items():
+        if value is not None:
+            raise ValueError(f"{name}: got a tensor, allowed: None, for w1_up is None")
+    if concat_layout:
+        if layout not in (None, "concatenated"):
+            raise ValueError(f"concat_layout: got True, allowed: False, for layout is {layout!r}")
+        return "concatenated"
+    return layout or "interleaved"
+
+
+def _separate(layout: str | None, concat_layout: bool, activation: ActivationType) -> str:
+    if layout not in (None, "separate"):
+        raise ValueError(f"layout: got {layout!r}, allowed: 'separate', for w1_up is given")
+    if concat_layout:
+        raise ValueError("concat_layout: got True, allowed: False, for w1_up is given")
+    if not is_glu(activation):
+        raise ValueError(f"w1_up: got a tensor, allowed: None, for {activation} has no gate")
+    return "separate"
+
+
+def width(name: str, tensor: torch.Tensor) -> int:
+    """H of a tensor (T, H)."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
+    if tensor.dim() != 2:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: (T, H)")
+    return tensor.size(1)
+
+
+def expert_weights(
+    name: str, weights: torch.Tensor | None, rows: str, columns: str, hidden: int
+) -> torch.Tensor | None:
+    """The weights as they are stored: a contiguous (E, rows, columns), without a copy.
+
+    The caller gave that tensor or its view (rows, columns, E). A form fits if H, which is `rows` or
+    `columns`, has its place in the shape, and the strides are the form's.
+    """
     if weights is None and name in _OPTIONAL:
         return None
-    tensors(**{name: weights})
+    if not isinstance(weights, torch.Tensor):
+        raise TypeError(f"{name}: got {type(weights).__name__}, allowed: a tensor")
+    place = 1 if rows == "H" else 2
     if weights.dim() == 3:
-        stored = weights.permute(2, 0, 1)
-        if stored.is_contiguous():
-            return stored
+        if weights.size(place) == hidden and weights.is_contiguous():
+            return weights
+        if weights.size(place - 1) == hidden:
+            stored = weights.permute(2, 0, 1)
+            if stored.is_contiguous():
+                return stored
     raise ValueError(
-        f"{name}: got shape {tuple(weights.shape)} with strides {weights.stride()}, allowed: "
-        f"{shape} with stride order (2, 0, 1), which is the view .permute(1, 2, 0) of a "
-        "contiguous tensor with the experts first"
+        f"{name}: got shape {tuple(weights.shape)} with strides {weights.stride()}, allowed: a "
+        f"contiguous (E, {rows}, {columns}), or its view ({rows}, {columns}, E) by "
+        f".permute(1, 2, 0), where H is {hidden}, the width of x"
     )

@@ -15,10 +15,9 @@ def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bo
 
 
 def _expert_options(
-    activation: ActivationType, concat_layout: bool, inference: bool
+    activation: ActivationType, layout: str, inference: bool
 ) -> dict[str, str | bool]:
-    w1_layout = "concatenated" if concat_layout else "interleaved"
-    return {"activation": activation.value, "w1_layout": w1_layout, "inference": inference}
+    return {"activation": activation.value, "w1_layout": layout, "inference": inference}
 
 
 def topk_layer(
@@ -33,25 +32,31 @@ def topk_layer(
     is_inference_mode: bool,
     softmax_over_topk: bool,
     norm_topk_probs: bool,
-    concat_layout: bool,
+    layout: str,
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """o (T, d), logits (T, E) and counts (E) int32."""
     _ops.require()
     _check.integer("K", top_k)
-    activation = _check.activation("activation_type", activation)
-    _check.tensors(x=x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
-    x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
-    _check.alike(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2)
-    inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2)
+    _check.tensors(x=x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
+    x, router_w, w1, b1, w2, b2, w1_up, b1_up = autocast(
+        x, router_w, w1, b1, w2, b2, w1_up, b1_up
+    )
+    _check.alike(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
+    inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2, w1_up, b1_up)
     if inference:
-        w1_main_grad = w2_main_grad = None
-    _check.main_grads(w1, w1_main_grad, w2, w2_main_grad)
+        w1_main_grad = w2_main_grad = w1_up_main_grad = None
+    _check.main_grads(
+        ("w1", w1, w1_main_grad), ("w1_up", w1_up, w1_up_main_grad), ("w2", w2, w2_main_grad)
+    )
     layer = _ops.layer_text(
         top_k=int(top_k),
         **_ops.router_options(softmax_over_topk, norm_topk_probs),
-        **_expert_options(activation, concat_layout, inference),
+        **_expert_options(activation, layout, inference),
     )
     with torch.set_grad_enabled(not inference):
         o, logits, counts, _, _ = _ops.layer_forward(
@@ -64,6 +69,9 @@ def topk_layer(
             layer,
             w1_main_grad,
             w2_main_grad,
+            w1_up,
+            b1_up,
+            w1_up_main_grad,
         )
     return o, logits, counts
 
@@ -79,27 +87,31 @@ def routed_layer(
     b2: torch.Tensor | None,
     activation: ActivationType,
     is_inference_mode: bool,
-    concat_layout: bool,
+    layout: str,
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of lists of length L."""
     _ops.require()
-    activation = _check.activation("activation_type", activation)
-    _check.tensors(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+    _check.tensors(x=x, w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
     _check.scores("router_scores", scores)
     _check.ids("token_indices", token_ids)
     _check.ids("expert_indices", expert_ids)
     _check.on_device("router_scores", scores, x.device)
     _check.on_device("token_indices", token_ids, x.device)
     _check.on_device("expert_indices", expert_ids, x.device)
-    x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
-    _check.alike(x, w1=w1, b1=b1, w2=w2, b2=b2)
-    inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2)
+    x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
+    _check.alike(x, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
+    inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2, w1_up, b1_up)
     if inference:
-        w1_main_grad = w2_main_grad = None
-    _check.main_grads(w1, w1_main_grad, w2, w2_main_grad)
-    layer = _ops.layer_text(**_expert_options(activation, concat_layout, inference))
+        w1_main_grad = w2_main_grad = w1_up_main_grad = None
+    _check.main_grads(
+        ("w1", w1, w1_main_grad), ("w1_up", w1_up, w1_up_main_grad), ("w2", w2, w2_main_grad)
+    )
+    layer = _ops.layer_text(**_expert_options(activation, layout, inference))
     with torch.set_grad_enabled(not inference):
         o, counts, _, _ = _ops.routed_forward(
             x.contiguous(),
@@ -113,6 +125,9 @@ def routed_layer(
             layer,
             w1_main_grad,
             w2_main_grad,
+            w1_up,
+            b1_up,
+            w1_up_main_grad,
         )
     return o, counts
 

@@ -4,6 +4,7 @@ The operators themselves, `torch.ops.sonicmoe.*`, are described in `csrc/operato
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,9 +71,14 @@ def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) ->
     return like.new_empty(shape, dtype=dtype)
 
 
+def _preact_width(w1, w1_up):
+    return w1.shape[1] if w1_up is None else 2 * w1.shape[1]
+
+
 def _layer_forward_fake(
-    x, router_w, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None
-):
+    x, router_w, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
+    w1_up=None, b1_up=None, w1_up_main_grad=None,
+):  # fmt: skip
     options = _options(layer)
     inference = options.get("inference") == "true"
     tokens, experts = x.shape[0], router_w.shape[0]
@@ -81,21 +87,22 @@ def _layer_forward_fake(
         _empty(x, *x.shape),
         _empty(x, tokens, experts),
         _empty(x, experts, dtype=torch.int32),
-        _empty(x, rows, w1.shape[1]),
+        _empty(x, rows, _preact_width(w1, w1_up)),
         _empty(x, 0 if inference else 5 * rows + 2 * experts + 1, dtype=torch.int32),
     )
 
 
 def _routed_forward_fake(
-    x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None
-):
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
+    w1_up=None, b1_up=None, w1_up_main_grad=None,
+):  # fmt: skip
     inference = _options(layer).get("inference") == "true"
     tokens, experts = x.shape[0], w1.shape[0]
     rows = 0 if inference else scores.shape[0]
     return (
         _empty(x, *x.shape),
         _empty(x, experts, dtype=torch.int32),
-        _empty(x, rows, w1.shape[1]),
+        _empty(x, rows, _preact_width(w1, w1_up)),
         _empty(x, 0 if inference else 4 * rows + 2 * experts + tokens + 2, dtype=torch.int32),
     )
 
@@ -104,35 +111,42 @@ def _wanted_fake(wanted, like):
     return _empty(like, like.shape[0] if wanted else 0, *like.shape[1:])
 
 
-def _weight_gradients_fake(w1, w2, has_bias, wants_dw1, wants_dw2):
+def _weight_gradients_fake(
+    w1, w1_up, w2, has_bias, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+):
+    returned = all(t is None for t in main_grads)
     experts = w1.shape[0] if has_bias else 0
     return (
-        _wanted_fake(wants_dw1, w1),
+        _wanted_fake(returned and wants_dw1, w1),
         _empty(w1, experts, w1.shape[1]),
-        _wanted_fake(wants_dw2, w2),
+        _wanted_fake(returned and wants_dw2, w2),
         _empty(w2, experts, w2.shape[1]),
+        # Without w1_up they have no experts, and the rows of w1.
+        _wanted_fake(returned and wants_dw1_up and w1_up is not None, w1),
+        _empty(w1, 0 if w1_up is None else experts, w1.shape[1]),
     )
 
 
 def _layer_backward_fake(
     dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, layer, w1_main_grad=None,
-    w2_main_grad=None,
-    dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True, wants_dw2=True,
+    w2_main_grad=None, dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True,
+    wants_dw2=True, w1_up=None, w1_up_main_grad=None, wants_dw1_up=True,
 ):  # fmt: skip
-    returns = w1_main_grad is None and w2_main_grad is None
+    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
-        w1, w2, b2 is not None, returns and wants_dw1, returns and wants_dw2
+        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
     )
     return _wanted_fake(wants_dx, x), _wanted_fake(wants_drouter_w, router_w), *gradients
 
 
 def _routed_backward_fake(
     dout, x, w1, w2, b2, preact, routing, layer, w1_main_grad=None, w2_main_grad=None,
-    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True,
+    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
+    w1_up_main_grad=None, wants_dw1_up=True,
 ):  # fmt: skip
-    returns = w1_main_grad is None and w2_main_grad is None
+    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
-        w1, w2, b2 is not None, returns and wants_dw1, returns and wants_dw2
+        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
     )
     return _wanted_fake(wants_dx, x), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
 
@@ -183,15 +197,17 @@ def _token_rounding_backward_fake(dscores, logits, token_ids, expert_ids, layer)
 
 def _keep_optional(ctx, inputs, indices):
     """Which inputs' gradients backward can do without: their indices, and those that autograd
-    gives them, which counts tensors only."""
-    ctx.optional = [(i, sum(torch.is_tensor(t) for t in inputs[:i])) for i in indices]
+    gives them, which counts tensors only. None for an input that is not there."""
+    tensors = [isinstance(value, torch.Tensor) for value in inputs]
+    places = list(itertools.accumulate(tensors, initial=0))
+    ctx.optional = [(i, places[i]) if tensors[i] else None for i in indices]
 
 
 def _wants(ctx):
     """For each of those, whether this backward is asked for its gradient."""
     if torch.compiler.is_compiling():
-        return [ctx.needs_input_grad[index] for index, _ in ctx.optional]
-    return [_reaches(ctx, index) for _, index in ctx.optional]
+        return [pair is not None and ctx.needs_input_grad[pair[0]] for pair in ctx.optional]
+    return [pair is not None and _reaches(ctx, pair[1]) for pair in ctx.optional]
 
 
 def _reaches(ctx, index):
@@ -204,20 +220,26 @@ def _reaches(ctx, index):
         return True
 
 
-def _returned(ctx, wants, dw1, db1, dw2, db2, has_bias):
-    """Gradients of w1, b1, w2, b2, for autograd. Where those of the weights were added to
-    main_grads, it hears of that; tracing finds out from the schema."""
-    wants_dw1, wants_dw2 = wants[-2:]
+def _returned(ctx, wants, has_bias, dw1, db1, dw2, db2, dw1_up, db1_up):
+    """Gradients for autograd of w1, b1, w2, b2 and, behind three others, of w1_up and b1_up. Where
+    those of the weights were added to main_grads, it hears of that; tracing finds out from the
+    schema."""
+    wanted = wants[-3:]
     if any(t is not None for t in ctx.main_grads):
-        written = [t for t, wanted in zip(ctx.main_grads, wants[-2:], strict=True) if wanted]
+        written = [t for t, wants_it in zip(ctx.main_grads, wanted, strict=True) if wants_it]
         if written and not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(written)
-        wants_dw1 = wants_dw2 = False
+        wanted = False, False, False
     return (
-        dw1 if wants_dw1 else None,
+        dw1 if wanted[0] else None,
         db1 if has_bias else None,
-        dw2 if wants_dw2 else None,
+        dw2 if wanted[1] else None,
         db2 if has_bias else None,
+        None,
+        None,
+        None,
+        dw1_up if wanted[2] else None,
+        db1_up if has_bias and ctx.optional[-1] is not None else None,
     )
 
 
@@ -245,13 +267,15 @@ def _place_of_dpreact(ctx, preact):
 
 
 def _save_for_layer_backward(ctx, inputs, output):
-    x, router_w, w1, b1, w2, b2, layer, w1_main_grad, w2_main_grad = inputs
+    x, router_w, w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad = (
+        inputs
+    )
     o, logits, counts, preact, routing = output
     kept_logits = logits if _keeps_logits(_options(layer)) else None
-    ctx.save_for_backward(x, router_w, w1, w2, b2, kept_logits, preact, routing)
+    ctx.save_for_backward(x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up)
     ctx.layer, ctx.inputs = layer, len(inputs)
-    ctx.main_grads = w1_main_grad, w2_main_grad
-    _keep_optional(ctx, inputs, (0, 1, 2, 4))
+    ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
+    _keep_optional(ctx, inputs, (0, 1, 2, 4, 9))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -259,9 +283,9 @@ def _save_for_layer_backward(ctx, inputs, output):
 def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     if dout is None and dlogits is None:
         return _gradients(ctx)
-    x, router_w, w1, w2, b2, logits, preact, routing = ctx.saved_tensors
+    x, router_w, w1, w2, b2, logits, preact, routing, w1_up = ctx.saved_tensors
     wants = _wants(ctx)
-    dx, drouter_w, dw1, db1, dw2, db2 = torch.ops.sonicmoe.layer_backward(
+    dx, drouter_w, *of_experts = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
         x,
@@ -273,21 +297,24 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         preact,
         routing,
         ctx.layer,
-        *ctx.main_grads,
+        *ctx.main_grads[:2],
         _place_of_dpreact(ctx, preact),
-        *wants,
+        *wants[:-1],
+        w1_up,
+        ctx.main_grads[2],
+        wants[-1],
     )
-    gradients = _returned(ctx, wants, dw1, db1, dw2, db2, b2 is not None)
+    gradients = _returned(ctx, wants, b2 is not None, *of_experts)
     return _gradients(ctx, dx if wants[0] else None, drouter_w if wants[1] else None, *gradients)
 
 
 def _save_for_routed_backward(ctx, inputs, output):
-    x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad, w2_main_grad = inputs
+    x, _, _, _, w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad = inputs
     o, counts, preact, routing = output
-    ctx.save_for_backward(x, w1, w2, b2, preact, routing)
+    ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up)
     ctx.layer, ctx.inputs = layer, len(inputs)
-    ctx.main_grads = w1_main_grad, w2_main_grad
-    _keep_optional(ctx, inputs, (0, 4, 6))
+    ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
+    _keep_optional(ctx, inputs, (0, 4, 6, 11))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -295,9 +322,9 @@ def _save_for_routed_backward(ctx, inputs, output):
 def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
         return _gradients(ctx)
-    x, w1, w2, b2, preact, routing = ctx.saved_tensors
+    x, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
     wants = _wants(ctx)
-    dx, dscores, dw1, db1, dw2, db2 = torch.ops.sonicmoe.routed_backward(
+    dx, dscores, *of_experts = torch.ops.sonicmoe.routed_backward(
         dout.contiguous(),
         x,
         w1,
@@ -306,11 +333,14 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
         preact,
         routing,
         ctx.layer,
-        *ctx.main_grads,
+        *ctx.main_grads[:2],
         _place_of_dpreact(ctx, preact),
-        *wants,
+        *wants[:-1],
+        w1_up,
+        ctx.main_grads[2],
+        wants[-1],
     )
-    gradients = _returned(ctx, wants, dw1, db1, dw2, db2, b2 is not None)
+    gradients = _returned(ctx, wants, b2 is not None, *of_experts)
     return _gradients(ctx, dx if wants[0] else None, dscores, None, None, *gradients)
 
 

@@ -1,15 +1,50 @@
 """The functional interface, call-compatible with the original SonicMoE.
 
 Symbols: T tokens, H hidden size, I intermediate size, E experts, K experts a token, L list length.
-Weights are the permuted views that the original takes: w1 (2I, H, E), or (I, H, E) for an
-activation without a gate, and w2 (H, I, E), both `.permute(1, 2, 0)` of contiguous tensors with
-the experts first. `stream_id` is accepted and the current stream is used.
+
+Weights come as frameworks store them: contiguous w1 (E, 2I, H) and w2 (E, H, I), or (E, I, H) for
+an activation without a gate; biases b1 (E, 2I or I) and b2 (E, H). Each weight may also be the view
+`.permute(1, 2, 0)` of such a tensor, which the original takes: (2I, H, E) or (I, H, E), (H, I, E).
+H, the width of x, and the strides tell which. Gradients have the weight's form; nothing is copied.
+
+`layout` says how w1 and b1 hold the rows of gate and up:
+
+- "interleaved", the default: g0, u0, g1, u1, ...
+- "concatenated", or `concat_layout=True` as in the original: g0, g1, ..., u0, u1, ...
+- "separate", which giving w1_up selects: w1 (E, I, H) and b1 (E, I) are the gate, w1_up (E, I, H)
+  and b1_up (E, I) the up rows.
+
+`stream_id` is accepted and the current stream is used.
 """
 
 import torch
 
 from . import _check, _layer, _ops
-from .enums import ActivationType
+from .enums import ActivationType, is_glu
+
+
+def _stored(
+    x: torch.Tensor,
+    activation: ActivationType,
+    layout: str,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w1_main_grad: torch.Tensor | None,
+    w2_main_grad: torch.Tensor | None,
+    w1_up: torch.Tensor | None,
+    w1_up_main_grad: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Weights and main_grads as they are stored, (E, out, in), in the order of the arguments."""
+    hidden = _check.width("x", x)
+    rows = "2I" if layout != "separate" and is_glu(activation) else "I"
+    return (
+        _check.expert_weights("w1", w1, rows, "H", hidden),
+        _check.expert_weights("w2", w2, "H", "I", hidden),
+        _check.expert_weights("w1_main_grad", w1_main_grad, rows, "H", hidden),
+        _check.expert_weights("w2_main_grad", w2_main_grad, "H", "I", hidden),
+        _check.expert_weights("w1_up", w1_up, rows, "H", hidden),
+        _check.expert_weights("w1_up_main_grad", w1_up_main_grad, rows, "H", hidden),
+    )
 
 
 def moe_TC_softmax_topk_layer(
@@ -27,29 +62,47 @@ def moe_TC_softmax_topk_layer(
     norm_topk_probs: bool = False,
     concat_layout: bool = False,
     *,
+    layout: str | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each token picks its K experts: output (T, H), router logits (T, E), frequency (E) int32.
 
-    x (T, H), router_w (E, H), b1 (E, 2I or I), b2 (E, H); biases both or none. Gradients reach all
+    x (T, H), router_w (E, H), weights and biases as above; all biases or none. Gradients reach all
     of them, also from a loss on the logits. See :class:`sonicmoe.MoE` for the options.
+
+    Backward adds the gradients of w1, w2 and w1_up to the fp32 tensors w1_main_grad, w2_main_grad
+    and w1_up_main_grad, which have either form of their weight, and the weights get none.
     """
+    activation = _check.activation("activation_type", activation_type)
+    w1_layout = _check.w1_layout(
+        layout, concat_layout, activation, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
+    )
+    w1, w2, *others = _stored(
+        x, activation, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
+    )
+    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
     return _layer.topk_layer(
         x,
         router_w,
-        _check.expert_weights("w1", w1, "(2I or I, H, E)"),
+        w1,
         b1,
-        _check.expert_weights("w2", w2, "(H, I, E)"),
+        w2,
         b2,
         K,
-        activation_type,
+        activation,
         is_inference_mode_enabled,
         is_softmax_over_topk,
         norm_topk_probs,
-        concat_layout,
-        _check.expert_weights("w1_main_grad", w1_main_grad, "(2I or I, H, E)"),
-        _check.expert_weights("w2_main_grad", w2_main_grad, "(H, I, E)"),
+        w1_layout,
+        w1_main_grad,
+        w2_main_grad,
+        w1_up,
+        b1_up,
+        w1_up_main_grad,
     )
 
 
@@ -68,22 +121,32 @@ def moe_general_routing_inputs(
     is_inference_mode_enabled: bool = False,
     concat_layout: bool = False,
     *,
+    layout: str | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The caller routes, with lists of length L: output (T, H) and frequency (E) int32.
 
     Token `token_indices[i]` goes to expert `expert_indices[i]` with weight `router_scores[i]`
     (any float dtype, raised to fp32; differentiable). Lists may be in any order; duplicates add;
     an expert index of E or more is a sentinel that contributes nothing. `E` may be left out.
-    `w1_main_grad` and `w2_main_grad` as above.
+    Weights, biases and `main_grad` tensors as above.
     """
-    w1 = _check.expert_weights("w1", w1, "(2I or I, H, E)")
-    w2 = _check.expert_weights("w2", w2, "(H, I, E)")
+    activation = _check.activation("activation_type", activation_type)
+    w1_layout = _check.w1_layout(
+        layout, concat_layout, activation, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
+    )
+    w1, w2, *others = _stored(
+        x, activation, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
+    )
+    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
     if E is not None:
         _check.integer("E", E)
         if E != w2.shape[0]:
-            raise ValueError(f"E: got {E!r}, allowed: {w2.shape[0]}, the last dimension of w2")
+            raise ValueError(f"E: got {E!r}, allowed: {w2.shape[0]}, the experts of w2")
     return _layer.routed_layer(
         x,
         router_scores,
@@ -93,11 +156,14 @@ def moe_general_routing_inputs(
         b1,
         w2,
         b2,
-        activation_type,
+        activation,
         is_inference_mode_enabled,
-        concat_layout,
-        _check.expert_weights("w1_main_grad", w1_main_grad, "(2I or I, H, E)"),
-        _check.expert_weights("w2_main_grad", w2_main_grad, "(H, I, E)"),
+        w1_layout,
+        w1_main_grad,
+        w2_main_grad,
+        w1_up,
+        b1_up,
+        w1_up_main_grad,
     )
 
 

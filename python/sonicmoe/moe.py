@@ -84,9 +84,10 @@ class MoE(nn.Module):
 
     Parameters: `router.weight` (E, d); `c_fc.weight` (E, 2n, d) for gated activations, else
     (E, n, d); `c_proj.weight` (E, d, n); with `add_bias` also `c_fc.bias` (E, 2n or n) and
-    `c_proj.bias` (E, d). The 2n rows of `c_fc` alternate gate and up, or hold all gate rows, then
-    all up rows if `concat_layout`. Expert weights start normal with deviation `std`, biases at
-    zero.
+    `c_proj.bias` (E, d). The 2n rows of `c_fc` alternate gate and up (`layout="interleaved"`, the
+    default), or hold all gate rows, then all up rows (`layout="concatenated"`, or
+    `concat_layout=True` as in the original). Expert weights start normal with deviation `std`,
+    biases at zero.
 
     Scores are the softmax over the K largest logits; with `softmax_over_topk=False` the K largest
     of the softmax over all logits, divided by their sum if `norm_topk_probs`.
@@ -114,6 +115,7 @@ class MoE(nn.Module):
         softmax_over_topk: bool = True,
         norm_topk_probs: bool = False,
         concat_layout: bool = False,
+        layout: str | None = None,
         routing: str = "top_k",
         rounding: str = "nr",
         tile: int = 128,
@@ -125,6 +127,13 @@ class MoE(nn.Module):
         _check.integer("hidden_size", hidden_size)
         _check.integer("intermediate_size", intermediate_size)
         activation_function = _check.activation("activation_function", activation_function)
+        if layout == "separate":
+            raise ValueError(
+                "layout: got 'separate', allowed: 'interleaved', 'concatenated', for c_fc has one "
+                "weight (moe_TC_softmax_topk_layer takes two tensors: w1 and w1_up)"
+            )
+        allowed = _check.ONE_TENSOR_LAYOUTS
+        layout = _check.w1_layout(layout, concat_layout, activation_function, allowed=allowed)
         _check.integer("tile", tile)
         _check.rounding_rule("rounding", rounding)
         if routing not in ("top_k", "token_rounding"):
@@ -139,7 +148,7 @@ class MoE(nn.Module):
         self.activation_function = activation_function
         self.softmax_over_topk = softmax_over_topk
         self.norm_topk_probs = norm_topk_probs
-        self.concat_layout = concat_layout
+        self.layout = layout
         self.routing = routing
         self.rounding = rounding
         self.tile = tile
@@ -193,7 +202,7 @@ class MoE(nn.Module):
             is_inference_mode,
             self.softmax_over_topk,
             self.norm_topk_probs,
-            self.concat_layout,
+            self.layout,
             **main_grads,
         )
         aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
@@ -234,7 +243,7 @@ class MoE(nn.Module):
             self.c_proj.bias,
             self.activation_function,
             False,
-            self.concat_layout,
+            self.layout,
             **main_grads,
         )
         return out, logits, frequency
@@ -243,7 +252,7 @@ class MoE(nn.Module):
         return (
             f"top_k={self.top_k}, activation_function={self.activation_function}, "
             f"softmax_over_topk={self.softmax_over_topk}, "
-            f"norm_topk_probs={self.norm_topk_probs}, concat_layout={self.concat_layout}, "
+            f"norm_topk_probs={self.norm_topk_probs}, layout={self.layout!r}, "
             f"routing={self.routing!r}, rounding={self.rounding!r}, tile={self.tile}, "
             f"gradient_accumulation_fusion={self.gradient_accumulation_fusion}"
         )

@@ -8,6 +8,7 @@ storage type at the same points: H, A, Y and the output once each, scores never.
 import torch
 import torch.nn.functional as F
 
+from . import _check
 from ._autocast import autocast
 from .enums import ActivationType, is_glu
 from .reference_routing import route, token_rounding, wide_type
@@ -27,20 +28,24 @@ _POINTWISE = {
 }
 
 
-def _activate(h: torch.Tensor, activation: ActivationType, concat_layout: bool) -> torch.Tensor:
+def _activate(h: torch.Tensor, activation: ActivationType, layout: str) -> torch.Tensor:
     wide = h.to(wide_type(h.dtype))
     function = _POINTWISE[activation]
     if not is_glu(activation):
         return function(wide).to(h.dtype)
-    if concat_layout:
-        gate, up = wide.chunk(2, dim=-1)
-    else:
+    if layout == "interleaved":
         gate, up = wide[..., 0::2], wide[..., 1::2]
+    else:
+        gate, up = wide.chunk(2, dim=-1)
     return (function(gate) * up).to(h.dtype)
 
 
-def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, concat_layout):
+def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, layout, w1_up, b1_up):
     """o (T, d) and counts (E): o[tokens[i]] += scores[i] * expert[experts[i]](x[tokens[i]])."""
+    layout = _check.w1_layout(layout, False, activation, w1_up, b1_up=b1_up)
+    if layout == "separate":
+        w1 = torch.cat([w1, w1_up], dim=1)
+        b1 = None if b1 is None else torch.cat([b1, b1_up], dim=1)
     num_experts = w1.shape[0]
     # Ids past the last expert are sentinels: one more bin, which is dropped.
     experts = experts.clamp(max=num_experts)
@@ -59,7 +64,7 @@ def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, concat_layo
         no_bias if b2 is None else b2.unbind(),
         strict=True,
     ):
-        a = _activate(F.linear(x_e, w1_e, b1_e), activation, concat_layout)
+        a = _activate(F.linear(x_e, w1_e, b1_e), activation, layout)
         rows.append(F.linear(a, w2_e, b2_e))
     y = torch.cat(rows)
 
@@ -81,11 +86,18 @@ def topk_layer(
     is_inference_mode: bool = False,
     softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
-    concat_layout: bool = False,
+    layout: str = "interleaved",
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """o (T, d), logits (T, E) and counts (E) int32; w1 (E, 2n or n, d), w2 (E, d, n)."""
+    """o (T, d), logits (T, E) and counts (E) int32; w1 (E, 2n or n, d), w2 (E, d, n).
+
+    With the layout "separate" w1 (E, n, d) is the gate and w1_up (E, n, d) the up rows.
+    """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
-        x, router_w, w1, b1, w2, b2 = autocast(x, router_w, w1, b1, w2, b2)
+        x, router_w, w1, b1, w2, b2, w1_up, b1_up = autocast(
+            x, router_w, w1, b1, w2, b2, w1_up, b1_up
+        )
         logits = F.linear(x, router_w)
         scores, ids = route(logits, top_k, softmax_over_topk, norm_topk_probs)
         tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(top_k)
@@ -99,7 +111,9 @@ def topk_layer(
             w2,
             b2,
             activation,
-            concat_layout,
+            layout,
+            w1_up,
+            b1_up,
         )
     return o, logits, counts
 
@@ -115,13 +129,15 @@ def routed_layer(
     b2: torch.Tensor | None,
     activation: ActivationType = ActivationType.SWIGLU,
     is_inference_mode: bool = False,
-    concat_layout: bool = False,
+    layout: str = "interleaved",
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of lists of length L."""
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
-        x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
+        x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
         return _experts(
-            x, token_ids, expert_ids, scores, w1, b1, w2, b2, activation, concat_layout
+            x, token_ids, expert_ids, scores, w1, b1, w2, b2, activation, layout, w1_up, b1_up
         )
 
 

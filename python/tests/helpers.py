@@ -34,6 +34,8 @@ class Layer:
     b1: torch.Tensor | None
     w2: torch.Tensor
     b2: torch.Tensor | None
+    w1_up: torch.Tensor | None = None  # then w1 and b1 are the gate
+    b1_up: torch.Tensor | None = None
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """Fresh leaves by name, for gradients of one run."""
@@ -52,14 +54,15 @@ def make_layer(
     hidden=24,
     intermediate=16,
     experts=6,
+    separate=False,
 ) -> Layer:
     """Unit-scale data: h, a and y are of order one, so that no term hides behind another."""
 
     def normal(*shape, scale=1.0):
         return (torch.randn(shape) * scale).to(dtype)
 
-    width = 2 * intermediate if is_glu(activation) else intermediate
-    return Layer(
+    width = 2 * intermediate if is_glu(activation) and not separate else intermediate
+    layer = Layer(
         x=normal(tokens, hidden),
         router_w=normal(experts, hidden, scale=hidden**-0.5),
         w1=normal(experts, width, hidden, scale=hidden**-0.5),
@@ -67,32 +70,48 @@ def make_layer(
         w2=normal(experts, hidden, intermediate, scale=intermediate**-0.5),
         b2=normal(experts, hidden) if bias else None,
     )
+    if separate:
+        layer.w1_up = normal(experts, width, hidden, scale=hidden**-0.5)
+        layer.b1_up = normal(experts, width) if bias else None
+    return layer
 
 
 def permuted(weights: torch.Tensor) -> torch.Tensor:
     return weights.permute(1, 2, 0)
 
 
-def run(layer, k, activation, router, concat_layout=False):
+def stored(weights: torch.Tensor) -> torch.Tensor:
+    return weights
+
+
+#: What callers make of weights that are stored as (E, out, in).
+FORMS = {"stored": stored, "view": permuted}
+
+
+def run(layer, k, activation, router, layout="interleaved", form=permuted):
     """(o, logits, counts, leaves) of the library."""
     leaves = layer.leaves()
+    up = {}
+    if layout == "separate":
+        up = {"w1_up": form(leaves["w1_up"]), "b1_up": leaves.get("b1_up")}
     o, logits, counts = functional.moe_TC_softmax_topk_layer(
         leaves["x"],
         leaves["router_w"],
-        permuted(leaves["w1"]),
+        form(leaves["w1"]),
         leaves.get("b1"),
-        permuted(leaves["w2"]),
+        form(leaves["w2"]),
         leaves.get("b2"),
         k,
         activation_type=activation,
         is_softmax_over_topk=ROUTERS[router][0],
         norm_topk_probs=ROUTERS[router][1],
-        concat_layout=concat_layout,
+        layout=layout,
+        **up,
     )
     return o, logits, counts, leaves
 
 
-def run_plain(layer, ids, activation, router, concat_layout=False):
+def run_plain(layer, ids, activation, router, layout="interleaved"):
     """The same by PyTorch in the layer's dtype, for experts that are chosen already: ids (T, K).
 
     In fp64, the exact answer to whatever rounding decided the choice.
@@ -118,7 +137,9 @@ def run_plain(layer, ids, activation, router, concat_layout=False):
         leaves["w2"],
         leaves.get("b2"),
         activation,
-        concat_layout=concat_layout,
+        layout=layout,
+        w1_up=leaves.get("w1_up"),
+        b1_up=leaves.get("b1_up"),
     )
     return o, logits, counts, leaves
 
@@ -153,3 +174,19 @@ def assert_as_good(name: str, ours: torch.Tensor, plain: torch.Tensor, exact: to
     limit = 2 * error(plain, exact) + torch.finfo(ours.dtype).eps * exact.norm().item()
     assert ours.dtype == plain.dtype and ours.shape == plain.shape, name
     assert error(ours, exact) <= limit, f"{name}: error {error(ours, exact)}, limit {limit}"
+
+
+def kept_bytes(function, parameters):
+    """Storages that autograd packs while function() runs, parameters apart, and its result."""
+    storages = {}
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    return sorted(storages.values()), result

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import (
+    FORMS,
     ROUTERS,
     Layer,
     assert_as_good,
@@ -17,6 +18,7 @@ from helpers import (
 )
 
 from sonicmoe import ActivationType, MoE, functional
+from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,6 +29,8 @@ pytestmark = [
 ]
 K = 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHTS = ("w1", "w2", "w1_up")
+LAYOUTS = {ActivationType.SWIGLU: W1_LAYOUTS, ActivationType.RELU_SQ: ONE_TENSOR_LAYOUTS}
 
 
 def on_gpu(layer: Layer) -> Layer:
@@ -39,16 +43,22 @@ def gradients(o, leaves, weights):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("activation", [ActivationType.SWIGLU, ActivationType.RELU_SQ])
-@pytest.mark.parametrize("concat_layout", [False, True])
-def test_layer(dtype, router, activation, concat_layout):
-    layer = make_layer(activation, True, DTYPES[dtype], tokens=300, hidden=136, intermediate=72)
-    o, logits, counts, leaves = run(on_gpu(layer), K, activation, router, concat_layout)
+@pytest.mark.parametrize(
+    "activation, layout",
+    [(a, name) for a, names in LAYOUTS.items() for name in names],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_layer(dtype, router, activation, layout, form):
+    layer = make_layer(
+        activation, True, DTYPES[dtype], tokens=300, hidden=136, intermediate=72,
+        separate=layout == "separate",
+    )  # fmt: skip
+    o, logits, counts, leaves = run(on_gpu(layer), K, activation, router, layout, FORMS[form])
     _, ids = torch.ops.sonicmoe.top_k(logits.detach(), router_text(K, router))
     ids = ids.cpu().long()
     assert counts.tolist() == ids.flatten().bincount(minlength=6).tolist()
-    plain = run_plain(layer, ids, activation, router, concat_layout)
-    exact = run_plain(layer.to(torch.float64), ids, activation, router, concat_layout)
+    plain = run_plain(layer, ids, activation, router, layout)
+    exact = run_plain(layer.to(torch.float64), ids, activation, router, layout)
     assert_as_good("o", o.cpu(), plain[0], exact[0])
     weights = torch.randn(o.shape)
     ours = gradients(o, leaves, weights)
@@ -275,10 +285,10 @@ def step_with_main_grads(moe, x, start):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("concat_layout", [False, True])
+@pytest.mark.parametrize("layout", ["interleaved", "concatenated"])
 @pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
-def test_gradient_accumulation_fusion(dtype, concat_layout, routing):
-    options = dict(routing=routing, tile=16, concat_layout=concat_layout)
+def test_gradient_accumulation_fusion(dtype, layout, routing):
+    options = dict(routing=routing, tile=16, layout=layout)
     plain = module(**options).to(DTYPES[dtype])
     moe = module(**options, gradient_accumulation_fusion=True).to(DTYPES[dtype])
     x = torch.randn(300, 64, device="cuda", dtype=DTYPES[dtype])
@@ -348,3 +358,31 @@ def test_gradient_accumulation_fusion_in_a_graph():
     torch.cuda.synchronize()
     for weight, gradient in zip(weights, once, strict=True):
         assert torch.equal(weight.main_grad, gradient + gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frozen", [None, "w1", "w1_up", "w2"])
+def test_gradients_of_two_tensors_of_gate_and_up(dtype, frozen):
+    layer = on_gpu(make_layer(bias=True, dtype=DTYPES[dtype], tokens=300, separate=True))
+    main = {name: torch.zeros(getattr(layer, name).shape, device="cuda") for name in WEIGHTS}
+
+    def step(main):
+        leaves = layer.leaves()
+        if frozen:
+            leaves[frozen].requires_grad_(False)
+        x, router_w, w1, b1, w2, b2, w1_up, b1_up = leaves.values()
+        o, _, _ = functional.moe_TC_softmax_topk_layer(
+            x, router_w, w1, b1, w2, b2, K, w1_up=w1_up, b1_up=b1_up,
+            **{f"{name}_main_grad": t for name, t in main.items() if name != frozen},
+        )  # fmt: skip
+        o.float().square().sum().backward()
+        return leaves
+
+    plain, added = step({}), step(main)
+    for name, leaf in added.items():
+        if name == frozen:
+            assert leaf.grad is None and not main[name].any()
+        elif name in WEIGHTS:  # added to zeros it is the fp32 gradient, which the plain one rounds
+            assert leaf.grad is None and torch.equal(main[name].to(leaf.dtype), plain[name].grad)
+        else:
+            assert torch.equal(leaf.grad, plain[name].grad), name

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers import (
+    FORMS,
     ROUTERS,
     assert_as_good,
     at_odd_address,
@@ -17,14 +18,15 @@ from helpers import (
 )
 
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu, reference
+from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def compare(layer, k, activation, router, concat_layout=False):
-    o, logits, counts, leaves = run(layer, k, activation, router, concat_layout)
+def compare(layer, k, activation, router, layout="interleaved", form=permuted):
+    o, logits, counts, leaves = run(layer, k, activation, router, layout, form)
     _, ids = torch.ops.sonicmoe.top_k(logits.detach(), router_text(k, router))
-    args = (ids.long(), activation, router, concat_layout)
+    args = (ids.long(), activation, router, layout)
     plain_o, plain_logits, plain_counts, plain_leaves = run_plain(layer, *args)
     exact_o, exact_logits, _, exact_leaves = run_plain(layer.to(torch.float64), *args)
     assert torch.equal(counts, plain_counts) and counts.dtype == torch.int32
@@ -44,12 +46,17 @@ def compare(layer, k, activation, router, concat_layout=False):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
-    "activation, concat_layout",
-    [(a, concat) for a in ActivationType for concat in ([False, True] if is_glu(a) else [False])],
+    "activation, layout",
+    [
+        (activation, layout)
+        for activation in ActivationType
+        for layout in (W1_LAYOUTS if is_glu(activation) else ONE_TENSOR_LAYOUTS)
+    ],
 )
-def test_matches_plain_pytorch(activation, concat_layout, router, bias, dtype):
-    layer = make_layer(activation, bias, DTYPES[dtype])
-    compare(layer, 2, activation, router, concat_layout)
+@pytest.mark.parametrize("form", FORMS)
+def test_matches_plain_pytorch(form, activation, layout, router, bias, dtype):
+    layer = make_layer(activation, bias, DTYPES[dtype], separate=layout == "separate")
+    compare(layer, 2, activation, router, layout, FORMS[form])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

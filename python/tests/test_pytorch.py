@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import OVER_SOFTMAX, ROUTERS, make_layer, permuted, router_text, run
+from helpers import OVER_SOFTMAX, ROUTERS, kept_bytes, make_layer, permuted, router_text, run
 
 import sonicmoe
 from sonicmoe import (
@@ -172,22 +172,6 @@ def test_autocast_of_lists_keeps_scores():
 
 
 # What is kept for backward.
-
-
-def kept_bytes(function, parameters):
-    """Storages that autograd packs while function() runs, parameters apart, and its result."""
-    storages = {}
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function()
-    return sorted(storages.values()), result
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,10 +9,6 @@ from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu, 
 
 T, D, N, E, L = 6, 16, 8, 4, 5
 ACTIVATIONS = ", ".join(f"ActivationType.{a.name}" for a in ActivationType)
-VIEW = (
-    "with stride order (2, 0, 1), which is the view .permute(1, 2, 0) of a contiguous tensor with "
-    "the experts first"
-)
 
 
 def view(*shape, dtype=torch.float32):
@@ -67,8 +63,13 @@ TOPK = [
         ValueError,
         "w2: got a tensor on meta, allowed: cpu, where x is",
     ),
-    ({"x": torch.ones(D)}, ValueError, "x: got shape (16,), allowed: (T, d)"),
-    ({"x": torch.ones(T, 24)}, ValueError, "x: got shape (6, 24), allowed: (T, d) = (6, 16)"),
+    ({"x": torch.ones(D)}, ValueError, "x: got shape (16,), allowed: (T, H)"),
+    (
+        {"x": torch.ones(T, 24)},
+        ValueError,
+        "w1: got shape (16, 16, 4) with strides (16, 1, 256), allowed: a contiguous (E, 2I, H), or "
+        "its view (2I, H, E) by .permute(1, 2, 0), where H is 24, the width of x",
+    ),
     (
         {"router_w": torch.ones(3, D)},
         ValueError,
@@ -92,12 +93,14 @@ TOPK = [
     (
         {"w1": torch.ones(2 * N, D, E)},
         ValueError,
-        f"w1: got shape (16, 16, 4) with strides (64, 4, 1), allowed: (2I or I, H, E) {VIEW}",
+        "w1: got shape (16, 16, 4) with strides (64, 4, 1), allowed: a contiguous (E, 2I, H), or "
+        "its view (2I, H, E) by .permute(1, 2, 0), where H is 16, the width of x",
     ),
     (
         {"w2": torch.ones(D, N)},
         ValueError,
-        f"w2: got shape (16, 8) with strides (8, 1), allowed: (H, I, E) {VIEW}",
+        "w2: got shape (16, 8) with strides (8, 1), allowed: a contiguous (E, H, I), or its view "
+        "(H, I, E) by .permute(1, 2, 0), where H is 16, the width of x",
     ),
     (
         {"w2": view(E, D, 12)},
@@ -139,7 +142,7 @@ TOPK = [
 ]
 
 LISTS = [
-    ({"E": 5}, ValueError, "E: got 5, allowed: 4, the last dimension of w2"),
+    ({"E": 5}, ValueError, "E: got 5, allowed: 4, the experts of w2"),
     ({"E": 4.0}, TypeError, "E: got 4.0, allowed: an int"),
     (
         {"token_indices": torch.tensor([0, 1, 2, 3, T])},
@@ -215,6 +218,22 @@ MODULE = [
         {"activation_function": "tanh"},
         ValueError,
         f"activation_function: got 'tanh', allowed: {ACTIVATIONS}",
+    ),
+    (
+        {"layout": "separate"},
+        ValueError,
+        "layout: got 'separate', allowed: 'interleaved', 'concatenated', for c_fc has one weight "
+        "(moe_TC_softmax_topk_layer takes two tensors: w1 and w1_up)",
+    ),
+    (
+        {"layout": "both"},
+        ValueError,
+        "layout: got 'both', allowed: 'interleaved', 'concatenated'",
+    ),
+    (
+        {"layout": "interleaved", "concat_layout": True},
+        ValueError,
+        "concat_layout: got True, allowed: False, for layout is 'interleaved'",
     ),
 ]
 
@@ -351,9 +370,14 @@ def test_operators_refuse_in_the_same_words():
             forward(*tensors, f"{key}={value} top_k=2")
     with refused(ValueError, "rounding_tile: got 8, allowed: 0 (token_rounding makes lists)"):
         forward(*tensors, "top_k=2 rounding_tile=8")
-    layouts = "interleaved, concatenated (as an operator)"
-    with refused(ValueError, f"w1_layout: got separate, allowed: {layouts}"):
+    with refused(ValueError, "w1_up: got None, allowed: a tensor, for w1_layout is separate"):
         forward(*tensors, "top_k=2 w1_layout=separate")
+    with refused(ValueError, "w1_up: got a tensor, allowed: None, for w1_layout is interleaved"):
+        forward(*tensors, "top_k=2", w1_up=w1)
+    for name in ("b1_up", "w1_up_main_grad"):
+        message = f"{name}: got a tensor, allowed: None, for w1_layout is concatenated"
+        with refused(ValueError, message):
+            forward(*tensors, "top_k=2 w1_layout=concatenated", **{name: w1})
     routers = "softmax_over_topk, topk_over_softmax (lists have an operator)"
     with refused(ValueError, f"router: got given, allowed: {routers}"):
         forward(*tensors, "router=given")

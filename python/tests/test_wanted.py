@@ -12,7 +12,12 @@ from sonicmoe import ActivationType, MoE, functional
 
 K = 2
 # The inputs of the layer, and of lists, whose gradients can be left out.
-OPTIONAL = {"layer": ("x", "router_w", "w1", "w2"), "lists": ("x", "w1", "w2")}
+OPTIONAL = {
+    "layer": ("x", "router_w", "w1", "w2"),
+    "lists": ("x", "w1", "w2"),
+    "layer_separate": ("x", "router_w", "w1", "w2", "w1_up"),
+    "lists_separate": ("x", "w1", "w2", "w1_up"),
+}
 
 
 class Backwards(TorchDispatchMode):
@@ -40,25 +45,27 @@ def call(kind, leaves, ids):
     """The loss of a layer; `lists`: of one whose scores need gradients too."""
     x, router_w, w1, b1, w2, b2 = map(leaves.get, ("x", "router_w", "w1", "b1", "w2", "b2"))
     args = permuted(w1), b1, permuted(w2), b2
-    if kind == "lists":
-        o = functional.moe_general_routing_inputs(x, leaves["scores"], *ids, *args)[0]
+    up = {name: leaves[name] for name in ("w1_up", "b1_up") if name in leaves}
+    if kind.startswith("lists"):
+        o = functional.moe_general_routing_inputs(x, leaves["scores"], *ids, *args, **up)[0]
     else:
-        o, logits, _ = functional.moe_TC_softmax_topk_layer(x, router_w, *args, K)
+        o, logits, _ = functional.moe_TC_softmax_topk_layer(x, router_w, *args, K, **up)
         o = torch.cat([o, logits], 1)
     return (o.float() * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum()
 
 
 def inputs(kind, bias, dtype):
-    layer = make_layer(bias=bias, dtype=dtype)
+    layer = make_layer(bias=bias, dtype=dtype, separate=kind.endswith("separate"))
     leaves = layer.leaves()
-    if kind == "lists":
+    if kind.startswith("lists"):
         del leaves["router_w"]
         leaves["scores"] = torch.rand(70, requires_grad=True)
     return leaves, (torch.randint(0, 48, (70,)), torch.randint(0, 6, (70,)))
 
 
 def expect_asked(kind, wants, wanted):
-    assert wants == {"d" + name: name in wanted for name in OPTIONAL[kind]}
+    names = {*OPTIONAL[kind], "w1_up"}  # nobody asks for what is not there
+    assert wants == {"d" + name: name in wanted for name in names}
 
 
 def subsets(names):
@@ -132,7 +139,8 @@ def test_module_with_frozen_experts(routing, backend, x_too):
             gradients = torch.autograd.grad(o.square().sum() + aux_loss, leaves)
         (wants,) = backwards.wants
         assert wants.pop("drouter_w", True)  # lists have none
-        assert wants == {"dx": x_too, "dw1": not frozen[0], "dw2": not frozen[1]}
+        asked = {"dx": x_too, "dw1": not frozen[0], "dw2": not frozen[1], "dw1_up": False}
+        assert wants == asked
         return dict(zip(map(id, leaves), gradients, strict=True))
 
     full = gradients(False, False)
@@ -173,6 +181,6 @@ def test_opcheck():
     backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options)
     for main_grads in ((None, None), (torch.zeros(w1.shape), torch.zeros(w2.shape))):
         none = (*backward, *main_grads, None, False, False, False, False)
-        assert [t.shape[0] for t in ops.layer_backward(*none)] == [0, 0, 0, 6, 0, 6]
+        assert [t.shape[0] for t in ops.layer_backward(*none)] == [0, 0, 0, 6, 0, 6, 0, 0]
         torch.library.opcheck(ops.layer_backward.default, none)
         assert not any(t.any() for t in main_grads if t is not None)
