@@ -209,6 +209,14 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
       app.add_option_function<std::string>("--activation", set_activation, "Default: swiglu")
           ->check(CLI::Validator(check_activation, ""))
           ->type_name(join(names<Activation>())));
+  const auto set_input = [this](const std::string& text) {
+    desc.router.input = from_name<RouterInput>(text);
+  };
+  of_layer.push_back(
+      app.add_option_function<std::string>("--router_input", set_input,
+                                           "What the caller hands over (default: projection)")
+          ->check(one_of(names<RouterInput>()))
+          ->type_name(join(names<RouterInput>())));
   for (auto* option : add_router(app)) of_layer.push_back(option);
   const auto set_rounding = [this](const std::string& text) {
     desc.rounding.rule = from_name<RoundingRule>(text);

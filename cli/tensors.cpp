@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numeric>
 #include <random>
+#include <stdexcept>
+#include <string>
 
 #include "testkit/numbers.h"
 
@@ -26,7 +28,7 @@ Sizes::Sizes(const LayerDesc& desc)
 
 LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::uint64_t seed,
                            double skew, Device device)
-    : draws(seed) {
+    : draws(seed), router_(desc.router) {
   const Sizes s(desc);
   const auto random = [&](std::int64_t elements, double scale) {
     return make_random(elements, desc.experts.dtype, scale, seed++, device);
@@ -47,19 +49,50 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
   o = empty(s.t * s.d);
   logits = empty(s.t * s.e);
   counts = Buffer(static_cast<std::size_t>(s.e) * sizeof(std::int32_t), device);
+  if (!router_.projects()) route(desc, device);
   if (desc.experts.inference) return;
 
   preact = Buffer(saved.preact, device);
   routing = Buffer(saved.routing, device);
   dout = random(s.t * s.d, kActivationScale);
   dx = empty(s.t * s.d);
-  drouter_w = empty(s.e * s.d);
+  if (router_.projects()) drouter_w = empty(s.e * s.d);
+  if (router_.has_logits() && !router_.projects()) dlogits = empty(s.t * s.e);
+  if (!router_.has_logits()) dscores = make_tensor(s.r, DType::f32, device);
   dw1 = empty(s.e * s.w * s.d);
   dw2 = empty(s.e * s.d * s.n);
   if (desc.experts.bias) {
     db1 = empty(s.e * s.w);
     db2 = empty(s.e * s.d);
   }
+}
+
+/// Runs the operations that the layer leaves to its caller.
+void LayerTensors::route(const LayerDesc& desc, Device device) {
+  const Sizes s(desc);
+  const auto run = [&](const auto& op, const auto& args) {
+    const auto plan = make_plan(op, device);
+    Status status = plan.status();
+    if (plan.ok()) {
+      const Buffer workspace(plan->workspace_bytes(), device);
+      status = plan->run(args, workspace.workspace());
+      (void)counts.contents<std::int32_t>();  // the device is done with the workspace
+    }
+    if (!status.ok()) throw std::runtime_error(std::string("router: ") + status.message());
+  };
+  run(RouterGemmDesc{GemmPass::forward, s.t, s.d, s.e, desc.experts.dtype},
+      RouterGemmArgs{.x = x.data(), .w = router_w.data(), .logits = logits.data()});
+  if (router_.takes_ids()) {
+    ids = make_tensor(s.r, DType::f32, device);
+    weights = make_tensor(s.r, DType::f32, device);
+    const RouterDesc chooses{.experts = s.e, .top_k = s.k};
+    run(TopKDesc{{chooses}, s.t, desc.experts.dtype},
+        TopKArgs{
+            .logits = logits.data(), .scores = weights.as<float>(), .ids = ids.as<std::int32_t>()});
+  }
+  router_w = {};
+  if (router_.has_logits()) weights = {};
+  if (!router_.has_logits()) logits = {};
 }
 
 /// Column 0 of x becomes ones, that of the router's weights what is added to each expert's logits.
@@ -100,6 +133,9 @@ ForwardArgs LayerTensors::forward_args() const {
   args.b2 = b2.data();
   args.o = o.data();
   args.logits = logits.data();
+  args.given_logits = logits.data();
+  args.given_ids = ids.as<std::int32_t>();
+  args.given_weights = weights.as<float>();
   args.counts = counts.as<std::int32_t>();
   args.preact = preact.data();
   args.routing = routing.data();
@@ -126,6 +162,8 @@ BackwardArgs LayerTensors::backward_args() const {
   args.dout = dout.data();
   args.dx = dx.data();
   args.drouter_w = drouter_w.data();
+  args.dgiven_logits = dlogits.data();
+  args.dscores = dscores.as<float>();
   args.dw1 = dw1.data();
   args.db1 = db1.data();
   args.dw2 = dw2.data();

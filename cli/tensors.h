@@ -20,7 +20,8 @@ struct RowCounts {
   std::int32_t fewest, most;
 };
 
-/// Every tensor of a layer, with random inputs: x 0.2 randn, weights 0.02 randn, dO 0.2 randn.
+/// Every tensor of a layer, with random inputs: x 0.2 randn, weights 0.02 randn, dO 0.2 randn. What
+/// RouterInput lets the caller hand over is what the router would have made of x.
 /// With `skew` s above 0 the i-th most popular expert's logits are lower by s ln i times their
 /// standard deviation; which experts those are is drawn by `seed`, too.
 struct LayerTensors {
@@ -33,12 +34,16 @@ struct LayerTensors {
   RowCounts row_counts() const;
 
   Buffer x, router_w, w1, b1, w2, b2, dout;   // inputs
-  Buffer o, logits, counts, preact, routing;  // written by forward
+  Buffer ids, weights;                        // (T, K) of the caller, where it hands them over
+  Buffer o, logits, counts, preact, routing;  // written by forward; logits may be the caller's
   Buffer dx, drouter_w, dw1, db1, dw2, db2;   // written by backward
+  Buffer dlogits, dscores;                    // of the caller's logits and weights
   std::uint64_t draws;                        // seed of token rounding
 
  private:
+  void route(const LayerDesc& desc, Device device);
   void skew_router(const LayerDesc& desc, double skew) const;
+  RouterDesc router_;
 };
 
 /// Sum of sizes, for GB/s.

@@ -69,19 +69,21 @@ void plan_operation(FuzzedDataProvider* in, const Desc& desc) {
 
 LayerDesc layer_desc(FuzzedDataProvider* in) {
   LayerDesc d;
-  d.router.mode = pick<RouterMode>(in, 3);
+  d.router.input = pick<RouterInput>(in, 5);
+  const bool lists = d.router.takes_lists(), logits = d.router.has_logits();
+  d.router.mode = logits ? pick<RouterMode>(in, 2) : RouterMode::softmax_over_topk;
   d.tokens = number(in, 40);
   d.experts.hidden = width(in);
   d.experts.intermediate = width(in);
   d.router.experts = number(in, 20);
-  d.router.top_k = d.router.mode == RouterMode::given ? number(in, 0) : number(in, 6);
+  d.router.top_k = number(in, lists ? 0 : 6);
   d.experts.dtype = pick<DType>(in, 2);
   d.experts.activation = any_activation(in);
   d.experts.w1_layout = pick<W1Layout>(in, 3);
-  d.router.norm_topk_probs = d.router.mode != RouterMode::given && in->ConsumeBool();
+  d.router.norm_topk_probs = logits && in->ConsumeBool();
   d.experts.bias = in->ConsumeBool();
   d.experts.inference = in->ConsumeIntegralInRange(0, 7) == 0;
-  d.router.list_length = d.router.mode == RouterMode::given ? number(in, 100) : number(in, 0);
+  d.router.list_length = number(in, lists ? 100 : 0);
   d.router.assume_sorted = in->ConsumeIntegralInRange(0, 3) == 0;
   d.rounding.tile = in->ConsumeIntegralInRange(0, 3) == 0 ? number(in, 40) : 0;
   d.rounding.rule = pick<RoundingRule>(in, 6);
@@ -139,10 +141,11 @@ void operation(FuzzedDataProvider* in) {
   const auto dtype = pick<DType>(in, 3);
   const ActivationSpec activation = any_activation(in);
   const auto layout = pick<W1Layout>(in, 3);
-  const auto mode = pick<RouterMode>(in, 3);
+  const auto input = pick<RouterInput>(in, 5);
+  const auto mode = pick<RouterMode>(in, 2);
   const bool flag = in->ConsumeBool(), other = in->ConsumeBool();
   const RouterDesc router{
-      .experts = experts, .top_k = top_k, .mode = mode, .norm_topk_probs = flag};
+      .experts = experts, .top_k = top_k, .input = input, .mode = mode, .norm_topk_probs = flag};
   const GroupedDesc grouped{{.hidden = hidden,
                              .intermediate = intermediate,
                              .dtype = dtype,

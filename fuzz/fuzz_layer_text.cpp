@@ -28,7 +28,8 @@ LayerDesc any_layer(FuzzedDataProvider* in) {
   d.router.list_length = number(in, 100);
   d.router.norm_topk_probs = in->ConsumeBool();
   d.router.assume_sorted = in->ConsumeBool();
-  choose(&d.router.mode, 3);
+  choose(&d.router.input, 5);
+  choose(&d.router.mode, 2);
   d.rounding.tile = number(in, 100);
   choose(&d.rounding.rule, 6);
   d.experts.hidden = number(in, 100);

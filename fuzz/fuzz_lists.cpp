@@ -1,5 +1,5 @@
-// Routing lists with any ids: refused where an id is out of range, without writing; else sorted
-// into groups as the oracle does, and run through a small layer and through the gradient of
+// Routing lists with any ids: refused where a token id is out of range, without writing; else
+// sorted into groups as the oracle does, and run through a small layer and through the gradient of
 // rounding.
 #include <cmath>
 #include <cstddef>
@@ -41,7 +41,7 @@ struct Lists {
     if (in->ConsumeBool()) std::sort(routing.tokens.begin(), routing.tokens.end());
     for (std::int64_t i = 0; i < length; ++i) {
       const std::int32_t t = routing.tokens[i];
-      legal = legal && routing.experts[i] >= 0 && t >= 0 && t < tokens;
+      legal = legal && t >= 0 && t < tokens;
       sorted = sorted && (i == 0 || routing.tokens[i - 1] <= t);
     }
   }
@@ -109,7 +109,7 @@ void layer(const Lists& lists, bool assume_sorted, std::uint64_t seed, const Opt
   d.experts.hidden = 8;
   d.experts.intermediate = 8;
   d.router.experts = lists.experts;
-  d.router.mode = RouterMode::given;
+  d.router.input = RouterInput::lists;
   d.experts.dtype = seed % 2 == 0 ? DType::f32 : DType::bf16;
   d.experts.bias = seed % 3 == 0;
   testkit::Problem problem = testkit::make_problem(testkit::custom_case(d, seed));
@@ -149,7 +149,7 @@ void rounding_gradient(const Lists& lists, const Options& options) {
   testkit::Tensor logits(d.tokens * d.experts), dscores(d.list_length);
   for (std::size_t i = 0; i < logits.size(); ++i) logits[i] = random.normal(i);
   for (std::size_t i = 0; i < dscores.size(); ++i) {
-    const bool sentinel = lists.routing.experts[i] >= d.experts;
+    const bool sentinel = testkit::is_sentinel(lists.routing.experts[i], d.experts);
     dscores[i] = sentinel ? std::nan("") : random.normal(i + logits.size());
   }
   args.logits = arena.input("logits", logits, d.dtype);

@@ -25,7 +25,7 @@ LayerDesc usual() { return shape(61, 72, 40, 6, 2); }
 
 LayerDesc list_shape(std::int64_t T, std::int64_t E, std::int64_t length) {
   LayerDesc desc = shape(T, 72, 40, E, 0);
-  desc.router.mode = RouterMode::given;
+  desc.router.input = RouterInput::lists;
   desc.router.list_length = length;
   return desc;
 }
@@ -237,6 +237,78 @@ void add_tiles(CaseList* list) {
   list->add("tiles/separate", separate);
 }
 
+/// What the caller hands over in place of a router.
+class InputCases {
+ public:
+  explicit InputCases(CaseList* list) : list_(list) {}
+
+  /// Both backends run these.
+  void add_usual() {
+    const LayerDesc some = shape(61, 72, 40, 7, 3);
+    add("softmax_over_topk-dlogits", with(some, RouterInput::logits, kModes[0]),
+        RoutingKind::random, true);
+    add("topk_over_softmax", with(some, RouterInput::logits, kModes[1]), RoutingKind::ties);
+    LayerDesc rounded = with(shape(150, 24, 16, 7, 3), RouterInput::logits, kModes[1]);
+    rounded.rounding.tile = 16;
+    add("rounding", rounded, RoutingKind::random, true);
+    for (const Mode& mode : kModes) {
+      add(mode.name + std::string("-hostile"), with(some, RouterInput::logits_and_ids, mode),
+          RoutingKind::hostile, mode.router == RouterMode::topk_over_softmax);
+    }
+    add("e896_k10", with(shape(40, 24, 16, 896, 10), RouterInput::logits_and_ids, kModes[1]));
+    LayerDesc biased = weighted(some);
+    biased.experts.bias = true;
+    add("hostile-bias", biased, RoutingKind::hostile);
+    add("e512_k22", weighted(shape(40, 24, 16, 512, 22)));
+    add("sentinels_only", weighted(some), RoutingKind::sentinels_only);
+  }
+
+  /// The CPU runs these besides.
+  void add_others() {
+    const LayerDesc some = shape(61, 72, 40, 7, 3);
+    add("topk_over_softmax_norm", with(some, RouterInput::logits, kModes[2]),
+        RoutingKind::all_equal, true);
+    for (const RouterInput input : {RouterInput::logits_and_ids, RouterInput::ids_and_weights}) {
+      const auto each = [&](const char* name, const LayerDesc& desc,
+                            RoutingKind kind = RoutingKind::random) {
+        add(name, with(desc, input, kModes[0]), kind);
+      };
+      each("one_expert", some, RoutingKind::one_expert);
+      each("empty_ends", shape(61, 72, 40, 9, 2), RoutingKind::empty_ends);
+      each("k1", shape(33, 24, 16, 5, 1), RoutingKind::hostile);
+      each("k_is_e", shape(33, 24, 16, 5, 5));
+      each("e1", shape(33, 24, 16, 1, 1));
+      each("e288_k1", shape(40, 24, 16, 288, 1));
+      each("e384_k10", shape(40, 24, 16, 384, 10));
+      each("t0", shape(0, 24, 16, 5, 2));
+      LayerDesc inference = some;
+      inference.experts.inference = true;
+      each("inference", inference, RoutingKind::hostile);
+    }
+    add("e512_k22", with(shape(40, 24, 16, 512, 22), RouterInput::logits_and_ids, kModes[2]));
+    add("sentinels_only", with(some, RouterInput::logits_and_ids, kModes[2]),
+        RoutingKind::sentinels_only, true);
+    add("e896_k10", weighted(shape(40, 24, 16, 896, 10)));
+  }
+
+ private:
+  static LayerDesc with(LayerDesc desc, RouterInput input, const Mode& mode) {
+    desc.router.input = input;
+    desc.router.mode = mode.router;
+    desc.router.norm_topk_probs = mode.norm;
+    return desc;
+  }
+  static LayerDesc weighted(const LayerDesc& desc) {
+    return with(desc, RouterInput::ids_and_weights, kModes[0]);
+  }
+  void add(const std::string& name, const LayerDesc& desc, RoutingKind kind = RoutingKind::random,
+           bool outside_dlogits = false) {
+    list_->add("input/" + std::string(sonicmoe::name(desc.router.input)) + "-" + name, desc, kind,
+               outside_dlogits);
+  }
+  CaseList* list_;
+};
+
 const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "activation/swiglu-interleaved/bf16",
                                       "activation/geglu-separate-bias/f32",
@@ -248,6 +320,9 @@ const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "shape/large/bf16",
                                       "given/hostile/f32",
                                       "given/hostile-bias-swiglu/bf16",
+                                      "input/logits-softmax_over_topk-dlogits/f32",
+                                      "input/logits_and_ids-topk_over_softmax-hostile/f32",
+                                      "input/ids_and_weights-hostile-bias/bf16",
                                       "inference/topk/f32",
                                       "rounding/nearest-softmax_over_topk/f32",
                                       "rounding/stochastic-topk_over_softmax/bf16",
@@ -266,6 +341,9 @@ void add_all(CaseList* list) {
 std::vector<Case> full_cases() {
   CaseList list;
   add_all(&list);
+  InputCases inputs(&list);
+  inputs.add_usual();
+  inputs.add_others();
   return list.take();
 }
 
@@ -273,6 +351,7 @@ std::vector<Case> cuda_cases() {
   CaseList list(DType::f16, DType::bf16);
   add_all(&list);
   add_tiles(&list);
+  InputCases(&list).add_usual();
   return list.take();
 }
 

@@ -15,10 +15,10 @@ enum class RoutingKind {
   ties,            ///< every two neighbouring experts have the same router weights
   all_equal,       ///< router weights are zero: all logits tie
   empty_ends,      ///< first, middle and last experts get no rows (where E and K allow it)
-  one_expert,      ///< the last expert is every token's first choice; lists: its only one
+  one_expert,      ///< the last expert is every token's first choice; lists and ids: its only one
   tile_counts,     ///< lists: experts with 127, 128, 129, 0, 1, 255, 256, 257 rows, in turn
-  hostile,         ///< lists: sentinels, duplicates, tokens without expert
-  sentinels_only,  ///< lists: no rows at all
+  hostile,         ///< lists and ids: sentinels, duplicates, tokens without expert
+  sentinels_only,  ///< lists and ids: no rows at all
 };
 
 enum class Scale {

@@ -20,6 +20,15 @@ Tensor probabilities(const double* logits, std::int64_t experts) {
 
 }  // namespace
 
+std::vector<std::int64_t> slots_of_token(const std::vector<std::int32_t>& ids, std::int64_t t,
+                                         std::int64_t k, std::int64_t experts) {
+  std::vector<std::int64_t> slots;
+  for (std::int64_t slot = t * k; slot < (t + 1) * k; ++slot) {
+    if (!is_sentinel(ids[slot], experts)) slots.push_back(slot);
+  }
+  return slots;
+}
+
 Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts) {
   Grouping g;
   g.counts.assign(experts, 0);
@@ -28,7 +37,7 @@ Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts
   g.slot_rows.assign(routing.slots(), -1);
   for (std::size_t slot = 0; slot < routing.slots(); ++slot) {
     const std::int32_t expert = routing.experts[slot];
-    if (expert >= experts) continue;
+    if (is_sentinel(expert, experts)) continue;
     ++g.counts[expert];
     ++g.token_offsets[routing.tokens[slot] + 1];
     g.row_slots.push_back(static_cast<std::int32_t>(slot));

@@ -7,8 +7,8 @@
 
 namespace sonicmoe::testkit {
 
-/// Which (token, expert) pairs exist, in the order they came in (slots): t*K + k for the router
-/// modes, the list position when the routing is given. An expert id >= E is a sentinel.
+/// Which (token, expert) pairs exist, in the order they came in (slots): t*K + k, or the position
+/// in lists. An expert id < 0 or >= E is a sentinel.
 struct Routing {
   std::vector<std::int32_t> tokens;
   std::vector<std::int32_t> experts;
@@ -26,6 +26,12 @@ struct Grouping {
   std::vector<std::int32_t> token_slots;    ///< (rows in use): by token, then slot
   std::size_t rows() const { return row_slots.size(); }
 };
+inline bool is_sentinel(std::int32_t expert, std::int64_t experts) {
+  return expert < 0 || expert >= experts;
+}
+/// The slots of token t without sentinels; `ids` is (T, K).
+std::vector<std::int64_t> slots_of_token(const std::vector<std::int32_t>& ids, std::int64_t t,
+                                         std::int64_t k, std::int64_t experts);
 Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts);
 
 /// The K experts of each token, (T, K): descending logits, or descending fp32-rounded

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "testkit/parallel.h"
 
@@ -69,10 +70,26 @@ Tensor router_weights(const Case& c) {
   return w;
 }
 
+/// Logits of the caller, of size one, that lead to the same kind of routing.
+Tensor logits_of(const Case& c) {
+  const LayerDesc& desc = c.desc;
+  const std::int64_t E = desc.router.experts;
+  Tensor out = normal_tensor(c.seed, kRouter, desc.tokens * E, 1, desc.experts.dtype);
+  for (std::int64_t i = 0; i < desc.tokens * E; ++i) {
+    const std::int64_t e = i % E;
+    if (c.routing == RoutingKind::all_equal) out[i] = 0;
+    if (c.routing == RoutingKind::ties && e % 2 == 1) out[i] = out[i - 1];
+    out[i] = round_to(out[i] + preference(c.routing, e, desc), desc.experts.dtype);
+  }
+  return out;
+}
+
 std::int32_t list_expert(RoutingKind kind, const Random& random, std::int64_t i,
                          std::int64_t experts) {
   if (kind == RoutingKind::one_expert) return static_cast<std::int32_t>(experts - 1);
-  if (kind == RoutingKind::sentinels_only) return static_cast<std::int32_t>(experts + i % 2);
+  if (kind == RoutingKind::sentinels_only) {
+    return static_cast<std::int32_t>(i % 3 == 2 ? -1 : experts + i % 2);
+  }
   if (kind == RoutingKind::empty_ends && experts > 3) {
     for (std::uint64_t attempt = i;; attempt += 0x100000000) {
       const std::int64_t e = random.below(attempt, experts);
@@ -80,10 +97,10 @@ std::int32_t list_expert(RoutingKind kind, const Random& random, std::int64_t i,
     }
   }
   if (kind == RoutingKind::hostile && random.below(i + 0x200000000, 4) == 0) {
-    const std::array<std::int32_t, 3> sentinels = {static_cast<std::int32_t>(experts),
-                                                   static_cast<std::int32_t>(experts + 1),
-                                                   std::numeric_limits<std::int32_t>::max()};
-    return sentinels[i % 3];
+    using Limits = std::numeric_limits<std::int32_t>;
+    const auto end = static_cast<std::int32_t>(experts);
+    const std::array sentinels = {end, end + 1, -1, Limits::min(), Limits::max(), -end};
+    return sentinels[i % sentinels.size()];
   }
   return static_cast<std::int32_t>(random.below(i, experts));
 }
@@ -114,6 +131,32 @@ Routing make_lists(const Case& c) {
   }
   if (desc.router.assume_sorted) std::sort(lists.tokens.begin(), lists.tokens.end());
   return lists;
+}
+
+/// Ids (T, K): K different experts a token, but for the kinds of lists and ids.
+Routing make_ids(const Case& c) {
+  const std::int64_t E = c.desc.router.experts, K = c.desc.router.top_k;
+  const bool different = c.routing != RoutingKind::hostile &&
+                         c.routing != RoutingKind::one_expert &&
+                         c.routing != RoutingKind::sentinels_only;
+  const Random random(c.seed, kExperts);
+  std::vector<std::int32_t> ids, order(static_cast<std::size_t>(E));
+  for (std::int64_t t = 0; t < c.desc.tokens; ++t) {
+    std::iota(order.begin(), order.end(), 0);
+    const bool avoids = c.routing == RoutingKind::empty_ends && E - 3 >= K;
+    std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+      if (avoids && is_empty_end(a, E) != is_empty_end(b, E)) return is_empty_end(b, E);
+      return std::pair(random.bits(t * E + a), a) < std::pair(random.bits(t * E + b), b);
+    });
+    for (std::int64_t k = 0; k < K; ++k) {
+      const std::int64_t i = t * K + k;
+      std::int32_t id = different ? order[k] : list_expert(c.routing, random, i, E);
+      if (c.routing == RoutingKind::hostile && i % 5 == 4 && k > 0) id = ids.back();
+      if (c.routing == RoutingKind::hostile && t % 3 == 2) id = t % 2 == 0 ? -1 : INT32_MAX;
+      ids.push_back(id);
+    }
+  }
+  return routing_of_ids(ids, K);
 }
 
 Tensor integers(std::uint64_t seed, Stream stream, std::int64_t size, std::int64_t magnitude) {
@@ -164,18 +207,23 @@ Problem make_problem(const Case& c) {
     p.b1 = normal_tensor(c.seed, kB1, E * W, bench ? 0.02 : 0.5, type);
     p.b2 = normal_tensor(c.seed, kB2, E * d, bench ? 0.02 : 0.5, type);
   }
-  if (desc.router.mode == RouterMode::given) {
-    p.lists = make_lists(c);
+  if (desc.router.takes_lists()) p.lists = make_lists(c);
+  if (desc.router.takes_ids()) p.lists = make_ids(c);
+  if (!desc.router.has_logits()) {
     const Random random(c.seed, kScores);
-    for (std::int64_t i = 0; i < desc.router.list_length; ++i) {
+    for (std::size_t i = 0; i < p.lists.slots(); ++i) {
       p.list_scores.push_back(round_to(0.1 + random.uniform(i), DType::f32));
     }
-  } else {
+  } else if (c.outside_dlogits) {
+    p.dlogits = normal_tensor(c.seed, kDlogits, T * E, 0.5, type);
+  }
+  if (desc.router.projects()) {
     p.router_w = router_weights(c);
     if (c.routing == RoutingKind::empty_ends || c.routing == RoutingKind::one_expert) {
       for (std::int64_t t = 0; t < T; ++t) p.x[t * d] = 1;
     }
-    if (c.outside_dlogits) p.dlogits = normal_tensor(c.seed, kDlogits, T * E, 0.5, type);
+  } else if (desc.router.has_logits()) {
+    p.logits = logits_of(c);
   }
   return p;
 }

@@ -184,19 +184,20 @@ Tensor Oracle::scores(const Tensor& logits, const std::vector<std::int32_t>& ids
     using Real = decltype(real);
     for (std::int64_t t = 0; t < T; ++t) {
       const std::vector<Real> all(&logits[t * E], &logits[t * E] + E);
-      std::vector<Real> chosen(K);
+      const std::vector<std::int64_t> slots = slots_of_token(ids, t, K, E);
+      std::vector<Real> chosen;
       if (desc_.router.mode == RouterMode::softmax_over_topk) {
-        for (std::int64_t k = 0; k < K; ++k) chosen[k] = all[ids[t * K + k]];
+        for (const std::int64_t slot : slots) chosen.push_back(all[ids[slot]]);
         chosen = softmax(chosen);
       } else {
         const std::vector<Real> p = softmax(all);
         Real sum = 0;
-        for (std::int64_t k = 0; k < K; ++k) sum += chosen[k] = p[ids[t * K + k]];
+        for (const std::int64_t slot : slots) sum += chosen.emplace_back(p[ids[slot]]);
         if (desc_.router.norm_topk_probs) {
-          for (Real& s : chosen) s /= sum;
+          for (Real& s : chosen) s = sum == 0 ? 0 : s / sum;
         }
       }
-      for (std::int64_t k = 0; k < K; ++k) out[t * K + k] = single(chosen[k]);
+      for (std::size_t i = 0; i < slots.size(); ++i) out[slots[i]] = single(chosen[i]);
     }
   });
   return out;
@@ -412,38 +413,38 @@ Tensor Oracle::routed_dx(const std::vector<std::int32_t>& slot_experts, const Te
   return out;
 }
 
-Tensor Oracle::slot_dscores(const Grouping& g, const Tensor& row_dscores) const {
-  Tensor out(g.slot_rows.size());
-  for (std::size_t slot = 0; slot < out.size(); ++slot) {
-    out[slot] = g.slot_rows[slot] < 0 ? 0.0 : row_dscores[g.slot_rows[slot]];
-  }
-  return out;
-}
-
 Tensor Oracle::score_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
                           const Tensor& scores, const Tensor& slot_dscores,
-                          const Tensor& dlogits_in) const {
+                          const Tensor& dlogits_in, bool magnitudes) const {
   const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
   const bool all_probabilities =
       desc_.router.mode == RouterMode::topk_over_softmax && !desc_.router.norm_topk_probs;
   Tensor out(T * E);
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
+    const auto gradient_of = [&](std::int64_t slot) {
+      return static_cast<Real>(magnitudes ? std::fabs(slot_dscores[slot]) : slot_dscores[slot]);
+    };
     for (std::int64_t t = 0; t < T; ++t) {
-      // p: the softmax that the scores come from; g: the gradient of each expert's score.
-      std::vector<Real> p(E, Real{0}), g(E, Real{0});
-      if (all_probabilities) p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
+      const std::vector<std::int64_t> slots = slots_of_token(ids, t, K, E);
       Real mean = 0;
-      for (std::int64_t slot = t * K; slot < (t + 1) * K; ++slot) {
-        const Real score = static_cast<Real>(scores[slot]);
-        g[ids[slot]] = static_cast<Real>(slot_dscores[slot]);
-        if (!all_probabilities) p[ids[slot]] = score;
-        mean += g[ids[slot]] * score;
+      for (const std::int64_t s : slots) mean += gradient_of(s) * static_cast<Real>(scores[s]);
+      if (magnitudes) mean = -mean;
+      // A softmax over the K entries moves an entry's logit by s (g - mean); one over all experts
+      // moves an expert's by p (g - mean), with g added up over its entries.
+      std::vector<Real> p, g(E, Real{0});
+      if (all_probabilities) {
+        for (const std::int64_t s : slots) g[ids[s]] += gradient_of(s);
+        p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
+        for (std::int64_t e = 0; e < E; ++e) g[e] = p[e] * (g[e] - mean);
+      } else {
+        for (const std::int64_t s : slots) {
+          g[ids[s]] += static_cast<Real>(scores[s]) * (gradient_of(s) - mean);
+        }
       }
       for (std::int64_t e = 0; e < E; ++e) {
-        Real gradient = p[e] * (g[e] - mean);
-        if (!dlogits_in.empty()) gradient += static_cast<Real>(dlogits_in[t * E + e]);
-        out[t * E + e] = store(gradient);
+        if (!dlogits_in.empty()) g[e] += static_cast<Real>(dlogits_in[t * E + e]);
+        out[t * E + e] = store(g[e]);
       }
     }
   });

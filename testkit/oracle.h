@@ -28,7 +28,8 @@ struct WantedGradients {
 struct Problem {
   LayerDesc desc;
   Tensor x;         ///< (T, d)
-  Tensor router_w;  ///< (E, d)
+  Tensor router_w;  ///< (E, d); projection
+  Tensor logits;    ///< (T, E) of the caller; logits, logits_and_ids
   Tensor w1;        ///< (E, W, d), W = 2n with a gate, else n
   Tensor b1;        ///< (E, W)
   Tensor w2;        ///< (E, d, n)
@@ -36,14 +37,14 @@ struct Problem {
   Tensor dout;      ///< (T, d)
   Tensor dlogits;   ///< (T, E), or empty: gradient of losses outside the layer
   Tensor dw1, dw2;  ///< what gradients are added to, like w1 and w2; accumulate_weight_grads only
-  Routing lists;    ///< routing given
-  Tensor list_scores;
+  Routing lists;    ///< the caller's lists, or its ids (T, K) as routing_of_ids() puts them
+  Tensor list_scores;      ///< the scores of the lists, or the weights of the ids
   WantedGradients wanted;  ///< of the library; the oracle makes all
 };
 
 /// Everything that a layer computes. "Rows" are the grouped rows in use, so without sentinels.
 struct LayerTensors {
-  Tensor logits;       ///< (T, E), router modes
+  Tensor logits;       ///< (T, E), the caller's or the layer's; empty without logits
   Tensor scores;       ///< (slots)
   Tensor preact, act;  ///< H (rows, W), A (rows, n)
   Tensor expert_out;   ///< Y (rows, d)
@@ -54,7 +55,7 @@ struct LayerTensors {
   Tensor dw1, db1, dw2, db2;   ///< like w1, b1, w2, b2
   Tensor dx_rows;              ///< dX~ (rows, d)
   Tensor dscores;              ///< (slots), 0 for sentinels
-  Tensor dlogits;              ///< (T, E), router modes; with the outside's share
+  Tensor dlogits;              ///< (T, E), with logits; with the outside's share
   Tensor drouter_w, dx;
 };
 
@@ -68,7 +69,7 @@ class Oracle {
   Tensor router_dx(const Tensor& dlogits, const Tensor& router_w) const;
   Tensor router_dw(const Tensor& dlogits, const Tensor& x) const;
 
-  /// Scores (T, K) of the experts chosen; the choice is given.
+  /// Scores (T, K) of the experts `ids`, which may be any: sentinels have 0.
   Tensor scores(const Tensor& logits, const std::vector<std::int32_t>& ids) const;
 
   struct UpProj {
@@ -99,10 +100,10 @@ class Oracle {
                    const Tensor& router_w) const;
   /// Row order to slot order.
   Tensor slot_dscores(const Grouping& g, const Tensor& row_dscores) const;
-  /// `dlogits_in` may be empty.
+  /// `dlogits_in` may be empty. `magnitudes`: of its terms, as in aux_loss_grad.
   Tensor score_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
-                    const Tensor& scores, const Tensor& slot_dscores,
-                    const Tensor& dlogits_in) const;
+                    const Tensor& scores, const Tensor& slot_dscores, const Tensor& dlogits_in,
+                    bool magnitudes = false) const;
 
   double aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const;
   /// `magnitudes`: of its terms, which cancel, added up instead: see cancellation_allowance.
@@ -124,7 +125,7 @@ LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Prec
 void oracle_backward(const Problem& problem, const Routing& routing, Precision precision,
                      LayerTensors* tensors);
 
-/// The routing that the problem itself leads to: its lists, or the top-K of its logits.
+/// The routing that the problem itself leads to: its lists or ids, or the top-K of its logits.
 Routing own_routing(const Problem& problem, Precision precision);
 
 /// row_scores[row] = slot_scores[slot of that row].

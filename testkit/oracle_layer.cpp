@@ -8,13 +8,29 @@ Tensor row_scores(const Grouping& g, const Tensor& slot_scores) {
   return out;
 }
 
+Tensor Oracle::slot_dscores(const Grouping& g, const Tensor& row_dscores) const {
+  Tensor out(g.slot_rows.size());
+  for (std::size_t slot = 0; slot < out.size(); ++slot) {
+    out[slot] = g.slot_rows[slot] < 0 ? 0.0 : row_dscores[g.slot_rows[slot]];
+  }
+  return out;
+}
+
+namespace {
+
+Tensor logits_of(const Problem& problem, Precision precision) {
+  if (!problem.desc.router.projects()) return problem.logits;
+  return Oracle(problem.desc, precision).logits(problem.x, problem.router_w);
+}
+
+}  // namespace
+
 Routing own_routing(const Problem& problem, Precision precision) {
   const LayerDesc& desc = problem.desc;
-  if (desc.router.mode == RouterMode::given) return problem.lists;
-  const Tensor logits = Oracle(desc, precision).logits(problem.x, problem.router_w);
-  return routing_of_ids(
-      top_k(logits, desc.tokens, desc.router.experts, desc.router.top_k, desc.router.mode),
-      desc.router.top_k);
+  if (!desc.router.chooses()) return problem.lists;
+  return routing_of_ids(top_k(logits_of(problem, precision), desc.tokens, desc.router.experts,
+                              desc.router.top_k, desc.router.mode),
+                        desc.router.top_k);
 }
 
 LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Precision precision) {
@@ -22,10 +38,10 @@ LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Prec
   const Oracle op(desc, precision);
   const Grouping g = group(routing, desc.tokens, desc.router.experts);
   LayerTensors out;
-  if (desc.router.mode == RouterMode::given) {
+  if (!desc.router.has_logits()) {
     out.scores = problem.list_scores;
   } else {
-    out.logits = op.logits(problem.x, problem.router_w);
+    out.logits = logits_of(problem, precision);
     out.scores = op.scores(out.logits, routing.experts);
   }
   auto [preact, act] = op.up_proj(g, problem.x, problem.w1, problem.b1);
@@ -60,9 +76,11 @@ void oracle_backward(const Problem& problem, const Routing& routing, Precision p
   out.dscores = op.slot_dscores(g, out.row_dscores);
 
   Tensor router_dx;
-  if (desc.router.mode != RouterMode::given) {
+  if (desc.router.has_logits()) {
     out.dlogits =
         op.score_grad(out.logits, routing.experts, out.scores, out.dscores, problem.dlogits);
+  }
+  if (desc.router.projects()) {
     out.drouter_w = op.router_dw(out.dlogits, problem.x);
     router_dx = op.router_dx(out.dlogits, problem.router_w);
   }

@@ -15,13 +15,15 @@ TokenRoundingDesc rounding_of(const LayerDesc& d) {
 /// The same layer with its entries given.
 Problem with_lists(const Problem& problem, const RoundedLists& lists, Tensor scores) {
   Problem out = problem;
-  out.desc.router.mode = RouterMode::given;
+  out.desc.router.input = RouterInput::lists;
+  out.desc.router.mode = RouterMode::softmax_over_topk;
   out.desc.router.top_k = 0;
   out.desc.router.norm_topk_probs = false;
   out.desc.rounding.tile = 0;
   out.desc.router.list_length = static_cast<std::int64_t>(lists.token_ids.size());
   out.desc.router.assume_sorted = true;
   out.router_w.clear();
+  out.logits.clear();
   out.dlogits.clear();
   out.lists = {lists.token_ids, lists.expert_ids};
   out.list_scores = std::move(scores);
@@ -67,7 +69,8 @@ LayerTensors oracle_rounded(const Problem& p, const Rounded& rounded, Precision 
     if (precision == Precision::exact) return values;
     return decode(encode(values, type), type);
   };
-  const Tensor logits = op.logits(p.x, p.router_w);
+  const bool projects = p.desc.router.projects();
+  const Tensor logits = projects ? op.logits(p.x, p.router_w) : p.logits;
   const Problem given = with_lists(
       p, rounded.lists,
       stored(rounded_scores(rounding, logits, rounded.choice.ids, rounded.lists), DType::f32));
@@ -79,6 +82,7 @@ LayerTensors oracle_rounded(const Problem& p, const Rounded& rounded, Precision 
       rounded_scores_grad(rounding, logits, rounded.choice.ids, rounded.lists, out.dscores).value;
   for (std::size_t i = 0; i < p.dlogits.size(); ++i) dlogits[i] += p.dlogits[i];
   out.dlogits = stored(std::move(dlogits), p.desc.experts.dtype);
+  if (!projects) return out;
   out.drouter_w = op.router_dw(out.dlogits, p.x);
   const Grouping g = group(given.lists, p.desc.tokens, p.desc.router.experts);
   out.dx = op.aggregate(g, out.dx_rows, {}, op.router_dx(out.dlogits, p.router_w));
@@ -97,10 +101,10 @@ std::string run_step(const Desc& desc, const typename Desc::Args& args, Arena* a
   return status.ok() ? arena->damage() : status.message();
 }
 
-/// The gradients of x and of the router's weights from operations by themselves.
+/// The gradients of the logits, of x and of the router's weights from operations by themselves.
 struct RouterGrads {
   std::string failure;
-  Tensor drouter_w, dx;
+  Tensor dlogits, drouter_w, dx;
 };
 
 RouterGrads router_grads(const Problem& p, const LayerRun& run, const LayerRun& as_given,
@@ -112,8 +116,10 @@ RouterGrads router_grads(const Problem& p, const LayerRun& run, const LayerRun& 
   const RoundingRunner runner(rounding_of(d), encode(run.tensors.logits, d.experts.dtype), device);
   const auto dlogits = runner.gradient(lists, as_given.tensors.dscores, p.dlogits, options);
   if (!dlogits.ok() && fail(dlogits.status().message())) return out;
+  out.dlogits = dlogits.value();
   Tensor router_dx;
   for (const GemmPass pass : {GemmPass::dgrad, GemmPass::wgrad}) {
+    if (!d.router.projects()) continue;
     Arena arena(device);
     RouterGemmArgs args;
     args.dlogits = arena.input("dlogits", dlogits.value(), d.experts.dtype);
@@ -200,15 +206,19 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
     bool weights;
     std::int64_t least_rows = 0;  // see expert_ends
   };
-  std::vector<Output> outputs = {{"logits", &LayerTensors::logits, false},
-                                 {"scores", &LayerTensors::scores, false},
+  std::vector<Output> outputs = {{"scores", &LayerTensors::scores, false},
                                  {"o", &LayerTensors::o, false}};
+  if (desc.router.projects()) outputs.push_back({"logits", &LayerTensors::logits, false});
   if (!desc.experts.inference) {
     outputs.insert(outputs.end(), {{"preact", &LayerTensors::preact, false},
                                    {"dx", &LayerTensors::dx, false},
-                                   {"drouter_w", &LayerTensors::drouter_w, true, kRouterRows},
                                    {"dw1", &LayerTensors::dw1, true},
                                    {"dw2", &LayerTensors::dw2, true}});
+    if (desc.router.projects()) {
+      outputs.push_back({"drouter_w", &LayerTensors::drouter_w, true, kRouterRows});
+    } else {
+      outputs.push_back({"dlogits", &LayerTensors::dlogits, false});
+    }
     if (desc.experts.bias) {
       outputs.push_back({"db1", &LayerTensors::db1, true});
       outputs.push_back({"db2", &LayerTensors::db2, true});
@@ -259,6 +269,7 @@ Report check_rounding_as_given(const Problem& problem, const LayerRun& run,
   report.failure = expected.failure;
   if (!report.failure.empty()) return report;
   compare("drouter_w", a.drouter_w, expected.drouter_w);
+  if (!problem.desc.router.projects()) compare("dlogits", a.dlogits, expected.dlogits);
   compare("dx", a.dx, expected.dx);
   return report;
 }

@@ -23,7 +23,8 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   const LayerDesc& desc = p.desc;
   const DType type = desc.experts.dtype;
   const SavedBytes saved = plan.saved_bytes();
-  const bool router = desc.router.mode != RouterMode::given;
+  const RouterDesc& router = desc.router;
+  const bool scores = router.has_logits() && desc.rounding.tile == 0;  // the layer makes them
   ForwardArgs args;
   args.x = arena->input("x", p.x, type);
   auto [w1, w1_up] = pack_w1(p.w1, desc, desc.experts.hidden);
@@ -34,22 +35,30 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   args.b1_up = arena->input("b1_up", b1_up, type);
   args.w2 = arena->input("w2", p.w2, type);
   args.b2 = arena->input("b2", p.b2, type);
-  if (router) {
+  const auto given_scores = [&](const char* name) {
+    return static_cast<const float*>(arena->input(name, p.list_scores, DType::f32));
+  };
+  if (router.projects()) {
     args.router_w = arena->input("router_w", p.router_w, type);
-    args.logits = arena->output("logits", desc.tokens * desc.router.experts, type);
-    if (desc.rounding.tile > 0) {
-      args.seed = kRoundingSeed;
-      args.offset = kRoundingOffset;
-      args.frequency = arena->output_int32("frequency", desc.router.experts);
-    } else {
-      args.scores = arena->output_float("scores", desc.rows());
-      args.expert_ids = arena->output_int32("expert_ids", desc.rows());
-    }
-  } else {
+    args.logits = arena->output("logits", desc.tokens * router.experts, type);
+  } else if (router.has_logits()) {
+    args.given_logits = arena->input("logits", p.logits, type);
+  }
+  if (router.takes_ids()) args.given_ids = arena->input("given_ids", p.lists.experts);
+  if (router.takes_ids() && !router.has_logits()) args.given_weights = given_scores("weights");
+  if (router.takes_lists()) {
     args.list_tokens = arena->input("list_tokens", p.lists.tokens);
     args.list_experts = arena->input("list_experts", p.lists.experts);
-    args.list_scores =
-        static_cast<const float*>(arena->input("list_scores", p.list_scores, DType::f32));
+    args.list_scores = given_scores("list_scores");
+  }
+  if (desc.rounding.tile > 0) {
+    args.seed = kRoundingSeed;
+    args.offset = kRoundingOffset;
+    args.frequency = arena->output_int32("frequency", router.experts);
+  }
+  if (scores) {
+    args.scores = arena->output_float("scores", desc.rows());
+    args.expert_ids = arena->output_int32("expert_ids", desc.rows());
   }
   args.o = arena->output("o", desc.tokens * desc.experts.hidden, type);
   args.counts = arena->output_int32("counts", desc.router.experts);
@@ -62,8 +71,9 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   LayerTensors& out = run->tensors;
   run->routing = p.lists;
   out.scores = p.list_scores;
-  if (router) out.logits = arena->tensor("logits", type);
-  if (router && desc.rounding.tile == 0) {
+  if (router.projects()) out.logits = arena->tensor("logits", type);
+  if (!router.projects()) out.logits = p.logits;
+  if (scores) {
     run->routing = routing_of_ids(arena->int32("expert_ids"), desc.router.top_k);
     out.scores = arena->tensor("scores", DType::f32);
   }
@@ -78,7 +88,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   const LayerDesc& desc = p.desc;
   const DType type = desc.experts.dtype;
   const DType grad_type = desc.experts.f32_weight_grads ? DType::f32 : type;
-  const bool router = desc.router.mode != RouterMode::given;
+  const RouterDesc& router = desc.router;
   const bool separate = desc.experts.w1_layout == W1Layout::separate;
   const std::int64_t E = desc.router.experts, d = desc.experts.hidden,
                      n = desc.experts.intermediate;
@@ -112,12 +122,14 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
     args.db1_up = arena->output("db1_up", E * second, type);
     args.db2 = arena->output("db2", E * d, type);
   }
-  if (router) {
+  // Only where the plan says that it needs them: nothing else may be read.
+  if (plan.saved_bytes().logits > 0) args.logits = data("logits");
+  if (router.has_logits()) args.dlogits = arena->input("dlogits", p.dlogits, type);
+  if (router.projects()) {
     args.router_w = data("router_w");
-    // Only where the plan says that it needs them: nothing else may be read.
-    if (plan.saved_bytes().logits > 0) args.logits = data("logits");
-    args.dlogits = arena->input("dlogits", p.dlogits, type);
     if (wanted.drouter_w) args.drouter_w = arena->output("drouter_w", E * d, type);
+  } else if (router.has_logits()) {
+    args.dgiven_logits = arena->output("dgiven_logits", desc.tokens * E, type);
   } else {
     args.dscores = arena->output_float("dscores", desc.rows());
   }
@@ -136,8 +148,10 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
     out.db1 = unpack_w1(arena->tensor("db1", type), arena->tensor("db1_up", type), desc, 1);
     out.db2 = arena->tensor("db2", type);
   }
-  if (router) {
+  if (router.projects()) {
     if (wanted.drouter_w) out.drouter_w = arena->tensor("drouter_w", type);
+  } else if (router.has_logits()) {
+    out.dlogits = arena->tensor("dgiven_logits", type);
   } else {
     out.dscores = arena->tensor("dscores", DType::f32);
   }
@@ -232,6 +246,7 @@ std::string first_difference(const LayerRun& a, const LayerRun& b) {
   if (!same(p.dw2, q.dw2)) return "dw2";
   if (!same(p.db2, q.db2)) return "db2";
   if (!same(p.drouter_w, q.drouter_w)) return "drouter_w";
+  if (!same(p.dlogits, q.dlogits)) return "dlogits";
   if (!same(p.dscores, q.dscores)) return "dscores";
   return "";
 }
@@ -265,7 +280,10 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   if (!report.failure.empty()) return report;
 
   // The library's choice of experts is right for its own logits, and then held fixed.
-  if (desc.router.mode != RouterMode::given) {
+  if (desc.router.takes_ids() && desc.router.has_logits()) {
+    report.checks.push_back({"expert_ids", 0, 0, run.routing.experts == problem.lists.experts, ""});
+  }
+  if (desc.router.chooses()) {
     const std::string wrong =
         explain_top_k(run.routing.experts, run.tensors.logits, desc.tokens, desc.router.experts,
                       desc.router.top_k, desc.router.mode);
@@ -285,10 +303,8 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   const auto by_expert = [&](Tensor LayerTensors::*member) {
     return expert_ends(g, (exact.*member).size(), true);
   };
-  if (desc.router.mode != RouterMode::given) {
-    compare("logits", &LayerTensors::logits);
-    compare("scores", &LayerTensors::scores);
-  }
+  if (desc.router.projects()) compare("logits", &LayerTensors::logits);
+  if (desc.router.has_logits()) compare("scores", &LayerTensors::scores);
   compare("o", &LayerTensors::o);
   if (desc.experts.inference) return report;
 
@@ -305,11 +321,16 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
     compare("db1", &LayerTensors::db1, by_expert(&LayerTensors::db1));
     compare("db2", &LayerTensors::db2, by_expert(&LayerTensors::db2));
   }
-  if (desc.router.mode == RouterMode::given) {
+  if (!desc.router.has_logits()) {
     report.checks.push_back(two_times_rule(
         "dscores", run.tensors.dscores, exact.dscores, plain.dscores, {},
         {.relative =
              device.type == DeviceType::cuda ? tensor_core_allowance(desc.experts.hidden) : 0}));
+  } else if (!desc.router.projects()) {
+    const Tensor terms =
+        Oracle(desc, Precision::exact)
+            .score_grad(exact.logits, run.routing.experts, exact.scores, exact.dscores, {}, true);
+    compare("dlogits", &LayerTensors::dlogits, {}, {.absolute = cancellation_allowance(terms)});
   } else {
     compare("drouter_w", &LayerTensors::drouter_w,
             expert_ends(g, exact.drouter_w.size(), true, kRouterRows),

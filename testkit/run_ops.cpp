@@ -23,25 +23,24 @@ class OpChecker {
   }
 
   std::vector<Report> check_all() {
-    if (router()) {
-      check_router_gemm();
-      check_top_k();
-    }
+    if (router().projects()) check_router_gemm();
+    if (router().has_logits()) check_top_k();
     check_metadata();
     check_gemms();
     if (desc_.experts.bias) check_bias_grad();
     check_aggregate("aggregate_o", layer_.expert_out, layer_.scores, {}, false);
-    check_aggregate("aggregate_dx", layer_.dx_rows, {}, router() ? problem_.x : Tensor{}, false);
-    if (router() && desc_.router.top_k <= kMaxRoutedTopK) {
+    const bool projects = router().projects();
+    check_aggregate("aggregate_dx", layer_.dx_rows, {}, projects ? problem_.x : Tensor{}, false);
+    if (projects && desc_.router.top_k <= kMaxRoutedTopK) {
       check_aggregate("aggregate_routed", layer_.dx_rows, {}, {}, true);
     }
     check_score_grad();
-    if (router()) check_aux_loss();
+    if (router().has_logits()) check_aux_loss();
     return std::move(reports_);
   }
 
  private:
-  bool router() const { return desc_.router.mode != RouterMode::given; }
+  const RouterDesc& router() const { return desc_.router; }
   DType type() const { return desc_.experts.dtype; }
 
   /// Runs one operation; false if it went wrong.
@@ -113,22 +112,20 @@ class OpChecker {
   }
 
   void check_top_k() {
-    TopKDesc op;
-    op.tokens = desc_.tokens;
-    op.experts = desc_.router.experts;
-    op.top_k = desc_.router.top_k;
-    op.dtype = type();
-    op.mode = desc_.router.mode;
-    op.norm_topk_probs = desc_.router.norm_topk_probs;
+    const TopKDesc op{{router()}, desc_.tokens, type()};
     Arena arena(device_);
     TopKArgs args;
     args.logits = arena.input("logits", layer_.logits, type());
+    if (router().takes_ids()) args.given_ids = arena.input("given_ids", routing_.experts);
     args.scores = arena.output_float("scores", desc_.rows());
     args.ids = arena.output_int32("ids", desc_.rows());
     if (!run("top_k", op, args, &arena)) return;
     const std::vector<std::int32_t> ids = arena.int32("ids");
-    const std::string wrong = explain_top_k(ids, layer_.logits, desc_.tokens, desc_.router.experts,
-                                            desc_.router.top_k, desc_.router.mode);
+    std::string wrong = ids == routing_.experts ? "" : "not the ids that were given";
+    if (router().chooses()) {
+      wrong = explain_top_k(ids, layer_.logits, desc_.tokens, router().experts, router().top_k,
+                            router().mode);
+    }
     reports_.back().checks.push_back({"ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return;
     judge("scores", arena.tensor("scores", DType::f32),
@@ -154,7 +151,7 @@ class OpChecker {
     args.row_slots = arena.output_int32("row_slots", slots);
     args.slot_rows = arena.output_int32("slot_rows", slots);
     args.row_scores = arena.output_float("row_scores", slots);
-    if (!router()) {
+    if (router().takes_lists()) {
       args.slot_tokens = arena.input("slot_tokens", routing_.tokens);
       args.token_offsets = arena.output_int32("token_offsets", desc_.tokens + 1);
       args.token_slots = arena.output_int32("token_slots", slots);
@@ -173,7 +170,7 @@ class OpChecker {
     judge_ids("slot_rows", arena.int32("slot_rows"), g_.slot_rows);
     reports_.back().checks.push_back(
         same_values("row_scores", arena.tensor("row_scores", DType::f32), scores));
-    if (router()) return;
+    if (!router().takes_lists()) return;
     judge_ids("token_offsets", arena.int32("token_offsets"), g_.token_offsets);
     std::vector<std::int32_t> token_slots = arena.int32("token_slots");
     token_slots.resize(g_.rows());
@@ -288,7 +285,7 @@ class OpChecker {
     all_rows.resize(op.rows * desc_.experts.hidden, std::numeric_limits<double>::quiet_NaN());
     args.rows = arena.input("rows", all_rows, type());
     args.slot_rows = arena.input("slot_rows", g_.slot_rows);
-    if (!router()) {
+    if (router().takes_lists()) {
       std::vector<std::int32_t> token_slots = g_.token_slots;
       token_slots.resize(op.rows, std::numeric_limits<std::int32_t>::max());
       args.token_offsets = arena.input("token_offsets", g_.token_offsets);
@@ -321,14 +318,7 @@ class OpChecker {
   }
 
   void check_score_grad() {
-    ScoreGradDesc op;
-    op.tokens = desc_.tokens;
-    op.experts = desc_.router.experts;
-    op.top_k = desc_.router.top_k;
-    op.rows = desc_.rows();
-    op.dtype = type();
-    op.mode = desc_.router.mode;
-    op.norm_topk_probs = desc_.router.norm_topk_probs;
+    const ScoreGradDesc op{{router()}, desc_.tokens, desc_.rows(), type()};
     Tensor row_dscores = layer_.row_dscores;
     row_dscores.resize(op.rows, std::numeric_limits<double>::quiet_NaN());
     Arena arena(device_);
@@ -336,7 +326,7 @@ class OpChecker {
     args.row_dscores =
         static_cast<const float*>(arena.input("row_dscores", row_dscores, DType::f32));
     args.slot_rows = arena.input("slot_rows", g_.slot_rows);
-    if (!router()) {
+    if (!router().has_logits()) {
       args.dscores = arena.output_float("dscores", op.rows);
       if (!run("score_grad", op, args, &arena)) return;
       reports_.back().checks.push_back(

@@ -16,10 +16,11 @@ double dot(const Tensor& a, const Tensor& b) {
   return sum;
 }
 
-/// Routings that do not jump when an input moves a little: lists, or every expert chosen.
+/// Routings that do not jump when an input moves a little: lists, ids, or every expert chosen.
 std::vector<Case> cases() {
   std::vector<Case> out;
-  const auto add = [&](const std::string& name, RouterMode router, Activation activation) {
+  const auto add = [&](const std::string& name, RouterInput input, RouterMode mode,
+                       Activation activation) {
     Case c;
     LayerDesc& d = c.desc;
     d.tokens = 40;
@@ -28,28 +29,35 @@ std::vector<Case> cases() {
     d.router.experts = 4;
     d.experts.dtype = DType::f32;
     d.experts.activation = activation;
-    d.router.mode = router;
+    d.router.input = input;
+    d.router.mode = mode;
     d.experts.bias = true;
-    if (router == RouterMode::given) {
+    if (!d.router.chooses()) c.routing = RoutingKind::hostile;
+    if (d.router.takes_lists()) {
       d.router.list_length = 150;
-      c.routing = RoutingKind::hostile;
     } else {
       d.router.top_k = 4;
-      c.outside_dlogits = true;
     }
+    c.outside_dlogits = d.router.has_logits();
     c.name = name;
     c.seed = out.size() + 1;
     out.push_back(c);
   };
+  constexpr RouterMode kModes[] = {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax};
   for (const Activation activation : activations()) {
-    add(std::string("given_") + name(activation), RouterMode::given, activation);
+    add(std::string("given_") + name(activation), RouterInput::lists, kModes[0], activation);
   }
-  add("softmax_over_topk", RouterMode::softmax_over_topk, Activation::swiglu);
-  add("topk_over_softmax", RouterMode::topk_over_softmax, Activation::swiglu);
-  add("topk_over_softmax_norm", RouterMode::topk_over_softmax, Activation::swiglu);
-  out.back().desc.router.norm_topk_probs = true;
+  add("ids_and_weights", RouterInput::ids_and_weights, kModes[0], Activation::swiglu);
+  for (const RouterInput input :
+       {RouterInput::projection, RouterInput::logits, RouterInput::logits_and_ids}) {
+    for (const RouterMode mode : kModes) {
+      add(std::string(name(input)) + "_" + name(mode), input, mode, Activation::swiglu);
+    }
+    add(std::string(name(input)) + "_norm", input, kModes[1], Activation::swiglu);
+    out.back().desc.router.norm_topk_probs = true;
+  }
   // Without a loss on the logits, dX's sum adds the router's part.
-  add("softmax_over_topk_alone", RouterMode::softmax_over_topk, Activation::swiglu);
+  add("softmax_over_topk_alone", RouterInput::projection, kModes[0], Activation::swiglu);
   out.back().outside_dlogits = false;
   return out;
 }
@@ -105,8 +113,10 @@ TEST_P(LayerGradient, AgreesWithFiniteDifferences) {
   expect("b1", &problem.b1, g.db1);
   expect("w2", &problem.w2, g.dw2);
   expect("b2", &problem.b2, g.db2);
-  if (problem.desc.router.mode == RouterMode::given) {
+  if (!problem.desc.router.has_logits()) {
     expect("scores", &problem.list_scores, g.dscores);
+  } else if (!problem.desc.router.projects()) {
+    expect("logits", &problem.logits, g.dlogits);
   } else {
     expect("router_w", &problem.router_w, g.drouter_w);
   }

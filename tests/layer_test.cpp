@@ -73,18 +73,21 @@ Case random_case(std::uint64_t seed) {
   d.experts.w1_layout = static_cast<W1Layout>(below(is_glu(d.experts.activation) ? 3 : 2));
   d.experts.bias = below(2) == 0;
   d.experts.inference = below(8) == 0;
-  d.router.mode = static_cast<RouterMode>(below(3));
+  d.router.input = static_cast<RouterInput>(below(5));
   Case c;
   c.name = "random";
   c.seed = seed;
   constexpr RoutingKind kKinds[] = {RoutingKind::random, RoutingKind::ties, RoutingKind::empty_ends,
                                     RoutingKind::one_expert, RoutingKind::hostile};
   c.routing = kKinds[below(5)];
-  if (d.router.mode == RouterMode::given) {
+  if (d.router.takes_lists()) {
     d.router.list_length = d.tokens == 0 ? 0 : below(300);
     d.router.assume_sorted = below(3) == 0;
   } else {
     d.router.top_k = 1 + below(std::min<std::int64_t>(d.router.experts, 8));
+  }
+  if (d.router.has_logits()) {
+    d.router.mode = static_cast<RouterMode>(below(2));
     d.router.norm_topk_probs = below(2) == 0;
     c.outside_dlogits = below(2) == 0;
   }
@@ -127,6 +130,50 @@ TEST(Layers, OrderOfListsDoesNotMatter) {
   }
 }
 
+// What the layer's own router makes, handed over at each step: the same bits from there on.
+TEST(Layers, EveryInputGivesTheBitsOfTheRouterItReplaces) {
+  for (const char* name : {"router/softmax_over_topk-ties", "router/topk_over_softmax-bias",
+                           "router/topk_over_softmax_norm-e40_k8"}) {
+    for (const DType type : kTypes) {
+      Case c = case_named(name, type);
+      c.outside_dlogits = false;
+      Problem p = make_problem(c);
+      const LayerRun own = run_layer(p, kDevice);
+      ASSERT_TRUE(own.status.ok()) << own.status.message();
+      p.router_w.clear();
+      LayerRun by_logits;
+      for (const RouterInput input :
+           {RouterInput::logits, RouterInput::logits_and_ids, RouterInput::ids_and_weights}) {
+        SCOPED_TRACE(std::string(name) + " " + sonicmoe::name(type) + " " + sonicmoe::name(input));
+        p.desc.router.input = input;
+        if (input == RouterInput::logits) p.logits = own.tensors.logits;
+        if (p.desc.router.takes_ids()) p.lists = own.routing;
+        if (input == RouterInput::ids_and_weights) {
+          p.logits.clear();
+          p.list_scores = own.tensors.scores;
+          p.desc.router.mode = RouterMode::softmax_over_topk;
+          p.desc.router.norm_topk_probs = false;
+        }
+        LayerRun run = run_layer(p, kDevice);
+        ASSERT_TRUE(run.status.ok()) << run.status.message();
+        EXPECT_EQ(run.damage, "");
+        if (input == RouterInput::logits) by_logits = run;
+        if (input == RouterInput::logits_and_ids) {
+          EXPECT_TRUE(same_values("dlogits", run.tensors.dlogits, by_logits.tensors.dlogits).pass);
+        }
+        EXPECT_EQ(run.tensors.dx, by_logits.tensors.dx);
+        // The rest is the same, but for what only some inputs have.
+        run.tensors.logits = own.tensors.logits;
+        run.tensors.dx = own.tensors.dx;
+        run.tensors.drouter_w = own.tensors.drouter_w;
+        run.tensors.dlogits = own.tensors.dlogits;
+        run.tensors.dscores = own.tensors.dscores;
+        EXPECT_EQ(first_difference(run, own), "");
+      }
+    }
+  }
+}
+
 Tensor rounded_to_type(Tensor values, DType type) {
   for (double& v : values) v = round_to(v, type);
   return values;
@@ -165,6 +212,8 @@ TEST(Layers, WeightGradientsInFp32AndAccumulated) {
                                     "shape/empty_ends",
                                     "given/hostile-bias-gelu",
                                     "given/sentinels_only",
+                                    "input/logits_and_ids-topk_over_softmax-hostile",
+                                    "input/ids_and_weights-hostile-bias",
                                     "rounding/nearest-softmax_over_topk"};
   if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
   for (const std::string& name : names) {
@@ -239,6 +288,7 @@ TEST(Layers, OnlyWantedGradientsAreMade) {
       "router/topk_over_softmax-dlogits",  "router/softmax_over_topk-dlogits",
       "router/softmax_over_topk-t0",       "shape/long",
       "given/hostile-bias-gelu",           "given/sentinels_only",
+      "input/logits-topk_over_softmax",    "input/ids_and_weights-hostile-bias",
       "rounding/nearest-softmax_over_topk"};
   if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
   for (const std::string& name : names) {

@@ -71,8 +71,12 @@ TEST(LayerText, RefusesByName) {
             "tokens: got '9223372036854775808', allowed: an integer");
   EXPECT_EQ(refusal("tokens="), "tokens: got '', allowed: an integer");
   EXPECT_EQ(refusal("bias=1"), "bias: got '1', allowed: true, false");
-  EXPECT_EQ(refusal("router=0"),
-            "router: got '0', allowed: softmax_over_topk, topk_over_softmax, given");
+  EXPECT_EQ(refusal("router=0"), "router: got '0', allowed: softmax_over_topk, topk_over_softmax");
+  EXPECT_EQ(refusal("router=given"),
+            "router: got 'given', allowed: softmax_over_topk, topk_over_softmax");
+  EXPECT_EQ(refusal("router_input=ids"),
+            "router_input: got 'ids', allowed: projection, logits, logits_and_ids, "
+            "ids_and_weights, lists");
   EXPECT_EQ(
       refusal("activation=swiglu(7)"),
       "activation: got 'swiglu(7)', allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, "

@@ -69,9 +69,13 @@ TEST_P(Memory, SavedBytesAreWithinTheirBounds) {
   EXPECT_EQ(saved.x, T * static_cast<std::size_t>(d.experts.hidden) * size);
   EXPECT_EQ(saved.preact, R * (is_glu(d.experts.activation) ? 2 : 1) * n * size);
   EXPECT_LE(saved.routing, 24 * R + 8 * (E + 1) + 4 * (T + 1));
+  if (d.router.input == RouterInput::ids_and_weights) {
+    EXPECT_EQ(saved.routing, 12 * R + 4 * (2 * E + 1));
+  }
   // Scores of experts beyond the K largest have a gradient too.
   const bool all_probabilities =
-      (d.router.mode == RouterMode::topk_over_softmax && !d.router.norm_topk_probs) ||
+      (d.router.has_logits() && d.router.mode == RouterMode::topk_over_softmax &&
+       !d.router.norm_topk_probs) ||
       d.rounding.tile > 0;
   EXPECT_EQ(saved.logits, all_probabilities ? T * E * size : 0u);
   EXPECT_EQ(saved.total(), saved.x + saved.preact + saved.routing + saved.logits);

@@ -37,6 +37,9 @@ struct PlainLayer {
     forward.list_experts = arena.input("list_experts", problem.lists.experts);
     forward.list_scores =
         static_cast<const float*>(arena.input("list_scores", problem.list_scores, DType::f32));
+    forward.given_logits = arena.input("given_logits", problem.logits, type);
+    forward.given_ids = forward.list_experts;
+    forward.given_weights = forward.list_scores;
     const SavedBytes saved = plan.saved_bytes();
     forward.o = arena.output("o", problem.x.size(), type);
     forward.logits = arena.output("logits", d.tokens * d.router.experts, type);
@@ -51,7 +54,7 @@ struct PlainLayer {
     backward.w1_up = forward.w1_up;
     backward.w2 = forward.w2;
     backward.b2 = forward.b2;
-    backward.logits = forward.logits;
+    backward.logits = d.router.projects() ? forward.logits : forward.given_logits;
     backward.preact = forward.preact;
     backward.routing = forward.routing;
     backward.dout = arena.input("dout", problem.dout, type);
@@ -64,7 +67,8 @@ struct PlainLayer {
     backward.dw2 = arena.output("dw2", problem.w2.size(), type);
     backward.db2 = arena.output("db2", problem.b2.size(), type);
     if (!d.experts.dpreact_in_workspace) backward.dpreact = arena.output("dpreact", saved.preact);
-    backward.dscores = arena.output_float("dscores", d.router.list_length);
+    backward.dscores = arena.output_float("dscores", problem.list_scores.size());
+    backward.dgiven_logits = arena.output("dgiven_logits", problem.logits.size(), type);
     workspace.bytes = plan.workspace_bytes();
     workspace.data = arena.output("workspace", workspace.bytes, 256);
   }

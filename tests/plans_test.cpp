@@ -30,15 +30,19 @@ class Tensors {
     fwd.w2 = arena.input("w2", p.w2, type);
     fwd.b1 = arena.input("b1", p.b1, type);
     fwd.b2 = arena.input("b2", p.b2, type);
-    if (d_.router.given()) {
+    if (!d_.router.chooses()) {
       fwd.list_tokens = arena.input("list_tokens", p.lists.tokens);
-      fwd.list_experts = arena.input("list_experts", p.lists.experts);
-      fwd.list_scores =
+      fwd.given_ids = fwd.list_experts = arena.input("list_experts", p.lists.experts);
+      fwd.given_weights = fwd.list_scores =
           static_cast<const float*>(arena.input("list_scores", p.list_scores, DType::f32));
-    } else {
+    }
+    if (d_.router.projects()) {
       fwd.router_w = arena.input("router_w", p.router_w, type);
       fwd.logits = result("logits", d_.tokens * E(), type);
       bwd.drouter_w = result("drouter_w", E() * hidden(), type);
+    } else if (d_.router.has_logits()) {
+      fwd.given_logits = arena.input("given_logits", p.logits, type);
+      bwd.dgiven_logits = result("dgiven_logits", d_.tokens * E(), type);
     }
     fwd.seed = 5, fwd.offset = 7;
     fwd.o = result("o", d_.tokens * hidden(), type);
@@ -47,7 +51,8 @@ class Tensors {
 
     bwd.dout = arena.input("dout", p.dout, type);
     bwd.x = fwd.x, bwd.router_w = fwd.router_w, bwd.w1 = fwd.w1, bwd.w2 = fwd.w2;
-    bwd.b2 = fwd.b2, bwd.logits = fwd.logits, bwd.preact = fwd.preact;
+    bwd.b2 = fwd.b2, bwd.logits = d_.router.projects() ? fwd.logits : fwd.given_logits,
+    bwd.preact = fwd.preact;
     bwd.dx = result("dx", d_.tokens * hidden(), type);
     bwd.dw1 = result("dw1", E() * d_.experts.preact_width() * hidden(), type);
     bwd.dw2 = result("dw2", E() * hidden() * d_.experts.intermediate, type);
@@ -55,7 +60,7 @@ class Tensors {
       bwd.db1 = result("db1", E() * d_.experts.preact_width(), type);
       bwd.db2 = result("db2", E() * hidden(), type);
     }
-    if (d_.router.given()) {
+    if (!d_.router.has_logits()) {
       bwd.dscores = static_cast<float*>(result("dscores", d_.rows(), DType::f32));
     }
   }
@@ -133,8 +138,8 @@ Results by_plans(const LayerDesc& desc) {
   Tensors t(desc);
   const RouterPlan router = plan_of(desc.routing());
   const ExpertsPlan experts = plan_of(desc.grouped());
-  const bool lists = desc.router.given() || desc.rounding.tile > 0;
-  const bool by_sum = !lists && !desc.needs_logits();
+  const bool lists = desc.router.takes_lists() || desc.rounding.tile > 0;
+  const bool by_sum = desc.router.projects() && !lists && !desc.needs_logits();
   const CombinePlan combine = plan_of(CombineDesc{.tokens = desc.tokens,
                                                   .rows = desc.rows(),
                                                   .hidden = t.hidden(),
@@ -150,6 +155,9 @@ Results by_plans(const LayerDesc& desc) {
   void* const expert_out = t.arena.output("expert_out", width, type);
   expect_ok(router.forward({.x = t.fwd.x,
                             .router_w = t.fwd.router_w,
+                            .given_logits = t.fwd.given_logits,
+                            .given_ids = t.fwd.given_ids,
+                            .given_weights = t.fwd.given_weights,
                             .list_tokens = t.fwd.list_tokens,
                             .list_experts = t.fwd.list_experts,
                             .list_scores = t.fwd.list_scores,
@@ -171,7 +179,7 @@ Results by_plans(const LayerDesc& desc) {
                              .expert_out = expert_out},
                             t.workspace("experts forward", experts.forward_workspace_bytes())));
   const float* scores = desc.rounding.tile > 0 ? made_scores : rows.slot_scores;
-  if (desc.router.given()) scores = t.fwd.list_scores;
+  if (!desc.router.has_logits()) scores = t.fwd.list_scores;
   AggregateArgs sum{.rows = expert_out,
                     .slot_rows = rows.slot_rows,
                     .token_offsets = rows.token_offsets,
@@ -183,8 +191,9 @@ Results by_plans(const LayerDesc& desc) {
 
   float* const row_dscores = t.arena.output_float("row_dscores", R);
   void* const dx_rows = t.arena.output("dx_rows", width, type);
-  void* const dlogits = t.arena.output(
-      "dlogits", static_cast<std::size_t>(desc.router.given() ? 0 : desc.tokens * t.E()), type);
+  void* const own_dlogits = t.arena.output(
+      "dlogits", static_cast<std::size_t>(desc.router.projects() ? desc.tokens * t.E() : 0), type);
+  void* const dlogits = desc.router.projects() ? own_dlogits : t.bwd.dgiven_logits;
   expect_ok(experts.backward({.offsets = rows.offsets,
                               .row_tokens = rows.row_tokens,
                               .row_scores = rows.row_scores,
@@ -201,10 +210,10 @@ Results by_plans(const LayerDesc& desc) {
                               .dw2 = t.bwd.dw2,
                               .db2 = t.bwd.db2},
                              t.workspace("experts backward", experts.backward_workspace_bytes())));
-  const bool by_product = !desc.router.given() && !by_sum;
+  const bool by_product = desc.router.projects() && !by_sum;
   expect_ok(router.backward({.x = t.fwd.x,
                              .router_w = t.fwd.router_w,
-                             .logits = t.fwd.logits,
+                             .logits = t.bwd.logits,
                              .routing = t.fwd.routing,
                              .row_dscores = row_dscores,
                              .dlogits = dlogits,
@@ -241,7 +250,17 @@ std::vector<std::pair<const char*, LayerDesc>> layers() {
   d.experts.activation = Activation::gelu;
   all.emplace_back("rounding", d);
   d = top_k_layer();
-  d.router = {.experts = 9, .mode = RouterMode::given, .list_length = 150};
+  for (const RouterInput input :
+       {RouterInput::logits, RouterInput::logits_and_ids, RouterInput::ids_and_weights}) {
+    d = top_k_layer();
+    d.router.input = input;
+    all.emplace_back(name(input), d);
+  }
+  d.router.input = RouterInput::logits;
+  d.rounding.tile = 8;
+  all.emplace_back("logits, rounding", d);
+  d = top_k_layer();
+  d.router = {.experts = 9, .input = RouterInput::lists, .list_length = 150};
   all.emplace_back("lists", d);
   d.router.list_length = 0;
   all.emplace_back("no rows", d);
@@ -296,6 +315,20 @@ TEST(Plans, NameTheirOperationsInOrder) {
   EXPECT_EQ(strings(plan.backward_operations())[3], "token_rounding_grad");
   desc.experts.inference = true;
   EXPECT_TRUE(plan_of(desc).backward_operations().empty());
+  // What the caller hands over is not computed.
+  const Names experts_forward = {"metadata", "up_proj", "down_proj", "aggregate_o"};
+  const Names backward = {"down_proj_dgrad", "score_grad",    "down_proj_wgrad",
+                          "up_proj_wgrad",   "up_proj_dgrad", "aggregate_dx"};
+  for (const RouterInput input :
+       {RouterInput::logits, RouterInput::logits_and_ids, RouterInput::ids_and_weights}) {
+    desc = top_k_layer();
+    desc.router.input = input;
+    plan = plan_of(desc);
+    Names forward = experts_forward;
+    if (desc.router.has_logits()) forward.insert(forward.begin(), "top_k");
+    EXPECT_EQ(strings(plan.forward_operations()), forward);
+    EXPECT_EQ(strings(plan.backward_operations()), backward);
+  }
 }
 
 TEST(Plans, RefuseABackwardThatInferenceLacks) {

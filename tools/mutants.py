@@ -86,6 +86,12 @@ MUTANTS = [
         "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin - 1)},",
     ),
     Mutant(
+        "the gradient of an id that repeats keeps its last entry alone",
+        "src/cpu/score_grad.cpp",
+        "sum = d.takes_ids() ? sum + gradient : gradient;",
+        "sum = gradient;",
+    ),
+    Mutant(
         "loaded experts last in the order for weight gradients",
         "src/cpu/metadata.cpp",
         "return mine > other ||",

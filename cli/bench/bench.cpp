@@ -166,19 +166,20 @@ std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Wo
     return plan.backward(args, workspace);
   };
   std::vector<Group> groups(desc.experts.inference ? 1 : 2);
-  groups[0].tasks = {
-      {.name = "forward",
-       .run = forward,
-       .flops = flops,
-       .bytes = preact_bytes + total_bytes({&l.x, &l.router_w, &l.w1, &l.b1, &l.w2, &l.b2, &l.o,
-                                            &l.logits, &l.counts, &l.routing})}};
+  groups[0].tasks = {{.name = "forward",
+                      .run = forward,
+                      .flops = flops,
+                      .bytes = preact_bytes + total_bytes({&l.x, &l.router_w, &l.ids, &l.weights,
+                                                           &l.w1, &l.b1, &l.w2, &l.b2, &l.o,
+                                                           &l.logits, &l.counts, &l.routing})}};
   if (desc.experts.inference) return groups;
-  groups[1].tasks = {{.name = "backward",
-                      .run = backward,
-                      .flops = 2 * flops,
-                      .bytes = preact_bytes + total_bytes({&l.x, &l.router_w, &l.w1, &l.w2, &l.b2,
-                                                           &l.routing, &l.dout, &l.dx, &l.drouter_w,
-                                                           &l.dw1, &l.db1, &l.dw2, &l.db2})}};
+  groups[1].tasks = {
+      {.name = "backward",
+       .run = backward,
+       .flops = 2 * flops,
+       .bytes = preact_bytes + total_bytes({&l.x, &l.router_w, &l.w1, &l.w2, &l.b2, &l.routing,
+                                            &l.dout, &l.dx, &l.drouter_w, &l.dlogits, &l.dscores,
+                                            &l.dw1, &l.db1, &l.dw2, &l.db2})}};
   return groups;
 }
 
@@ -394,9 +395,11 @@ Json run_one(const BenchSettings& settings) {
 
 int run_bench(BenchSettings& settings) {
   settings.resolve();
-  // Its tensors are those of a layer with a router and one W1.
-  if (settings.desc.router.given()) {
-    throw UsageError("--layer: got router=given, allowed: a router that chooses by logits");
+  // Its tensors are those of a layer with K experts a token and one W1.
+  if (settings.desc.router.takes_lists()) {
+    throw UsageError(
+        "router_input: got lists, allowed: projection, logits, logits_and_ids, "
+        "ids_and_weights");
   }
   if (settings.desc.experts.w1_layout == W1Layout::separate) {
     throw UsageError("--layer: got w1_layout=separate, allowed: interleaved, concatenated");

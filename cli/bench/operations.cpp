@@ -131,7 +131,9 @@ Operations::Cost Operations::cost(const std::string& operation) const {
   const double router = total_bytes({&l.x, &l.router_w, &l.logits});
   const double tokens_of_lists = lists ? words(s_.t + 1 + s_.r) : 0;
   const double row_words = words(rows_);
-  const bool by_sum = !lists && !settings_.desc.needs_logits() && s_.k <= kMaxRoutedTopK;
+  const RouterDesc& router_desc = settings_.desc.router;
+  const bool by_sum =
+      router_desc.projects() && !lists && !settings_.desc.needs_logits() && s_.k <= kMaxRoutedTopK;
   const double kept = settings_.desc.experts.inference ? 0 : rows(s_.w);
 
   if (operation.starts_with("router_")) return {router_flops, router};
@@ -158,8 +160,9 @@ Operations::Cost Operations::cost(const std::string& operation) const {
     return {0, total_bytes({&l.dout, &l.b2, &l.db1, &l.db2}) + rows(s_.w) + row_words};
   }
   if (operation == "score_grad") {
+    const bool to_slots = lists || !router_desc.has_logits();
     return {0, row_words + words(s_.r) +
-                   (lists ? words(s_.r) : words(2 * s_.r) + total_bytes({&l.logits}))};
+                   (to_slots ? words(s_.r) : words(2 * s_.r) + total_bytes({&l.logits}))};
   }
   if (operation == "token_rounding_grad") {
     return {0, 2 * total_bytes({&l.logits}) + words(3 * s_.r)};
@@ -172,8 +175,9 @@ Operations::Cost Operations::cost(const std::string& operation) const {
   }
   if (operation == "up_proj_dgrad") return {up_flops, total_bytes({&l.w1}) + rows(s_.w + s_.d)};
   if (operation == "aggregate_dx") {
-    const double extra = by_sum ? words(s_.r) + total_bytes({&l.logits, &l.router_w})
-                                : tokens_of_lists + total_bytes({&l.dx});
+    const double addend = router_desc.projects() ? total_bytes({&l.dx}) : 0;
+    const double extra =
+        by_sum ? words(s_.r) + total_bytes({&l.logits, &l.router_w}) : tokens_of_lists + addend;
     return {0, rows(s_.d) + words(s_.r) + extra + total_bytes({&l.dx})};
   }
   throw std::logic_error(operation + ": nothing is known of its cost");

@@ -14,8 +14,8 @@ from tool import BINARY, assert_refused, run
 
 SMALL = "64,32,16,8,2"
 COMMON = (
-    "--help, --thiek, --dtype, --activation, --topk_over_softmax, --norm_topk_probs, "
-    "--rounding, --tile, --concat_layout, --add_bias, --inference, --layer, --device, --threads, "
+    "--help, --thiek, --dtype, --activation, --router_input, --topk_over_softmax, "
+    "--norm_topk_probs, --rounding, --tile, --concat_layout, --add_bias, --inference, --layer, --device, --threads, "
     "--seed, --json, --multiprocessors"
 )
 RULES = "nearest, stochastic, nearest_scores, balance, up, down"
@@ -89,8 +89,13 @@ BAD = [
      "layer_fields(): tokens, hidden, ..."),
     ("check --layer dtype=f64", "--layer: dtype: got 'f64', allowed: f32, bf16, f16"),
     (
-        "bench --layer router=given",
-        "--layer: got router=given, allowed: a router that chooses by logits",
+        "bench --router_input ids",
+        "--router_input: got 'ids', allowed: projection, logits, logits_and_ids, ids_and_weights, "
+        "lists",
+    ),
+    (
+        "bench --layer router_input=lists",
+        "router_input: got lists, allowed: projection, logits, logits_and_ids, ids_and_weights",
     ),
     (
         "bench --layer w1_layout=separate",
@@ -256,6 +261,23 @@ def test_check_of_one_shape_covers_layer_and_operations(tmp_path):
     operations = {part for _, part, _ in checks}
     assert {"top_k", "metadata", "up_proj", "down_proj", "down_proj_dgrad"} <= operations
     assert {"up_proj_dgrad", "down_proj_wgrad", "up_proj_wgrad", "bias_grad"} <= operations
+
+
+@pytest.mark.parametrize("given", ["logits", "logits_and_ids", "ids_and_weights"])
+def test_what_the_caller_hands_over_is_checked_and_timed(tmp_path, given):
+    arguments = f"--thiek {SMALL} --router_input {given}".split()
+    report, checks = check_report(tmp_path / "check.json", *arguments)
+    assert f" router_input={given}'" in report["cases"][0]["repro"]
+    of_layer = {check["tensor"] for _, part, check in checks if part == "layer"}
+    assert ("dscores" if given == "ids_and_weights" else "dlogits") in of_layer
+    assert "drouter_w" not in of_layer
+    path = tmp_path / "bench.json"
+    result = run("bench", *arguments, "--ops", "--repeats", "2", "--json", path)
+    assert result.returncode == 0, result.stderr
+    timed = {row["what"] for row in json.loads(path.read_text())["results"]}
+    assert {"metadata", "up_proj", "score_grad", "aggregate_dx"} <= timed
+    assert ("top_k" in timed) == (given != "ids_and_weights")
+    assert not timed & {"router_gemm", "router_dgrad", "router_wgrad"}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -19,11 +19,13 @@ namespace sonicmoe {
 ///
 ///   logits = x Wr^T;  scores, ids = route(logits);  for each pair (t, e) with score s:
 ///   h = x_t W1[e]^T + b1[e];  a = act(h);  o_t += s (a W2[e]^T + b2[e])
+///
+/// The caller may hand over logits, ids or scores in place of the first two steps: RouterInput.
 struct LayerDesc {
   std::int64_t tokens = 0;  ///< T, 0 or more; R and T fit into int32
   RouterDesc router = {};
   ExpertsDesc experts = {};
-  /// Not when the routing is given. Meant for training; evaluation uses plain top-K.
+  /// Only where the layer chooses the experts. Meant for training; evaluation uses plain top-K.
   RoundingDesc rounding = {};
 
   /// Descriptors of a RouterPlan and an ExpertsPlan that do this layer's parts.
@@ -31,8 +33,7 @@ struct LayerDesc {
     return {{router}, tokens, experts.hidden, experts.dtype, rounding, experts.inference};
   }
   GroupedDesc grouped() const noexcept { return {{experts}, tokens, rows(), router.experts}; }
-  /// Row capacity R: T*K for plain top-K, L when the routing is given, rounded_capacity() when
-  /// rounded.
+  /// Row capacity R: T*K, L for lists, rounded_capacity() when rounded.
   std::int64_t rows() const noexcept { return routing().row_capacity(); }
   /// Does backward need the logits of all experts?
   bool needs_logits() const noexcept { return routing().needs_logits(); }
@@ -80,7 +81,7 @@ struct SavedBytes {
 /// ExpertsDesc::dtype.
 struct ForwardArgs {
   const void* x = nullptr;         ///< (T, d) dtype
-  const void* router_w = nullptr;  ///< (E, d) dtype; unused when the routing is given
+  const void* router_w = nullptr;  ///< (E, d) dtype; RouterInput::projection only
   const void* w1 = nullptr;        ///< (E, 2n or n, d) dtype; the gate (E, n, d) if `separate`
   const void* w1_up = nullptr;     ///< (E, n, d) dtype; `separate` only
   const void* b1 = nullptr;        ///< (E, 2n or n) dtype, laid out like w1; with bias
@@ -88,9 +89,12 @@ struct ForwardArgs {
   const void* w2 = nullptr;        ///< (E, d, n) dtype
   const void* b2 = nullptr;        ///< (E, d) dtype; with bias
 
-  // Routing given: lists of length L. An expert id >= E is a sentinel: it is not counted and
-  // contributes nothing. A negative expert id or a token id outside [0, T) is an error (see
-  // error_word). Duplicates add.
+  // What RouterInput names. An expert id < 0 or >= E is a sentinel. Duplicates add. A weight or
+  // score that is not finite is the caller's: the call neither refuses nor reports it.
+  const void* given_logits = nullptr;       ///< (T, E) dtype; logits, logits_and_ids
+  const std::int32_t* given_ids = nullptr;  ///< (T, K); logits_and_ids, ids_and_weights
+  const float* given_weights = nullptr;     ///< (T, K); ids_and_weights
+  // Lists of length L. A token id outside [0, T) is an error (see error_word).
   const std::int32_t* list_tokens = nullptr;   ///< (L)
   const std::int32_t* list_experts = nullptr;  ///< (L)
   const float* list_scores = nullptr;          ///< (L)
@@ -103,14 +107,14 @@ struct ForwardArgs {
 
   // Outputs.
   void* o = nullptr;                   ///< (T, d) dtype
-  void* logits = nullptr;              ///< (T, E) dtype; unused when the routing is given
+  void* logits = nullptr;              ///< (T, E) dtype; RouterInput::projection only
   std::int32_t* counts = nullptr;      ///< (E) rows of each expert
   std::int32_t* frequency = nullptr;   ///< (E) rows before token rounding, optional; rounding only
-  float* scores = nullptr;             ///< (T, K), optional; plain top-K only
-  std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; plain top-K only
+  float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
+  std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; likewise
 
-  /// (1), optional, CUDA: unchecked calls or kBadTokenId, kBadExpertId and kBadLogits (ops.h) into
-  /// it. CPU calls and checked calls refuse such data instead (invalid_data).
+  /// (1), optional, CUDA: unchecked calls or kBadTokenId and kBadLogits (ops.h) into it. CPU calls
+  /// and checked calls refuse such data instead (invalid_data).
   std::int32_t* error_word = nullptr;
 
   // Written for backward; unused for inference.
@@ -126,28 +130,31 @@ struct BackwardArgs {
   const void* w1_up = nullptr;
   const void* w2 = nullptr;
   const void* b2 = nullptr;
-  const void* logits = nullptr;  ///< if SavedBytes::logits > 0
+  const void* logits = nullptr;  ///< `logits` or `given_logits`, if SavedBytes::logits > 0
   const void* preact = nullptr;
   const void* routing = nullptr;
 
   // Gradients that the caller gives.
   const void* dout = nullptr;  ///< dO (T, d) dtype
-  /// (T, E) dtype, of other losses on the logits; optional. Null may save the router's product for
-  /// dX (RouterDesc::reaches_all_experts).
+  /// (T, E) dtype, of other losses on the logits; optional, with logits. Null may save the router's
+  /// product for dX (RouterDesc::reaches_all_experts).
   const void* dlogits = nullptr;
 
   // Gradients that backward writes, each shaped like its tensor. It overwrites them, but adds to
   // dw1, dw1_up and dw2 with accumulate_weight_grads. Fields marked "or null" may be null, for
   // frozen weights say: backward then skips the operations that compute that gradient alone.
   void* dx = nullptr;         ///< (T, d) dtype, or null
-  void* drouter_w = nullptr;  ///< (E, d) dtype, or null; router modes only
+  void* drouter_w = nullptr;  ///< (E, d) dtype, or null; RouterInput::projection only
   void* dw1 = nullptr;        ///< or null, together with dw1_up; fp32 with f32_weight_grads
   void* dw1_up = nullptr;
   void* db1 = nullptr;
   void* db1_up = nullptr;
   void* dw2 = nullptr;  ///< or null; fp32 with f32_weight_grads
   void* db2 = nullptr;
-  float* dscores = nullptr;  ///< (L); routing given only; 0 for sentinels
+  /// (T, E) dtype, of `given_logits`, with the share of `dlogits`.
+  void* dgiven_logits = nullptr;
+  /// Of `given_weights` (T, K) or `list_scores` (L); 0 for sentinels.
+  float* dscores = nullptr;
   /// dH (R, 2n or n) dtype, always [gate n | up n]; used only without dpreact_in_workspace. Rows
   /// past the last one in use keep their contents. It may be `preact` itself: that saves
   /// SavedBytes::preact bytes at the peak, but backward then overwrites H and can run only once.

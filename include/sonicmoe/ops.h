@@ -15,7 +15,8 @@
 ///
 /// "Grouped rows" are the routed (token, expert) pairs sorted by expert, then token, then list
 /// position. Expert e owns rows offsets[e] .. offsets[e+1]-1. "Slots" are the pairs in the order of
-/// the input: t*K + k for the router modes, the list position when the routing is given.
+/// the input: t*K + k, or the list position for lists. A slot whose expert id is < 0 or >= E is a
+/// sentinel: it gets no row.
 ///
 /// Arguments are pointers to memory of the plan's device, to contiguous tensors. Tensors start at
 /// multiples of 16 bytes, arrays of indices and scores at multiples of 4. A pointer may be null
@@ -47,20 +48,26 @@ struct SONICMOE_API RouterGemmDesc {
 
 /// Bits for invalid data. An unchecked CUDA call or-s them into the `error_word` of its arguments,
 /// if the caller gives one. Only the caller clears the word.
-inline constexpr std::int32_t kBadTokenId = 1;   ///< a token id outside [0, T): the call skipped it
-inline constexpr std::int32_t kBadExpertId = 2;  ///< a negative expert id: the call skipped it
-inline constexpr std::int32_t kBadLogits = 4;    ///< a row with a NaN or without a finite maximum
+inline constexpr std::int32_t kBadTokenId = 1;  ///< a token id outside [0, T): the call skipped it
+inline constexpr std::int32_t kBadLogits = 2;   ///< a row with a NaN or without a finite maximum
 
 /// Scores and expert ids of each token's K experts from its logits, by descending score. CPU calls
 /// and checked calls refuse a NaN or a row whose maximum is not finite (invalid_data) before they
 /// write anything. An unchecked call gives such a row valid expert ids and any scores.
+///
+/// With RouterInput::logits_and_ids nothing is chosen: `scores` are those of `given_ids`, in their
+/// order, and `ids` becomes a copy of them. The softmax over the top-K runs over the given logits.
+/// Sentinels take no part in a sum and have score 0. If the probabilities of a token's ids add up
+/// to 0, renormalised scores are 0. Softmax over the top-K also refuses ids that only have logits
+/// of -inf.
 struct TopKArgs {
-  const void* logits = nullptr;        ///< (T, E) dtype
-  float* scores = nullptr;             ///< (T, K)
-  std::int32_t* ids = nullptr;         ///< (T, K)
-  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
+  const void* logits = nullptr;             ///< (T, E) dtype
+  const std::int32_t* given_ids = nullptr;  ///< (T, K); logits_and_ids
+  float* scores = nullptr;                  ///< (T, K)
+  std::int32_t* ids = nullptr;              ///< (T, K)
+  std::int32_t* error_word = nullptr;       ///< (1), optional, CUDA: see kBadLogits
 };
-struct SONICMOE_API TopKDesc : RouterDesc {  ///< `mode` is not `given`
+struct SONICMOE_API TopKDesc : RouterDesc {  ///< `input` has logits
   using Args = TopKArgs;
   std::int64_t tokens = 0;
   DType dtype = DType::bf16;  ///< of the logits
@@ -68,10 +75,10 @@ struct SONICMOE_API TopKDesc : RouterDesc {  ///< `mode` is not `given`
 };
 
 /// Sorts slots into grouped rows, stably; results repeat bit for bit. S is the number of slots. CPU
-/// calls and checked calls refuse negative expert ids, token ids outside [0, T), and token ids that
-/// descend despite assume_sorted (invalid_data). An unchecked call skips ids out of range.
+/// calls and checked calls refuse token ids outside [0, T), and token ids that descend despite
+/// assume_sorted (invalid_data). An unchecked call skips token ids out of range.
 struct MetadataArgs {
-  const std::int32_t* slot_experts = nullptr;  ///< (S): ids >= E are sentinels
+  const std::int32_t* slot_experts = nullptr;  ///< (S): ids < 0 or >= E are sentinels
   const std::int32_t* slot_tokens = nullptr;   ///< (S): lists only (top_k == 0)
   const float* slot_scores = nullptr;          ///< (S): with row_scores
   std::int32_t* counts = nullptr;              ///< (E)
@@ -87,7 +94,7 @@ struct MetadataArgs {
   /// descending count, rounded to halves of the mean S/E; experts with the same rounded count by
   /// id.
   std::int32_t* expert_order = nullptr;
-  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId, kBadExpertId
+  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId
 };
 struct SONICMOE_API MetadataDesc {
   using Args = MetadataArgs;
@@ -204,21 +211,24 @@ struct SONICMOE_API AggregateDesc {
   bool operator==(const AggregateDesc&) const = default;
 };
 
-/// Gradient of the scores. When the routing is given, it is dscores in slot order. In the router
-/// modes it goes through the router to dlogits, which is dense and includes dlogits_in. With g the
-/// slot gradients, s the scores and p the softmax of all logits:
+/// Gradient of the scores. Without logits it is dscores in slot order. With logits it goes through
+/// the router to dlogits, which is dense and includes dlogits_in. With g the slot gradients, s the
+/// scores and p the softmax of all logits:
 ///
 ///   softmax over the top-K, or renormalised: dlogit_k = s_k (g_k - sum_j g_j s_j), others 0
-///   otherwise: dlogit_e = p_e (g_e - sum_k g_k s_k), g_e = 0 for experts that are not chosen
+///   otherwise: dlogit_e = p_e (g_e - sum_k g_k s_k), g_e = 0 for experts without a slot
+///
+/// With RouterInput::logits_and_ids a token may have an expert several times, and its slots add.
+/// Sentinels' experts get nothing.
 struct ScoreGradArgs {
   const float* row_dscores = nullptr;          ///< (R)
   const std::int32_t* slot_rows = nullptr;     ///< (R); -1 reads as 0
-  const float* slot_scores = nullptr;          ///< (R): router modes
-  const std::int32_t* slot_experts = nullptr;  ///< (R): router modes
+  const float* slot_scores = nullptr;          ///< (R): with logits
+  const std::int32_t* slot_experts = nullptr;  ///< (R): with logits
   const void* logits = nullptr;      ///< (T, E): topk_over_softmax without renormalisation
-  const void* dlogits_in = nullptr;  ///< (T, E), optional: of other losses; router modes
-  void* dlogits = nullptr;           ///< (T, E): router modes
-  float* dscores = nullptr;          ///< (R): `given`
+  const void* dlogits_in = nullptr;  ///< (T, E), optional: of other losses; with logits
+  void* dlogits = nullptr;           ///< (T, E): with logits
+  float* dscores = nullptr;          ///< (R): without logits
 };
 struct SONICMOE_API ScoreGradDesc : RouterDesc {
   using Args = ScoreGradArgs;

@@ -16,35 +16,61 @@ namespace sonicmoe {
 /// field reaches all of them.
 struct RouterDesc {
   std::int64_t experts = 0;  ///< E, 1 to 65536
-  std::int64_t top_k = 0;    ///< K, 1 to E; 0 when the routing is given
-  RouterMode mode = RouterMode::softmax_over_topk;
+  std::int64_t top_k = 0;    ///< K, 1 to E; 0 for lists
+  RouterInput input = RouterInput::projection;
+  RouterMode mode = RouterMode::softmax_over_topk;  ///< with logits; else softmax_over_topk
   bool norm_topk_probs = false;  ///< topk_over_softmax: divide the K scores by their sum
-  std::int64_t list_length = 0;  ///< L, routing given only: entries of the lists
-  /// Routing given only: the caller promises that token ids ascend. CPU calls and checked CUDA
-  /// calls verify it.
+  std::int64_t list_length = 0;  ///< L, lists only: their entries
+  /// Lists only: the caller promises that token ids ascend. CPU calls and checked CUDA calls verify
+  /// it.
   bool assume_sorted = false;
 
-  /// Does the caller give lists, instead of a router that chooses K experts for each token?
-  constexpr bool given() const noexcept { return mode == RouterMode::given; }
-  /// Is the softmax over the K chosen experts? Otherwise it is over all E.
+  /// What an input means to the layer. Each input has one row in traits().
+  struct InputTraits {
+    bool projects = false;  ///< the layer computes the logits and the gradients of Wr
+    bool logits = false;    ///< scores come from logits; backward writes their gradients
+    bool chooses = false;   ///< the layer chooses each token's experts
+    bool lists = false;     ///< slots are positions in lists, not t*K + k
+  };
+  constexpr InputTraits traits() const noexcept {
+    switch (input) {
+      case RouterInput::projection:
+        return {.projects = true, .logits = true, .chooses = true};
+      case RouterInput::logits:
+        return {.logits = true, .chooses = true};
+      case RouterInput::logits_and_ids:
+        return {.logits = true};
+      case RouterInput::ids_and_weights:
+        return {};
+      case RouterInput::lists:
+        return {.lists = true};
+    }
+    return {};
+  }
+  constexpr bool projects() const noexcept { return traits().projects; }
+  constexpr bool has_logits() const noexcept { return traits().logits; }
+  constexpr bool chooses() const noexcept { return traits().chooses; }
+  constexpr bool takes_lists() const noexcept { return traits().lists; }
+  /// Does the caller give ids (T, K)?
+  constexpr bool takes_ids() const noexcept { return !chooses() && !takes_lists(); }
+  /// Is the softmax over the K experts of a token? Otherwise it is over all E.
   constexpr bool over_top_k() const noexcept {
     switch (mode) {
       case RouterMode::softmax_over_topk:
         return true;
       case RouterMode::topk_over_softmax:
-      case RouterMode::given:
         break;
     }
     return false;
   }
   /// Do a token's K scores add up to 1?
   constexpr bool normalised() const noexcept { return over_top_k() || norm_topk_probs; }
-  /// Do the logits of experts that a token did not choose get gradients? Then backward needs the
+  /// Do the logits of experts that a token does not go to get gradients? Then backward needs the
   /// logits of all experts.
-  constexpr bool reaches_all_experts() const noexcept { return !given() && !normalised(); }
+  constexpr bool reaches_all_experts() const noexcept { return has_logits() && !normalised(); }
   /// Routed (token, expert) pairs of `tokens` tokens, before token rounding.
   constexpr std::int64_t rows(std::int64_t tokens) const noexcept {
-    return given() ? list_length : tokens * top_k;
+    return takes_lists() ? list_length : tokens * top_k;
   }
   bool operator==(const RouterDesc&) const = default;
 };
@@ -61,11 +87,10 @@ struct RoutingDesc : RouterDesc {
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;     ///< d, as in ExpertsDesc
   DType dtype = DType::bf16;   ///< of x, router_w and logits
-  RoundingDesc rounding = {};  ///< not when the routing is given
+  RoundingDesc rounding = {};  ///< only where the layer chooses
   bool inference = false;      ///< the plan has no backward
 
-  /// Row capacity R: T*K for plain top-K, L when the routing is given, rounded_capacity() when
-  /// rounded.
+  /// Row capacity R: T*K, L for lists, rounded_capacity() when rounded.
   std::int64_t row_capacity() const noexcept {
     if (rounding.tile > 0) return rounded_capacity(tokens, experts, top_k, rounding.tile);
     return rows(tokens);
@@ -77,7 +102,8 @@ struct RoutingDesc : RouterDesc {
 
 /// The arrays of a routing block, which carries a call's routing from forward to backward. ops.h
 /// defines rows and slots. The fields have the meaning of MetadataArgs. An array that this kind of
-/// routing lacks is null; "lists" are given ones and those of token rounding.
+/// routing lacks is null. "top-K" has logits and no rounding, with ids of the caller or without;
+/// "lists" are the caller's and those of token rounding.
 struct RoutedRows {
   float* slot_scores = nullptr;           ///< (R) top-K
   std::int32_t* slot_experts = nullptr;   ///< (R) top-K, rounded
@@ -93,20 +119,23 @@ struct RoutedRows {
 
 /// As the fields of the same names in ForwardArgs (layer.h).
 struct RouterForwardArgs {
-  const void* x = nullptr;                     ///< (T, d) dtype; unused when the routing is given
-  const void* router_w = nullptr;              ///< (E, d) dtype; likewise
-  const std::int32_t* list_tokens = nullptr;   ///< (L) routing given
-  const std::int32_t* list_experts = nullptr;  ///< (L)
-  const float* list_scores = nullptr;          ///< (L)
+  const void* x = nullptr;                     ///< (T, d) dtype; projection
+  const void* router_w = nullptr;              ///< (E, d) dtype; projection
+  const void* given_logits = nullptr;          ///< (T, E) dtype; logits, logits_and_ids
+  const std::int32_t* given_ids = nullptr;     ///< (T, K); logits_and_ids, ids_and_weights
+  const float* given_weights = nullptr;        ///< (T, K); ids_and_weights
+  const std::int32_t* list_tokens = nullptr;   ///< (L); lists
+  const std::int32_t* list_experts = nullptr;  ///< (L); lists
+  const float* list_scores = nullptr;          ///< (L); lists
   std::uint64_t seed = 0;                      ///< as in TokenRoundingArgs
   std::uint64_t offset = 0;
   const std::uint64_t* draws = nullptr;  ///< (2) replaces seed and offset
 
-  void* logits = nullptr;              ///< (T, E) dtype; unused when the routing is given
+  void* logits = nullptr;              ///< (T, E) dtype; projection
   std::int32_t* counts = nullptr;      ///< (E) rows of each expert
   std::int32_t* frequency = nullptr;   ///< (E) rows before token rounding, optional; rounding only
-  float* scores = nullptr;             ///< (T, K), optional; plain top-K only
-  std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; plain top-K only
+  float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
+  std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; likewise
   float* slot_scores = nullptr;  ///< (R) scores of the lists that rounding writes; rounding only
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA
   void* routing = nullptr;             ///< routing_bytes() bytes, at a multiple of 4
@@ -114,17 +143,17 @@ struct RouterForwardArgs {
 
 /// Gradients from those of the rows' scores. All outputs are overwritten.
 struct RouterBackwardArgs {
-  const void* x = nullptr;             ///< (T, d) dtype; unused when the routing is given
-  const void* router_w = nullptr;      ///< (E, d) dtype; likewise
-  const void* logits = nullptr;        ///< as forward wrote them, if RoutingDesc::needs_logits()
+  const void* x = nullptr;             ///< (T, d) dtype; projection
+  const void* router_w = nullptr;      ///< (E, d) dtype; projection
+  const void* logits = nullptr;        ///< of forward, if RoutingDesc::needs_logits()
   const void* routing = nullptr;       ///< as forward wrote it
   const float* row_dscores = nullptr;  ///< (R)
   const void* dlogits_in = nullptr;    ///< (T, E) dtype, of other losses; optional
 
-  void* dlogits = nullptr;    ///< (T, E) dtype; unused when the routing is given
-  float* dscores = nullptr;   ///< (L); routing given only; 0 for sentinels
-  void* dx = nullptr;         ///< (T, d) dtype: the router's part of dX; or null: not computed
-  void* drouter_w = nullptr;  ///< (E, d) dtype; or null
+  void* dlogits = nullptr;   ///< (T, E) dtype; with logits
+  float* dscores = nullptr;  ///< of the caller's scores, (T, K) weights or (L); 0 for sentinels
+  void* dx = nullptr;  ///< (T, d) dtype: the router's part of dX; or null: not computed; projection
+  void* drouter_w = nullptr;  ///< (E, d) dtype; or null; projection
 };
 
 /// From tokens to grouped rows: the router's product, top-K or token rounding, and the index arrays

@@ -41,7 +41,7 @@ struct TokenRoundingArgs {
   std::int32_t* frequency = nullptr;   ///< (E) TC tokens of each expert; optional
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
-struct SONICMOE_API TokenRoundingDesc : RouterDesc {  ///< `mode` is not `given`
+struct SONICMOE_API TokenRoundingDesc : RouterDesc {  ///< `input`: projection or logits
   using Args = TokenRoundingArgs;
   std::int64_t tokens = 0;
   DType dtype = DType::bf16;  ///< of the logits
@@ -54,8 +54,8 @@ struct SONICMOE_API TokenRoundingDesc : RouterDesc {  ///< `mode` is not `given`
 
 /// From the gradients of the lists' scores to those of the logits. TC entries go through the
 /// gradient of plain top-K, with 0 for dropped entries. Added entries go through the full softmax.
-/// CPU calls and checked calls refuse lists whose token ids descend or exceed T-1, or with negative
-/// expert ids (invalid_data).
+/// CPU calls and checked calls refuse lists whose token ids descend or lie outside [0, T)
+/// (invalid_data). Expert ids < 0 or >= E are sentinels.
 struct TokenRoundingGradArgs {
   const void* logits = nullptr;              ///< (T, E)
   const std::int32_t* token_ids = nullptr;   ///< (list_length), as token rounding wrote it

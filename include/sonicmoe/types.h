@@ -51,12 +51,21 @@ enum class W1Layout : std::int32_t {
   separate = 2,      ///< two tensors (E, n, d): w1 holds the gate, w1_up the up rows
 };
 
-/// Where scores come from. The router modes order a token's K experts by descending score; ties go
-/// to the lower expert id.
+/// How logits become scores. Where the layer chooses, it orders a token's K experts by descending
+/// score; ties go to the lower expert id. With ids of the caller both modes score those ids.
 enum class RouterMode : std::int32_t {
   softmax_over_topk = 0,  ///< the K largest logits, softmax over them
   topk_over_softmax = 1,  ///< softmax over all E, the K largest; see RouterDesc::norm_topk_probs
-  given = 2,              ///< the caller gives lists of token id, expert id and score
+};
+
+/// What the caller hands over. An id < 0 or >= E is a sentinel: it is not counted, contributes
+/// zero, and its score gets a gradient of zero. Duplicate ids add.
+enum class RouterInput : std::int32_t {
+  projection = 0,       ///< x and the router's weights: logits = x Wr^T
+  logits = 1,           ///< logits (T, E), in place of that product
+  logits_and_ids = 2,   ///< and ids (T, K): nothing is chosen, the mode scores these ids
+  ids_and_weights = 3,  ///< ids and weights (T, K): the weights are the scores as they are
+  lists = 4,            ///< lists of token id, expert id and score, of any length
 };
 
 enum class DeviceType : std::int32_t { cpu = 0, cuda = 1 };
@@ -128,10 +137,11 @@ struct Options {
   std::string kernel;
 };
 
-SONICMOE_API const char* name(DType value) noexcept;         ///< "bf16"; "?" if unknown
-SONICMOE_API const char* name(Activation value) noexcept;    ///< "swiglu"; "?" if unknown
-SONICMOE_API const char* name(W1Layout value) noexcept;      ///< "interleaved"; "?" if unknown
-SONICMOE_API const char* name(RouterMode value) noexcept;    ///< "given"; "?" if unknown
+SONICMOE_API const char* name(DType value) noexcept;        ///< "bf16"; "?" if unknown
+SONICMOE_API const char* name(Activation value) noexcept;   ///< "swiglu"; "?" if unknown
+SONICMOE_API const char* name(W1Layout value) noexcept;     ///< "interleaved"; "?" if unknown
+SONICMOE_API const char* name(RouterMode value) noexcept;   ///< "softmax_over_topk"; "?" if unknown
+SONICMOE_API const char* name(RouterInput value) noexcept;  ///< "projection"; "?" if unknown
 SONICMOE_API const char* name(RoundingRule value) noexcept;  ///< "nearest"; "?" if unknown
 SONICMOE_API const char* name(DeviceType value) noexcept;    ///< "cpu"; "?" if unknown
 

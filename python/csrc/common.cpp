@@ -173,8 +173,9 @@ LayerDesc options_of(const std::string& layer) {
   }
   const Result<LayerDesc> options = parse_layer(layer);
   check(options.status());
-  if (options.value().router.given()) {
-    refuse("router", "given", "softmax_over_topk, topk_over_softmax (lists have an operator)");
+  if (!options.value().router.projects()) {
+    refuse("router_input", name(options.value().router.input),
+           "projection (lists have an operator)");
   }
   // What the tensors and the other arguments say, whatever value the text has for it.
   for (const char* key :

@@ -79,7 +79,7 @@ LayerDesc describe(const std::string& layer, const Tensor& x, const OptionalTens
 }
 
 void choose_by_lists(LayerDesc* desc, std::int64_t length) {
-  desc->router.mode = RouterMode::given;
+  desc->router.input = RouterInput::lists;
   desc->router.list_length = length;
 }
 

@@ -97,7 +97,6 @@ class Checker {
             "interleaved or concatenated for an activation without a gate");
     return *this;
   }
-  Checker& router(RouterMode value) { return known("router", value); }
 
   Checker& require(bool condition, const char* argument, const char* value, const char* allowed) {
     if (status_.ok() && !condition) {

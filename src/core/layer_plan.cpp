@@ -83,7 +83,7 @@ void LayerPlan::Impl::plan_backward(PlanBuilder* build) {
   bwd.experts = experts.book_backward(&ledger);
   bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
   bwd.router = router.book_backward(&ledger);
-  bwd.dlogits = ledger.book("dlogits", router.given() ? 0 : logits);
+  bwd.dlogits = ledger.book("dlogits", desc.router.projects() ? logits : 0);
   bwd.scratch = ledger.book("scratch", build->take_scratch());
   const std::size_t shared = ledger.end();
   bwd.experts.scaled_act = ledger.book("scaled_act", experts.scaled_act_bytes());
@@ -99,6 +99,9 @@ void LayerPlan::Impl::plan_backward(PlanBuilder* build) {
 void LayerPlan::Impl::forward(Sequence* seq, const ForwardArgs& args) const {
   const RouterForwardArgs routed{.x = args.x,
                                  .router_w = args.router_w,
+                                 .given_logits = args.given_logits,
+                                 .given_ids = args.given_ids,
+                                 .given_weights = args.given_weights,
                                  .list_tokens = args.list_tokens,
                                  .list_experts = args.list_experts,
                                  .list_scores = args.list_scores,
@@ -131,12 +134,11 @@ void LayerPlan::Impl::forward(Sequence* seq, const ForwardArgs& args) const {
                    .preact = args.preact,
                    .expert_out = expert_out},
                   fwd.experts);
-  const float* const made_scores = router.rounded() ? routed.slot_scores : rows.slot_scores;
   combine.forward(seq, {.rows = expert_out,
                         .slot_rows = rows.slot_rows,
                         .token_offsets = rows.token_offsets,
                         .token_slots = rows.token_slots,
-                        .slot_scores = router.given() ? args.list_scores : made_scores,
+                        .slot_scores = router.slot_scores(routed, rows),
                         .out = args.o});
   router.copy_out(seq, routed);
 }
@@ -147,8 +149,9 @@ void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
   // The sum over dX's rows adds the router's part of dx where it can. Otherwise router_dgrad writes
   // that part to dx, and the sum adds dx to its rows.
   const bool by_sum = router.reaches_own_experts() && args.dlogits == nullptr;
-  const bool by_product = !router.given() && !by_sum;
-  void* const dlogits = seq->region(bwd.dlogits);
+  const bool by_product = desc.router.projects() && !by_sum;
+  void* const dlogits =
+      desc.router.projects() ? static_cast<void*>(seq->region(bwd.dlogits)) : args.dgiven_logits;
   const RouterBackwardArgs routed{.x = args.x,
                                   .router_w = args.router_w,
                                   .logits = args.logits,

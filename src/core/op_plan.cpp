@@ -12,7 +12,8 @@
 namespace sonicmoe {
 
 std::size_t block_counts_bytes(const TopKDesc& d, Device device) noexcept {
-  if (device.type != DeviceType::cuda) return 0;
+  // Ids of the caller may repeat within a token, and such slots share a bit of metadata's.
+  if (device.type != DeviceType::cuda || !d.chooses()) return 0;
   return static_cast<std::size_t>(BlockCounts::of(d.tokens, d.experts, d.top_k).bytes());
 }
 

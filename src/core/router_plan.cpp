@@ -7,13 +7,13 @@ namespace sonicmoe {
 
 void RouterPlan::Impl::plan_forward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
-  if (!given()) {
+  if (d.projects()) {
     build->add(&router_gemm, {GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype});
   }
-  if (!lists()) {
-    const TopKDesc chosen{{d}, d.tokens, d.dtype};
-    build->add(&top_k, chosen);
-    block_counts = block_counts_bytes(chosen, exec.device);
+  if (slot_kind(d) == SlotKind::top_k) {
+    const TopKDesc scored{{d}, d.tokens, d.dtype};
+    build->add(&top_k, scored);
+    block_counts = block_counts_bytes(scored, exec.device);
   }
   if (rounded()) {
     build->add(&token_rounding, {{d}, d.tokens, d.dtype, d.rounding.rule, d.rounding.tile});
@@ -25,8 +25,8 @@ void RouterPlan::Impl::plan_forward(PlanBuilder* build) {
 void RouterPlan::Impl::plan_backward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
   ScoreGradDesc score{{d}, d.tokens, d.row_capacity(), d.dtype};
-  if (lists()) {  // score_grad writes the lists' gradients in slot order, given or rounded
-    static_cast<RouterDesc&>(score) = {.experts = d.experts, .mode = RouterMode::given};
+  if (rounded()) {  // score_grad writes the lists' gradients in slot order
+    static_cast<RouterDesc&>(score) = {.experts = d.experts, .input = RouterInput::lists};
   }
   build->add(&score_grad, score);
   if (rounded()) {
@@ -34,7 +34,7 @@ void RouterPlan::Impl::plan_backward(PlanBuilder* build) {
     rounding.list_length = d.row_capacity();
     build->add(&token_rounding_grad, rounding);
   }
-  if (given()) return;
+  if (!d.projects()) return;
   build->add(&router_dgrad, {GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype});
   build->add(&router_wgrad, {GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype});
 }
@@ -53,25 +53,42 @@ RouterPlan::Impl::Backward RouterPlan::Impl::book_backward(Ledger* ledger) const
   return at;
 }
 
+const float* RouterPlan::Impl::slot_scores(const RouterForwardArgs& args,
+                                           const RoutedRows& rows) const {
+  switch (slot_kind(desc)) {
+    case SlotKind::top_k:
+      return rows.slot_scores;
+    case SlotKind::ids:
+      return args.given_weights;
+    case SlotKind::lists:
+      return args.list_scores;
+    case SlotKind::rounded:
+      return args.slot_scores;
+  }
+  return nullptr;
+}
+
 void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, const Forward& at,
                                std::int32_t* next_tile_counter) const {
   const RoutedRows rows = RoutingBlock::at(desc, args.routing);
-  float* const made_scores = rounded() ? args.slot_scores : rows.slot_scores;
+  const void* const logits = desc.projects() ? args.logits : args.given_logits;
+  const std::int32_t* const given = desc.takes_lists() ? args.list_experts : args.given_ids;
   Handoff counted;
   if (block_counts > 0) counted.block_counts = seq->region(at.block_counts);
   seq->run("router_gemm", router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
   seq->run("top_k", top_k,
-           {.logits = args.logits,
-            .scores = made_scores,
+           {.logits = logits,
+            .given_ids = args.given_ids,
+            .scores = rows.slot_scores,
             .ids = rows.slot_experts,
             .error_word = args.error_word},
            counted);
   seq->run("token_rounding", token_rounding,
-           {.logits = args.logits,
+           {.logits = logits,
             .seed = args.seed,
             .offset = args.offset,
             .draws = args.draws,
-            .scores = made_scores,
+            .scores = args.slot_scores,
             .token_ids = rows.slot_tokens,
             .expert_ids = rows.slot_experts,
             .counts = args.counts,
@@ -79,9 +96,9 @@ void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, con
             .error_word = args.error_word});
   counted.next_tile_counter = next_tile_counter;
   seq->run("metadata", metadata,
-           {.slot_experts = given() ? args.list_experts : rows.slot_experts,
-            .slot_tokens = given() ? args.list_tokens : rows.slot_tokens,
-            .slot_scores = given() ? args.list_scores : made_scores,
+           {.slot_experts = desc.has_logits() ? rows.slot_experts : given,
+            .slot_tokens = desc.takes_lists() ? args.list_tokens : rows.slot_tokens,
+            .slot_scores = slot_scores(args, rows),
             .counts = args.counts,
             .offsets = rows.offsets,
             .row_tokens = rows.row_tokens,
@@ -96,7 +113,7 @@ void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, con
 }
 
 void RouterPlan::Impl::copy_out(Sequence* seq, const RouterForwardArgs& args) const {
-  if (lists()) return;
+  if (slot_kind(desc) != SlotKind::top_k) return;
   const RoutedRows rows = RoutingBlock::at(desc, args.routing);
   const std::size_t bytes = 4 * static_cast<std::size_t>(desc.row_capacity());
   seq->copy(args.scores, rows.slot_scores, bytes, exec);

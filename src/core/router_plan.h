@@ -33,14 +33,16 @@ struct RouterPlan::Impl : ComposedPlan {
   std::optional<OpPlan<RouterGemmDesc>> router_dgrad;
   std::optional<OpPlan<RouterGemmDesc>> router_wgrad;
 
-  bool given() const { return slot_kind(desc) == SlotKind::given; }
   bool rounded() const { return slot_kind(desc) == SlotKind::rounded; }
-  bool lists() const { return slot_kind(desc) != SlotKind::top_k; }
+  /// Are slots positions in lists, of the caller or of token rounding?
+  bool lists() const { return rounded() || desc.takes_lists(); }
   /// Do a token's logits have gradients at its own experts alone, if no other loss reads the
   /// logits? Then the sum over dX's rows can add the router's part, and router_dgrad need not run.
   bool reaches_own_experts() const {
-    return !lists() && !desc.needs_logits() && desc.top_k <= kMaxRoutedTopK;
+    return desc.projects() && !rounded() && !desc.needs_logits() && desc.top_k <= kMaxRoutedTopK;
   }
+  /// The scores (R) of a call's slots.
+  const float* slot_scores(const RouterForwardArgs& args, const RoutedRows& rows) const;
 
   void plan_forward(PlanBuilder* build);
   void plan_backward(PlanBuilder* build);

@@ -10,13 +10,15 @@ namespace sonicmoe {
 
 /// The origin of slots. It decides which arrays forward keeps for backward.
 enum class SlotKind {
-  top_k,    ///< slot t*K + k, chosen by top_k
-  given,    ///< lists of the caller
+  top_k,    ///< slot t*K + k, scored by top_k, which chose its expert or got its id
+  ids,      ///< slot t*K + k with an id and a weight of the caller
+  lists,    ///< lists of the caller
   rounded,  ///< lists of token rounding
 };
 
 inline SlotKind slot_kind(const RoutingDesc& desc) {
-  if (desc.given()) return SlotKind::given;
+  if (desc.takes_lists()) return SlotKind::lists;
+  if (!desc.has_logits()) return SlotKind::ids;
   return desc.rounding.tile > 0 ? SlotKind::rounded : SlotKind::top_k;
 }
 
@@ -25,8 +27,9 @@ inline SlotKind slot_kind(const RoutingDesc& desc) {
 ///
 /// | routing | bytes |
 /// |---|---|
-/// | top-K | 20R + 4(2E+1) |
-/// | lists, given | 16R + 4(2E+1) + 4(T+1) |
+/// | top-K, or logits and ids | 20R + 4(2E+1) |
+/// | ids and weights | 12R + 4(2E+1) |
+/// | lists | 16R + 4(2E+1) + 4(T+1) |
 /// | lists, rounded | 24R + 4(2E+1) + 4(T+1) |
 class RoutingBlock {
  public:
@@ -50,13 +53,14 @@ class RoutingBlock {
     };
     const SlotKind kind = slot_kind(desc);
     const std::int64_t rows = desc.row_capacity();
+    const bool lists = kind == SlotKind::lists || kind == SlotKind::rounded;
     if (kind == SlotKind::top_k) take(&RoutedRows::slot_scores, rows);
-    if (kind != SlotKind::given) take(&RoutedRows::slot_experts, rows);
+    if (desc.has_logits()) take(&RoutedRows::slot_experts, rows);
     if (kind == SlotKind::rounded) take(&RoutedRows::slot_tokens, rows);
     take(&RoutedRows::row_scores, rows);
     take(&RoutedRows::row_tokens, rows);
     take(&RoutedRows::slot_rows, rows);
-    if (kind != SlotKind::top_k) {
+    if (lists) {
       take(&RoutedRows::token_slots, rows);
       take(&RoutedRows::token_offsets, desc.tokens + 1);
     }

@@ -35,8 +35,22 @@ const char* name(RouterMode value) noexcept {
       return "softmax_over_topk";
     case RouterMode::topk_over_softmax:
       return "topk_over_softmax";
-    case RouterMode::given:
-      return "given";
+  }
+  return "?";
+}
+
+const char* name(RouterInput value) noexcept {
+  switch (value) {
+    case RouterInput::projection:
+      return "projection";
+    case RouterInput::logits:
+      return "logits";
+    case RouterInput::logits_and_ids:
+      return "logits_and_ids";
+    case RouterInput::ids_and_weights:
+      return "ids_and_weights";
+    case RouterInput::lists:
+      return "lists";
   }
   return "?";
 }

@@ -20,33 +20,47 @@ Checker grouped(const GroupedDesc& desc) {
   return check;
 }
 
-/// Checks of every descriptor of an operation that routes logits.
+/// Checks of every descriptor of an operation that chooses experts. top_k also scores ids of the
+/// caller.
 template <class Desc>
-Checker routed(const Desc& d) {
+Checker routed(const Desc& d, bool may_take_ids = false) {
   Checker check;
   check.tokens(d.tokens).experts(d.experts).top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
-  constexpr const char* kModes = "softmax_over_topk, topk_over_softmax";
-  check.dtype(d.dtype).known("mode", d.mode, kModes);
-  check.require(!d.given(), "mode", "given", kModes);
+  const char* const allowed =
+      may_take_ids ? "projection, logits, logits_and_ids" : "projection, logits";
+  check.dtype(d.dtype).known("mode", d.mode).known("router_input", d.input, allowed);
+  check.require(d.chooses() || (may_take_ids && d.has_logits()), "router_input", name(d.input),
+                allowed);
   check.require(!d.assume_sorted, "assume_sorted", "true", "false");
+  return check;
+}
+
+/// Checks of a router's input and of what depends on it.
+Checker router(const RouterDesc& d) {
+  Checker check;
+  check.known("router_input", d.input).known("router", d.mode);
+  if (!d.has_logits()) {
+    constexpr const char* kWithout = "softmax_over_topk (the default) without logits";
+    check.require(d.over_top_k(), "router", name(d.mode), kWithout);
+    check.require(!d.norm_topk_probs, "norm_topk_probs", "true", "false without logits");
+  }
   return check;
 }
 
 /// Checks of a router, alone or in a layer.
 Checker routing(const RoutingDesc& d) {
-  Checker check;
-  check.router(d.mode).tokens(d.tokens).width("hidden", d.hidden).experts(d.experts);
-  if (d.given()) {
+  Checker check = router(d);
+  check.tokens(d.tokens).width("hidden", d.hidden).experts(d.experts);
+  if (d.takes_lists()) {
     check.range("top_k", d.top_k, 0, 0).range("list_length", d.list_length, 0, kMaxIndex);
   } else {
     check.top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
     check.range("list_length", d.list_length, 0, 0);
-    check.require(!d.assume_sorted, "assume_sorted", "true", "false unless the routing is given");
+    check.require(!d.assume_sorted, "assume_sorted", "true", "false unless router_input is lists");
   }
-  check.require(!d.norm_topk_probs || !d.given(), "norm_topk_probs", "true",
-                "false when the routing is given");
-  check.range("rounding_tile", d.rounding.tile, 0, d.given() ? 0 : 1024);
-  check.known("rounding_rule", d.rounding.rule);
+  check.range("rounding_tile", d.rounding.tile, 0, 1024).known("rounding_rule", d.rounding.rule);
+  check.require(d.rounding.tile == 0 || d.chooses(), "router_input", name(d.input),
+                "projection, logits with token rounding");
   if (check.status().ok()) check.range("rows", d.row_capacity(), 0, kMaxIndex);
   return check.dtype(d.dtype);
 }
@@ -104,7 +118,7 @@ Status validate(const RouterGemmDesc& d) {
 }
 
 Status validate(const TopKDesc& d) {
-  return Checker(routed(d)).range("list_length", d.list_length, 0, 0).status();
+  return Checker(routed(d, true)).range("list_length", d.list_length, 0, 0).status();
 }
 
 Status validate(const MetadataDesc& d) {
@@ -138,9 +152,9 @@ Status validate(const CombineDesc& d) {
 }
 
 Status validate(const ScoreGradDesc& d) {
-  Checker check;
-  check.tokens(d.tokens).experts(d.experts).router(d.mode).dtype(d.dtype);
-  if (d.given()) {
+  Checker check = router(d);
+  check.tokens(d.tokens).experts(d.experts).dtype(d.dtype);
+  if (d.takes_lists()) {
     check.range("top_k", d.top_k, 0, 0).range("rows", d.rows, 0, kMaxIndex);
   } else {
     check.top_k(d.top_k, d.experts).rows(d.tokens, d.top_k).all_rows(d.rows, d.tokens, d.top_k);

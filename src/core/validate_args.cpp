@@ -11,31 +11,38 @@ namespace {
 
 template <class Args>
 void check_routing(const RoutingDesc& d, const Args& a, Checker* check) {
-  if (d.given()) {
+  if (d.takes_lists()) {
     check->ints("list_tokens", a.list_tokens, d.list_length, "(L) int32");
     check->ints("list_experts", a.list_experts, d.list_length, "(L) int32");
     check->ints("list_scores", a.list_scores, d.list_length, "(L) float");
-  } else {
+  }
+  if (d.projects()) {
     check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
     check->tensor("logits", a.logits, d.tokens, "(T, E)");
-    if (d.rounding.tile > 0) {
-      check->optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
-    } else {
-      check->optional("scores", a.scores, d.tokens, 4);
-      check->optional("expert_ids", a.expert_ids, d.tokens, 4);
-    }
+  } else if (d.has_logits()) {
+    check->tensor("given_logits", a.given_logits, d.tokens, "(T, E)");
+  }
+  if (d.takes_ids()) check->ints("given_ids", a.given_ids, d.tokens, "(T, K) int32");
+  if (d.takes_ids() && !d.has_logits()) {
+    check->ints("given_weights", a.given_weights, d.tokens, "(T, K) float");
+  }
+  if (d.rounding.tile > 0) {
+    check->optional("frequency", a.frequency, 1, 4).optional("draws", a.draws, 1, 8);
+  } else if (d.has_logits()) {
+    check->optional("scores", a.scores, d.tokens, 4);
+    check->optional("expert_ids", a.expert_ids, d.tokens, 4);
   }
   check->ints("counts", a.counts, 1, "(E) int32").optional("error_word", a.error_word, 1, 4);
 }
 
 template <class Args>
 void check_routing_grad(const RoutingDesc& d, const Args& a, Checker* check) {
-  if (d.given()) {
-    check->ints("dscores", a.dscores, d.list_length, "(L) float");
-    return;
+  if (!d.has_logits()) {
+    check->ints("dscores", a.dscores, d.row_capacity(), "(T, K) or (L) float");
   }
-  check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
   if (d.needs_logits()) check->tensor("logits", a.logits, d.tokens, "(T, E)");
+  if (!d.projects()) return;
+  check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
   check->optional("drouter_w", a.drouter_w, 1);
 }
 
@@ -82,7 +89,10 @@ Status validate(const LayerDesc& d, const BackwardArgs& a) {
   check_experts_grad(d.experts, d.rows(), a, &check);
   check.tensor("x", a.x, d.tokens, "(T, d)").tensor("dout", a.dout, d.tokens, "(T, d)");
   check.optional("dx", a.dx, d.tokens);
-  if (!d.router.given()) check.optional("dlogits", a.dlogits, d.tokens);
+  if (d.router.has_logits()) {
+    check.optional("dlogits", a.dlogits, d.tokens);
+    if (!d.router.projects()) check.tensor("dgiven_logits", a.dgiven_logits, d.tokens, "(T, E)");
+  }
   return check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes").status();
 }
 
@@ -101,8 +111,9 @@ Status validate(const RoutingDesc& d, const RouterBackwardArgs& a) {
   check.ints("routing", a.routing, 1, "routing_bytes()");
   check.ints("row_dscores", a.row_dscores, d.row_capacity(), "(R) float");
   check_routing_grad(d, a, &check);
-  if (d.given()) return check.status();
-  check.optional("dx", a.dx, d.tokens).optional("dlogits_in", a.dlogits_in, d.tokens);
+  if (!d.has_logits()) return check.status();
+  if (d.projects()) check.optional("dx", a.dx, d.tokens);
+  check.optional("dlogits_in", a.dlogits_in, d.tokens);
   return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
 }
 
@@ -143,6 +154,7 @@ Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a) {
 Status validate(const TopKDesc& d, const TopKArgs& a) {
   Checker check;
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  if (d.takes_ids()) check.ints("given_ids", a.given_ids, d.tokens, "(T, K) int32");
   check.ints("scores", a.scores, d.tokens, "(T, K) float");
   check.ints("ids", a.ids, d.tokens, "(T, K) int32");
   return check.optional("error_word", a.error_word, 1, 4).status();
@@ -250,7 +262,7 @@ Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
   Checker check;
   check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
   check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
-  if (d.given()) {
+  if (!d.has_logits()) {
     return check.ints("dscores", a.dscores, d.rows, "(R) float").status();
   }
   check.ints("slot_scores", a.slot_scores, d.rows, "(R) float");

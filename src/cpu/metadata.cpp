@@ -13,14 +13,7 @@ namespace sonicmoe::cpu {
 namespace {
 
 Status check_lists(const MetadataDesc& d, const MetadataArgs& a) {
-  for (std::int64_t s = 0; s < d.slots(); ++s) {
-    if (a.slot_experts[s] < 0) {
-      return Status::error(StatusCode::invalid_data,
-                           "expert ids: got %d at position %" PRId64
-                           ", allowed: at least 0 (ids of %" PRId64 " or more are sentinels)",
-                           a.slot_experts[s], s, d.experts);
-    }
-    if (d.top_k > 0) continue;
+  for (std::int64_t s = 0; s < d.list_length; ++s) {
     if (a.slot_tokens[s] < 0 || a.slot_tokens[s] >= d.tokens) {
       return Status::error(StatusCode::invalid_data,
                            "token ids: got %d at position %" PRId64 ", allowed: 0 to %" PRId64,
@@ -36,6 +29,11 @@ Status check_lists(const MetadataDesc& d, const MetadataArgs& a) {
   return {};
 }
 
+/// Has the slot an expert? Otherwise it is a sentinel.
+bool has_expert(const MetadataDesc& d, const MetadataArgs& a, std::int64_t slot) {
+  return a.slot_experts[slot] >= 0 && a.slot_experts[slot] < d.experts;
+}
+
 /// Takes the number of items with key i in ends[i+1], and 0 in ends[0]. Leaves in ends[i] where key
 /// i starts.
 void exclusive_sums(std::int32_t* ends, std::int64_t keys) {
@@ -47,12 +45,12 @@ void exclusive_sums(std::int32_t* ends, std::int64_t keys) {
 void sort_by_token(const MetadataDesc& d, const MetadataArgs& a, std::int32_t* next) {
   std::fill_n(a.token_offsets, d.tokens + 1, 0);
   for (std::int64_t s = 0; s < d.slots(); ++s) {
-    if (a.slot_experts[s] < d.experts) ++a.token_offsets[a.slot_tokens[s] + 1];
+    if (has_expert(d, a, s)) ++a.token_offsets[a.slot_tokens[s] + 1];
   }
   exclusive_sums(a.token_offsets, d.tokens);
   std::copy_n(a.token_offsets, d.tokens, next);
   for (std::int64_t s = 0; s < d.slots(); ++s) {
-    if (a.slot_experts[s] < d.experts) {
+    if (has_expert(d, a, s)) {
       a.token_slots[next[a.slot_tokens[s]]++] = static_cast<std::int32_t>(s);
     }
   }
@@ -71,7 +69,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
 
   std::fill_n(a.offsets, d.experts + 1, 0);
   for (std::int64_t s = 0; s < slots; ++s) {
-    if (a.slot_experts[s] < d.experts) ++a.offsets[a.slot_experts[s] + 1];
+    if (has_expert(d, a, s)) ++a.offsets[a.slot_experts[s] + 1];
     a.slot_rows[s] = -1;
   }
   std::copy_n(a.offsets + 1, d.experts, a.counts);
@@ -82,7 +80,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
   const std::int64_t sorted = lists ? routed : slots;
   for (std::int64_t i = 0; i < sorted; ++i) {
     const std::int64_t s = lists ? a.token_slots[i] : i;
-    if (a.slot_experts[s] >= d.experts) continue;
+    if (!has_expert(d, a, s)) continue;
     const std::int32_t row = next[a.slot_experts[s]]++;
     a.slot_rows[s] = row;
     a.row_slots[row] = static_cast<std::int32_t>(s);

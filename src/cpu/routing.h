@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -69,31 +70,85 @@ inline void route_token(const RouterDesc& d, float max, bool probabilities, floa
   if (over_topk && probabilities) softmax_row(max, d.experts, row);
 }
 
-/// Refuses a NaN and rows without a finite maximum; the error names the first such token. `rows` is
+inline bool is_sentinel(std::int32_t id, std::int64_t experts) { return id < 0 || id >= experts; }
+
+/// The largest of `row` at a token's given ids; -inf if all are sentinels.
+inline float max_at(const float* row, std::int64_t experts, const std::int32_t* ids,
+                    std::int64_t k) {
+  float max = -std::numeric_limits<float>::infinity();
+  for (std::int64_t i = 0; i < k; ++i) {
+    if (!is_sentinel(ids[i], experts) && row[ids[i]] > max) max = row[ids[i]];
+  }
+  return max;
+}
+
+/// Writes the scores of a token's given ids, in their order. `row` and `max` are as in
+/// route_token(). Sentinels take no part and get 0.
+inline void score_ids(const RouterDesc& d, float max, float* row, const std::int32_t* ids,
+                      float* scores) {
+  const bool over_topk = d.over_top_k();
+  if (over_topk) {
+    max = max_at(row, d.experts, ids, d.top_k);
+  } else {
+    softmax_row(max, d.experts, row);
+  }
+  float sum = 0.0f;
+  for (std::int64_t k = 0; k < d.top_k; ++k) {
+    const bool sentinel = is_sentinel(ids[k], d.experts);
+    scores[k] = sentinel ? 0.0f : over_topk ? math::softmax_term(row[ids[k]], max) : row[ids[k]];
+    sum = math::add(sum, scores[k]);
+  }
+  if (!d.normalised()) return;
+  for (std::int64_t k = 0; k < d.top_k; ++k) {
+    scores[k] = sum == 0.0f ? 0.0f : math::div(scores[k], sum);
+  }
+}
+
+/// Ids of the caller (T, K) that a softmax runs over, or null.
+struct GivenIds {
+  const std::int32_t* ids = nullptr;
+  std::int64_t top_k = 0;
+};
+
+/// What is wrong with a token's logits, or null. `row` and `max` are from load_row().
+inline const char* bad_logits(float max, const float* row, std::int64_t experts, std::int64_t t,
+                              const GivenIds& given) {
+  if (max != max) return "a NaN in the row";
+  if (!std::isfinite(max)) return max > 0 ? "+inf in the row" : "only -inf in the row";
+  if (given.ids == nullptr) return nullptr;
+  const std::int32_t* const ids = given.ids + t * given.top_k;
+  const bool any = std::any_of(ids, ids + given.top_k,
+                               [&](std::int32_t id) { return !is_sentinel(id, experts); });
+  const bool finite = std::isfinite(max_at(row, experts, ids, given.top_k));
+  return any && !finite ? "only -inf at the ids" : nullptr;
+}
+
+/// Refuses rows that bad_logits() finds; the error names the first such token. `rows` is
 /// (threads, E) scratch.
 template <class T>
 Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, float* rows,
-                    int threads) {
+                    int threads, const GivenIds& given = {}) {
   std::atomic<std::int64_t> bad{tokens};
-  parallel_ranges(
-      threads, tokens, kTokensPerPiece, [&](int thread, std::int64_t begin, std::int64_t end) {
-        for (std::int64_t t = begin; t < end; ++t) {
-          const float max = load_row(logits + t * experts, experts, rows + thread * experts);
-          if (std::isfinite(max)) continue;
-          std::int64_t first = bad.load();
-          while (t < first && !bad.compare_exchange_weak(first, t)) {
-          }
-          return;
-        }
-      });
+  const auto look = [&](std::int64_t t, float* row) {
+    const float max = load_row(logits + t * experts, experts, row);
+    return bad_logits(max, row, experts, t, given);
+  };
+  parallel_ranges(threads, tokens, kTokensPerPiece,
+                  [&](int thread, std::int64_t begin, std::int64_t end) {
+                    for (std::int64_t t = begin; t < end; ++t) {
+                      if (look(t, rows + thread * experts) == nullptr) continue;
+                      std::int64_t first = bad.load();
+                      while (t < first && !bad.compare_exchange_weak(first, t)) {
+                      }
+                      return;
+                    }
+                  });
   const std::int64_t t = bad.load();
   if (t == tokens) return {};
-  const float max = load_row(logits + t * experts, experts, rows);
-  const char* got = max != max ? "a NaN" : max > 0 ? "+inf" : "only -inf";
   return Status::error(StatusCode::invalid_data,
-                       "logits: got %s in the row of token %lld, allowed: numbers below +inf, "
-                       "at least one of them finite",
-                       got, static_cast<long long>(t));
+                       "logits: got %s of token %lld, allowed: numbers below +inf, at least one of "
+                       "them finite",
+                       look(t, rows), static_cast<long long>(t));
 }
 
 }  // namespace sonicmoe::cpu

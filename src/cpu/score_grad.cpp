@@ -1,5 +1,5 @@
-// Brings the gradients of the rows' scores into slot order (lists), or takes them through the
-// router's softmax to dlogits.
+// Takes the gradients of the rows' scores through the router's softmax to dlogits. Without logits
+// it brings them into slot order.
 #include "core/backends.h"
 #include "cpu/routing.h"
 
@@ -26,12 +26,16 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
     softmax_row(load_row(logits, d.experts, grad), d.experts, grad);
     for (int e = 0; e < experts; ++e) grad[e] = -grad[e] * inner;
     for (std::int64_t s = first; s < first + d.top_k; ++s) {
+      if (is_sentinel(a.slot_experts[s], d.experts)) continue;
       grad[a.slot_experts[s]] += a.slot_scores[s] * slot_gradient(a, s);
     }
   } else {
     std::fill_n(grad, experts, 0.0f);
     for (std::int64_t s = first; s < first + d.top_k; ++s) {
-      grad[a.slot_experts[s]] = a.slot_scores[s] * (slot_gradient(a, s) - inner);
+      if (is_sentinel(a.slot_experts[s], d.experts)) continue;
+      const float gradient = a.slot_scores[s] * (slot_gradient(a, s) - inner);
+      float& sum = grad[a.slot_experts[s]];
+      sum = d.takes_ids() ? sum + gradient : gradient;  // 0 + -0 would lose the sign
     }
   }
   const T* in = static_cast<const T*>(a.dlogits_in);
@@ -43,13 +47,13 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
 }
 
 std::size_t workspace(const ScoreGradDesc& desc, const Exec& exec) {
-  if (desc.given()) return 0;
+  if (!desc.has_logits()) return 0;
   return static_cast<std::size_t>(desc.experts) * 4 * static_cast<std::size_t>(exec.threads);
 }
 
 Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
            const Exec& exec) noexcept {
-  if (d.given()) {
+  if (!d.has_logits()) {
     for (std::int64_t s = 0; s < d.rows; ++s) a.dscores[s] = slot_gradient(a, s);
     return {};
   }

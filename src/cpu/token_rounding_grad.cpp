@@ -28,12 +28,12 @@ struct Row {
 Status check_list(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a) {
   for (std::int64_t i = 0; i < d.list_length; ++i) {
     const std::int64_t low = i == 0 ? 0 : a.token_ids[i - 1];
-    if (a.token_ids[i] < low || a.token_ids[i] >= d.tokens || a.expert_ids[i] < 0) {
-      return Status::error(StatusCode::invalid_data,
-                           "token_ids, expert_ids: got (%d, %d) at position %lld, allowed: tokens "
-                           "that ascend and are below %lld, experts from 0",
-                           a.token_ids[i], a.expert_ids[i], static_cast<long long>(i),
-                           static_cast<long long>(d.tokens));
+    if (a.token_ids[i] < low || a.token_ids[i] >= d.tokens) {
+      return Status::error(
+          StatusCode::invalid_data,
+          "token_ids: got %d at position %lld, allowed: tokens that ascend and are "
+          "below %lld",
+          a.token_ids[i], static_cast<long long>(i), static_cast<long long>(d.tokens));
     }
   }
   return {};
@@ -51,7 +51,8 @@ void token(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, std::
   const auto entries = std::equal_range(a.token_ids, end, static_cast<std::int32_t>(t));
   for (const std::int32_t* i = entries.first; i != entries.second; ++i) {
     const std::int64_t at = i - a.token_ids;
-    if (a.expert_ids[at] < d.experts) gradient[a.expert_ids[at]] = a.dscores[at];
+    if (is_sentinel(a.expert_ids[at], d.experts)) continue;
+    gradient[a.expert_ids[at]] = a.dscores[at];
   }
   // Normalised TC scores are a softmax over the token's K experts. Otherwise a TC score is the
   // full-softmax probability itself.

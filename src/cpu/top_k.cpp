@@ -1,4 +1,5 @@
 // Writes scores and ids of each token's K experts: larger value first, ties to the lower expert id.
+// With ids of the caller it writes those and their scores.
 #include "core/backends.h"
 #include "cpu/routing.h"
 
@@ -13,15 +14,22 @@ template <class T>
 Status run_typed(const TopKDesc& d, const TopKArgs& a, float* rows, int threads) {
   const T* logits = static_cast<const T*>(a.logits);
   // check_logits() reads all logits before anything is written, so a refused call writes nothing.
-  if (Status status = check_logits(logits, d.tokens, d.experts, rows, threads); !status.ok()) {
-    return status;
-  }
+  const GivenIds over = {d.over_top_k() ? a.given_ids : nullptr, d.top_k};
+  const Status status =
+      check_logits(logits, d.tokens, d.experts, rows, threads, d.takes_ids() ? over : GivenIds{});
+  if (!status.ok()) return status;
   parallel_ranges(threads, d.tokens, kTokensPerPiece,
                   [&](int thread, std::int64_t begin, std::int64_t end) {
                     float* row = rows + thread * d.experts;
                     for (std::int64_t t = begin; t < end; ++t) {
                       const float max = load_row(logits + t * d.experts, d.experts, row);
-                      route_token(d, max, false, row, a.scores + t * d.top_k, a.ids + t * d.top_k);
+                      const std::int64_t first = t * d.top_k;
+                      if (d.takes_ids()) {
+                        std::copy_n(a.given_ids + first, d.top_k, a.ids + first);
+                        score_ids(d, max, row, a.given_ids + first, a.scores + first);
+                      } else {
+                        route_token(d, max, false, row, a.scores + first, a.ids + first);
+                      }
                     }
                   });
   return {};

@@ -28,9 +28,22 @@ LayerDesc router_desc() {
 
 LayerDesc given_desc() {
   LayerDesc d = router_desc();
-  d.router.mode = RouterMode::given;
+  d.router.input = RouterInput::lists;
   d.router.top_k = 0;
   d.router.list_length = 7;
+  return d;
+}
+
+LayerDesc ids_desc() {
+  LayerDesc d = router_desc();
+  d.router.input = RouterInput::ids_and_weights;
+  return d;
+}
+
+LayerDesc logits_desc(RouterInput input) {
+  LayerDesc d = router_desc();
+  d.router.input = input;
+  d.router.mode = RouterMode::topk_over_softmax;
   return d;
 }
 
@@ -123,15 +136,40 @@ TEST(BadLayer, EnumsAndCombinations) {
           r->desc.experts.activation = Activation::relu;
           r->desc.experts.w1_layout = W1Layout::separate;
         }},
-       {kArgument, "router: got 3, allowed: softmax_over_topk, topk_over_softmax, given",
-        [](Request* r) { r->desc.router.mode = static_cast<RouterMode>(3); }},
-       {kArgument, "assume_sorted: got true, allowed: false unless the routing is given",
+       {kArgument, "router: got 2, allowed: softmax_over_topk, topk_over_softmax",
+        [](Request* r) { r->desc.router.mode = static_cast<RouterMode>(2); }},
+       {kArgument,
+        "router_input: got 5, allowed: projection, logits, logits_and_ids, ids_and_weights, lists",
+        [](Request* r) { r->desc.router.input = static_cast<RouterInput>(5); }},
+       {kArgument, "assume_sorted: got true, allowed: false unless router_input is lists",
         [](Request* r) { r->desc.router.assume_sorted = true; }}});
-  expect_refused(given_desc(),
-                 {{kArgument, "norm_topk_probs: got true, allowed: false when the routing is given",
-                   [](Request* r) { r->desc.router.norm_topk_probs = true; }},
-                  {kArgument, "rounding_tile: got 128, allowed: 0",
-                   [](Request* r) { r->desc.rounding.tile = 128; }}});
+  expect_refused(
+      given_desc(),
+      {{kArgument, "norm_topk_probs: got true, allowed: false without logits",
+        [](Request* r) { r->desc.router.norm_topk_probs = true; }},
+       {kArgument,
+        "router: got topk_over_softmax, allowed: softmax_over_topk (the default) "
+        "without logits",
+        [](Request* r) { r->desc.router.mode = RouterMode::topk_over_softmax; }},
+       {kArgument, "router_input: got lists, allowed: projection, logits with token rounding",
+        [](Request* r) { r->desc.rounding.tile = 128; }}});
+  expect_refused(
+      ids_desc(),
+      {{kArgument,
+        "router_input: got logits_and_ids, allowed: projection, logits with token rounding",
+        [](Request* r) {
+          r->desc.router.input = RouterInput::logits_and_ids;
+          r->desc.rounding.tile = 128;
+        }},
+       {kArgument,
+        "router_input: got ids_and_weights, allowed: projection, logits with token rounding",
+        [](Request* r) { r->desc.rounding.tile = 128; }},
+       {kArgument, "norm_topk_probs: got true, allowed: false without logits",
+        [](Request* r) { r->desc.router.norm_topk_probs = true; }},
+       {kArgument, "list_length: got 3, allowed: 0",
+        [](Request* r) { r->desc.router.list_length = 3; }},
+       {kArgument, "top_k: got 5, allowed: 1 to experts (4)",
+        [](Request* r) { r->desc.router.top_k = 5; }}});
 }
 
 TEST(BadLayer, DevicesAndOptions) {
@@ -163,7 +201,7 @@ TEST(BadLayer, DevicesAndOptions) {
 
 Case make_case(const LayerDesc& desc) {
   Case c = custom_case(desc, 1);
-  c.outside_dlogits = desc.router.mode != RouterMode::given;
+  c.outside_dlogits = desc.router.has_logits();
   return c;
 }
 
@@ -222,6 +260,12 @@ TEST(BadLayer, ForwardPointers) {
          pointer_row("list_tokens", &A::list_tokens, "(L) int32", 4),
          pointer_row("list_experts", &A::list_experts, "(L) int32", 4),
          pointer_row("list_scores", &A::list_scores, "(L) float", 4)});
+  const auto logits = pointer_row("given_logits", &A::given_logits, "(T, E)");
+  const auto ids = pointer_row("given_ids", &A::given_ids, "(T, K) int32", 4);
+  check(ids_desc(), {ids, pointer_row("given_weights", &A::given_weights, "(T, K) float", 4)});
+  check(logits_desc(RouterInput::logits), {logits});
+  check(logits_desc(RouterInput::logits_and_ids),
+        {logits, ids, pointer_row("scores", &A::scores, "", 4, true)});
 }
 
 TEST(BadLayer, BackwardPointers) {
@@ -251,7 +295,13 @@ TEST(BadLayer, BackwardPointers) {
          pointer_row("db1_up", &A::db1_up, "the up biases (E, n)"),
          pointer_row("dw2", &A::dw2, "", 16, true), pointer_row("db2", &A::db2, "(E, d)")});
   check(given_desc(), {pointer_row("dw1", &A::dw1, "", 16, true),
-                       pointer_row("dscores", &A::dscores, "(L) float", 4)});
+                       pointer_row("dscores", &A::dscores, "(T, K) or (L) float", 4)});
+  check(ids_desc(), {pointer_row("dscores", &A::dscores, "(T, K) or (L) float", 4)});
+  for (const RouterInput input : {RouterInput::logits, RouterInput::logits_and_ids}) {
+    check(logits_desc(input), {pointer_row("logits", &A::logits, "(T, E)"),
+                               pointer_row("dlogits", &A::dlogits, "", 16, true),
+                               pointer_row("dgiven_logits", &A::dgiven_logits, "(T, E)")});
+  }
   LayerDesc brought = router_desc();
   brought.experts.dpreact_in_workspace = false;
   check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
@@ -262,8 +312,10 @@ TEST(BadLayer, PointersThatAPlanIgnores) {
   const auto nowhere = []<class T>(T** pointer) { *pointer = reinterpret_cast<T*>(1); };
   LayerDesc rounded = router_desc();
   rounded.rounding.tile = 2;
-  for (const LayerDesc& desc : {router_desc(), rounded, given_desc()}) {
-    const bool given = desc.router.mode == RouterMode::given, rounds = desc.rounding.tile > 0;
+  for (const LayerDesc& desc :
+       {router_desc(), rounded, given_desc(), ids_desc(), logits_desc(RouterInput::logits)}) {
+    const RouterDesc& router = desc.router;
+    const bool rounds = desc.rounding.tile > 0;
     PlainLayer layer(make_case(desc), 2);
     nowhere(&layer.forward.b1_up);
     nowhere(&layer.forward.w1_up);
@@ -271,14 +323,18 @@ TEST(BadLayer, PointersThatAPlanIgnores) {
       nowhere(&layer.forward.frequency);
       nowhere(&layer.forward.draws);
     }
-    if (given || rounds) {
+    if (!router.has_logits() || rounds) {
       nowhere(&layer.forward.scores);
       nowhere(&layer.forward.expert_ids);
     }
-    if (given) {
+    if (!router.projects()) {
       nowhere(&layer.forward.router_w);
       nowhere(&layer.forward.logits);
-    } else {
+    }
+    if (router.projects() || !router.has_logits()) nowhere(&layer.forward.given_logits);
+    if (!router.takes_ids()) nowhere(&layer.forward.given_ids);
+    if (router.has_logits() || router.takes_lists()) nowhere(&layer.forward.given_weights);
+    if (!router.takes_lists()) {
       nowhere(&layer.forward.list_tokens);
       nowhere(&layer.forward.list_experts);
       nowhere(&layer.forward.list_scores);
@@ -328,15 +384,11 @@ TEST(BadLayer, Lists) {
     bool sorted;
   };
   const Row rows[] = {
-      {"expert ids: got -1 at position 3, allowed: at least 0 (ids of 4 or more are sentinels)", 3,
-       0, -1, false},
-      {"expert ids: got -2147483648 at position 6, allowed: at least 0 (ids of 4 or more are "
-       "sentinels)",
-       6, 0, INT_MIN, false},
       {"token ids: got 5 at position 0, allowed: 0 to 4", 0, 5, 0, false},
       {"token ids: got -1 at position 6, allowed: 0 to 4", 6, -1, 0, false},
       // A sentinel's token must be one too.
       {"token ids: got 7 at position 2, allowed: 0 to 4", 2, 7, 4, false},
+      {"token ids: got 7 at position 2, allowed: 0 to 4", 2, 7, -1, false},
       {"token ids: got 0 after 4 at position 6, allowed: ascending ids with assume_sorted", 6, 0, 0,
        true}};
   for (const Row& row : rows) {
@@ -370,6 +422,41 @@ TEST(BadLayer, Logits) {
     for (const char* output : {"o", "counts", "scores", "expert_ids", "preact"}) {
       EXPECT_TRUE(layer.arena[output].untouched()) << output;
     }
+  }
+}
+
+// With ids of the caller a row is refused as a whole, and so are ids of -inf that a softmax runs
+// over. Renormalised probabilities of such ids are 0.
+TEST(BadLayer, LogitsOfGivenIds) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  const std::string allowed =
+      " of token 1, allowed: numbers below +inf, at least one of them finite";
+  for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+    LayerDesc desc = logits_desc(RouterInput::logits_and_ids);
+    desc.tokens = 2;
+    desc.router.mode = mode;
+    desc.router.norm_topk_probs = mode == RouterMode::topk_over_softmax;
+    const bool over_top_k = desc.router.over_top_k();
+    PlainLayer layer(make_case(desc), 2);
+    const auto expect = [&](const Tensor& logits, const std::vector<std::int32_t>& ids,
+                            const std::string& got) {
+      layer.arena.replace("given_logits", encode(logits, DType::f32));
+      layer.forward.given_ids = ids.data();
+      const Status status = layer.plan.forward(layer.forward, layer.workspace);
+      EXPECT_EQ(status.message(), got.empty() ? got : "logits: got " + got + allowed);
+    };
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    expect({0, 0, 0, 0, 0, nan, 0, 0}, {0, 1, 2, 3}, "a NaN in the row");
+    expect({0, 0, 0, 0, 0, kInf, 0, 0}, {0, 1, -1, -1}, "+inf in the row");
+    expect({0, 0, 0, 0, 0, -kInf, 0, -kInf}, {0, 1, 1, 3},
+           over_top_k ? "only -inf at the ids" : "");
+    if (!over_top_k) {
+      const auto scores = std::span(layer.forward.scores, 4);
+      EXPECT_EQ(std::vector(scores.begin(), scores.end()), (std::vector<float>{0.5f, 0.5f, 0, 0}));
+    }
+    expect({0, 0, 0, 0, 0, -kInf, 0, -kInf}, {0, 1, 4, -1}, "");  // nothing but sentinels
+    const auto scores = std::span(layer.forward.scores, 4);
+    EXPECT_EQ(std::vector(scores.begin(), scores.end()), (std::vector<float>{0.5f, 0.5f, 0, 0}));
   }
 }
 

@@ -214,8 +214,11 @@ TEST(BadOp, TopK) {
   using D = TopKDesc;
   expect_refused<D>(desc, {{"top_k: got 5, allowed: 1 to experts (4)", [](D* d) { d->top_k = 5; }},
                            {"top_k: got 0, allowed: 1 to experts (4)", [](D* d) { d->top_k = 0; }},
-                           {"mode: got given, allowed: softmax_over_topk, topk_over_softmax",
-                            [](D* d) { d->mode = RouterMode::given; }},
+                           {"router_input: got ids_and_weights, allowed: projection, logits, "
+                            "logits_and_ids",
+                            [](D* d) { d->input = RouterInput::ids_and_weights; }},
+                           {"router_input: got lists, allowed: projection, logits, logits_and_ids",
+                            [](D* d) { d->input = RouterInput::lists; }},
                            {"mode: got 9, allowed: softmax_over_topk, topk_over_softmax",
                             [](D* d) { d->mode = static_cast<RouterMode>(9); }}});
   using A = TopKArgs;
@@ -280,11 +283,9 @@ TEST(BadOp, MetadataIds) {
     std::int32_t token, expert;
   };
   for (const Row& row :
-       {Row{"expert ids: got -7 at position 2, allowed: at least 0 (ids of 4 or more are "
-            "sentinels)",
-            0, -7},
-        Row{"token ids: got 5 at position 2, allowed: 0 to 4", 5, 0},
-        Row{"token ids: got -2147483648 at position 2, allowed: 0 to 4", INT_MIN, 0}}) {
+       {Row{"token ids: got 5 at position 2, allowed: 0 to 4", 5, 0},
+        // A sentinel's token must be one too.
+        Row{"token ids: got -2147483648 at position 2, allowed: 0 to 4", INT_MIN, -7}}) {
     const MetadataDesc desc = metadata_desc();
     std::vector<std::int32_t> tokens(kRows, 1), experts(kRows, 1);
     tokens[2] = row.token;
@@ -376,8 +377,18 @@ TEST(BadOp, ScoreGrad) {
   using D = ScoreGradDesc;
   expect_refused<D>(desc, {{"rows: got 11, allowed: 10", [](D* d) { d->rows = 11; }},
                            {"top_k: got 0, allowed: 1 to experts (4)", [](D* d) { d->top_k = 0; }},
-                           {"top_k: got 2, allowed: 0", [](D* d) { d->mode = RouterMode::given; }},
-                           {"router: got 5, allowed: softmax_over_topk, topk_over_softmax, given",
+                           {"router: got topk_over_softmax, allowed: softmax_over_topk (the "
+                            "default) without logits",
+                            [](D* d) { d->input = RouterInput::ids_and_weights; }},
+                           {"top_k: got 2, allowed: 0",
+                            [](D* d) {
+                              d->input = RouterInput::lists;
+                              d->mode = RouterMode::softmax_over_topk;
+                            }},
+                           {"router_input: got 5, allowed: projection, logits, logits_and_ids, "
+                            "ids_and_weights, lists",
+                            [](D* d) { d->input = static_cast<RouterInput>(5); }},
+                           {"router: got 5, allowed: softmax_over_topk, topk_over_softmax",
                             [](D* d) { d->mode = static_cast<RouterMode>(5); }}});
   using A = ScoreGradArgs;
   const GuardedBuffer memory(64);
@@ -395,7 +406,11 @@ TEST(BadOp, ScoreGrad) {
                   pointer_row("logits", &A::logits, "(T, E)"),
                   pointer_row("dlogits_in", &A::dlogits_in, "", 16, true),
                   pointer_row("dlogits", &A::dlogits, "(T, E)")});
-  desc.mode = RouterMode::given;
+  desc.mode = RouterMode::softmax_over_topk;
+  desc.input = RouterInput::ids_and_weights;
+  expect_pointers(desc, good,
+                  std::vector{dscores, rows, pointer_row("dscores", &A::dscores, "(R) float", 4)});
+  desc.input = RouterInput::lists;
   desc.top_k = 0;
   expect_pointers(desc, good,
                   std::vector{dscores, rows, pointer_row("dscores", &A::dscores, "(R) float", 4)});

@@ -238,7 +238,7 @@ class Backward {
     desc.tokens = shape_.tokens;
     desc.experts = shape_.experts;
     desc.rows = shape_.slots;
-    desc.mode = RouterMode::given;
+    desc.input = RouterInput::lists;
     return make_plan(desc, kDevice).value();
   }
 

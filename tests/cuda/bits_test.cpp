@@ -40,13 +40,15 @@ std::vector<std::vector<std::byte>> run(const Desc& desc, Device device, Fill fi
 }
 
 /// Scores and ids. The CPU has no fp16 and gets the same numbers in fp32.
-void expect_same_top_k(const TopKDesc& desc, Tensor logits) {
+void expect_same_top_k(const TopKDesc& desc, Tensor logits,
+                       const std::vector<std::int32_t>& given = {}) {
   for (double& x : logits) x = round_to(x, desc.dtype);
   const auto outputs = [&](Device device) {
     TopKDesc own = desc;
     if (device.type == DeviceType::cpu && own.dtype == DType::f16) own.dtype = DType::f32;
     return run(own, device, [&](Arena* arena, TopKArgs* args) -> std::vector<std::string> {
       args->logits = arena->input("logits", logits, own.dtype);
+      if (own.takes_ids()) args->given_ids = arena->input("given_ids", given);
       args->scores = arena->output_float("scores", own.tokens * own.top_k);
       args->ids = arena->output_int32("ids", own.tokens * own.top_k);
       return {"scores", "ids"};
@@ -81,7 +83,36 @@ TopKDesc top_k_of_67_tokens(std::int64_t experts, std::int64_t k, DType dtype, R
   return desc;
 }
 
+/// Ids that repeat, and sentinels.
+std::vector<std::int32_t> given_ids(const TopKDesc& desc) {
+  std::vector<std::int32_t> ids;
+  for (std::int64_t i = 0; i < desc.tokens * desc.top_k; ++i) {
+    const auto id = static_cast<std::int32_t>(Random(5, 4).below(i, desc.experts + 1));
+    ids.push_back(i % 11 == 3 ? -1 : i % 5 == 4 ? ids.back() : id);
+  }
+  return ids;
+}
+
 constexpr RouterMode kModes[] = {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax};
+
+// Scores of ids of the caller.
+TEST(Bits, TopKOfGivenIds) {
+  std::uint64_t number = 9000;
+  for (const std::int64_t E : {5, 128, 512, 1025}) {
+    for (const std::int64_t K : {1, 5, 40}) {
+      if (K > E) continue;
+      for (const RouterMode mode : kModes) {
+        for (const bool norm : {false, true}) {
+          for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
+            TopKDesc desc = top_k_of_67_tokens(E, K, type, mode, norm);
+            desc.input = RouterInput::logits_and_ids;
+            expect_same_top_k(desc, random_logits(desc, ++number), given_ids(desc));
+          }
+        }
+      }
+    }
+  }
+}
 
 TEST(Bits, TopK) {
   std::uint64_t number = 0;

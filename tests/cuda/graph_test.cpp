@@ -11,7 +11,9 @@ TEST(Graph, ReplaysWithOtherRouting) {
     for (const char* name :
          {"activation/swiglu-interleaved-bias", "activation/geglu-separate",
           "router/topk_over_softmax-bias", "given/hostile", "given/hostile-sorted",
-          "rounding/stochastic-topk_over_softmax", "shape/large", "tiles/e60", "sums/given"}) {
+          "rounding/stochastic-topk_over_softmax", "shape/large", "tiles/e60", "sums/given",
+          "input/logits-softmax_over_topk-dlogits",
+          "input/logits_and_ids-topk_over_softmax-hostile", "input/ids_and_weights-hostile-bias"}) {
       expect_replays(case_named(name, type));
     }
   }

@@ -22,12 +22,13 @@ inline void start(const PlainLayer& layer, Stream stream) {
 /// With `kernel` (see Options::kernel) where its operation is.
 inline void expect_replays(const Case& c, const std::string& kernel = "") {
   SCOPED_TRACE(c.name);
-  constexpr const char* kInputs[] = {"x",    "router_w",    "w1",           "w1_up",
-                                     "b1",   "b1_up",       "w2",           "b2",
-                                     "dout", "list_tokens", "list_experts", "list_scores"};
-  constexpr const char* kOutputs[] = {"o",         "logits", "counts", "preact",     "dx",
-                                      "drouter_w", "dw1",    "dw1_up", "db1",        "db1_up",
-                                      "dw2",       "db2",    "scores", "expert_ids", "dscores"};
+  constexpr const char* kInputs[] = {
+      "x",  "router_w", "w1",          "w1_up",        "b1",          "b1_up",       "w2",
+      "b2", "dout",     "list_tokens", "list_experts", "list_scores", "given_logits"};
+  constexpr const char* kOutputs[] = {"o",      "logits",     "counts",  "preact",
+                                      "dx",     "dw1",        "dw1_up",  "db1",
+                                      "db1_up", "drouter_w",  "dw2",     "db2",
+                                      "scores", "expert_ids", "dscores", "dgiven_logits"};
   const OwnStream stream(kDevice);
   PlainLayer layer(c, 1, false, kernel);
   start(layer, stream);  // loads the kernels
@@ -36,10 +37,10 @@ inline void expect_replays(const Case& c, const std::string& kernel = "") {
   start(layer, stream);
   const Graph graph(kDevice, stream);
 
-  const bool lists = c.desc.router.mode == RouterMode::given;
+  const bool chooses = c.desc.router.chooses();
   const RoutingKind kinds[] = {RoutingKind::one_expert,
-                               lists ? RoutingKind::sentinels_only : RoutingKind::all_equal,
-                               lists ? RoutingKind::hostile : RoutingKind::empty_ends};
+                               chooses ? RoutingKind::all_equal : RoutingKind::sentinels_only,
+                               chooses ? RoutingKind::empty_ends : RoutingKind::hostile};
   for (const RoutingKind kind : kinds) {
     SCOPED_TRACE(static_cast<int>(kind));
     Case other = c;

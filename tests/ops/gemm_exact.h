@@ -125,7 +125,7 @@ inline LayerDesc layer_of(const Shape& shape, DType dtype) {
   desc.experts.intermediate = shape.intermediate;
   desc.router.experts = shape.experts;
   desc.experts.dtype = dtype;
-  desc.router.mode = RouterMode::given;
+  desc.router.input = RouterInput::lists;
   desc.router.list_length = shape.list_length;
   return desc;
 }

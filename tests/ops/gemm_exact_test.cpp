@@ -166,7 +166,7 @@ TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
   desc.experts.intermediate = 72;
   desc.router.experts = kOnCpu ? 20 : 300;
   desc.experts.dtype = DType::bf16;
-  desc.router.mode = RouterMode::given;
+  desc.router.input = RouterInput::lists;
   const Random random(1, 2);
   const auto [lists, first] = counted(
       desc.router.experts,
@@ -409,7 +409,7 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
   desc.experts.hidden = 72;
   desc.experts.intermediate = 136;
   desc.router.experts = static_cast<std::int64_t>(std::size(kCounts));
-  desc.router.mode = RouterMode::given;
+  desc.router.input = RouterInput::lists;
   const Random random(1, 2);
   const auto [lists, first] = counted(
       desc.router.experts, [&](auto e) { return kCounts[static_cast<std::size_t>(e)]; },

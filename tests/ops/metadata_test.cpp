@@ -92,12 +92,14 @@ RandomCase random_case(std::uint64_t seed, bool lists) {
   } else {
     d.top_k = 1 + below(std::min<std::int64_t>(d.experts, 6));
   }
-  // Narrow ranges make empty experts and duplicates, wide ones sentinels.
+  // Narrow ranges make empty experts and duplicates, wide ones sentinels. Others are negative.
   const std::int64_t ids = 1 + below(d.experts + 3);
   const std::int64_t tokens = d.tokens == 0 ? 1 : 1 + below(d.tokens);
   for (std::int64_t s = 0; s < d.slots(); ++s) {
     c.routing.tokens.push_back(static_cast<std::int32_t>(lists ? below(tokens) : s / d.top_k));
-    c.routing.experts.push_back(static_cast<std::int32_t>(below(ids)));
+    auto expert = static_cast<std::int32_t>(below(ids));
+    if (below(12) == 0) expert = below(2) == 0 ? -1 : INT32_MIN + expert;
+    c.routing.experts.push_back(expert);
     c.scores.push_back(round_to(random.uniform(1000000 + s), DType::f32));
   }
   return c;
@@ -126,7 +128,7 @@ void expect_properties(const RandomCase& c, const Metadata& m) {
   Ints seen(m.row_slots.begin(), m.row_slots.begin() + rows), expected;
   std::sort(seen.begin(), seen.end());
   for (std::int64_t s = 0; s < slots; ++s) {
-    const bool sentinel = c.routing.experts[s] >= d.experts;
+    const bool sentinel = is_sentinel(c.routing.experts[s], d.experts);
     if (!sentinel) expected.push_back(static_cast<std::int32_t>(s));
     if (sentinel) {
       ASSERT_EQ(m.slot_rows[s], -1);
@@ -181,6 +183,33 @@ TEST(Metadata, PropertiesOfTopK) {
   for (std::uint64_t seed = 0; seed < 1500; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const RandomCase c = random_case(seed, false);
+    expect_properties(c, run(c.desc, c.routing, c.scores));
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Ids of the caller (T, K): sentinels on both sides, the same expert several times for a token,
+// tokens without any; in the form that counts in global memory, too.
+TEST(Metadata, PropertiesOfGivenIds) {
+  struct Shape {
+    std::int64_t tokens, experts, top_k;
+  };
+  for (const auto [tokens, experts, top_k] :
+       {Shape{300, 128, 8}, Shape{100, 288, 1}, Shape{60, 384, 10}, Shape{50, 512, 22},
+        Shape{40, 896, 10}, Shape{30, 1025, 40}, Shape{0, 512, 22}}) {
+    SCOPED_TRACE(testing::Message() << "T " << tokens << " E " << experts << " K " << top_k);
+    RandomCase c;
+    c.desc.tokens = tokens, c.desc.experts = experts, c.desc.top_k = top_k;
+    const Random random(static_cast<std::uint64_t>(experts), static_cast<std::uint64_t>(top_k));
+    for (std::int64_t s = 0; s < c.desc.slots(); ++s) {
+      auto expert = static_cast<std::int32_t>(random.below(s, experts));
+      if (s % 7 == 3) expert = s % 2 == 0 ? -1 : INT32_MAX;
+      if (s % 5 == 4 && s % top_k > 0) expert = c.routing.experts.back();
+      if (s / top_k % 4 == 1) expert = static_cast<std::int32_t>(experts);
+      c.routing.tokens.push_back(static_cast<std::int32_t>(s / top_k));
+      c.routing.experts.push_back(expert);
+      c.scores.push_back(round_to(random.uniform(1000000 + s), DType::f32));
+    }
     expect_properties(c, run(c.desc, c.routing, c.scores));
     if (HasFatalFailure()) return;
   }

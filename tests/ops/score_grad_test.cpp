@@ -11,16 +11,19 @@ namespace sonicmoe::testkit {
 namespace {
 
 /// dlogits of tokens that have top_k experts each, with and without dlogits_in, beside it and in
-/// its place. Signs of zero count. On CUDA some experts are out of range, and skipped.
-void expect_exact(std::int64_t tokens, std::int64_t experts, std::int64_t top_k, DType dtype) {
+/// its place. Signs of zero count. Some experts are out of range, and skipped. `repeats`: ids of
+/// the caller, of which some repeat.
+void expect_exact(std::int64_t tokens, std::int64_t experts, std::int64_t top_k, DType dtype,
+                  bool repeats = false) {
   SCOPED_TRACE(testing::Message() << "T " << tokens << " E " << experts << " K " << top_k << " "
-                                  << name(dtype));
+                                  << name(dtype) << (repeats ? " repeats" : ""));
   ScoreGradDesc desc;
   desc.tokens = tokens;
   desc.experts = experts;
   desc.top_k = top_k;
   desc.rows = tokens * top_k;
   desc.dtype = dtype;
+  if (repeats) desc.input = RouterInput::logits_and_ids;
   std::vector<std::int32_t> slot_rows(desc.rows), slot_experts(desc.rows);
   Tensor row_dscores(desc.rows), scores(desc.rows), dlogits_in(tokens * experts);
   for (std::int64_t i = 0; i < tokens * experts; ++i) {
@@ -38,15 +41,17 @@ void expect_exact(std::int64_t tokens, std::int64_t experts, std::int64_t top_k,
       row_dscores[desc.rows - 1 - slot] = static_cast<double>((slot * 5 + t) % 7) - 3;
       gradients[k] = has_row ? row_dscores[desc.rows - 1 - slot] : 0;
       scores[slot] = static_cast<double>((slot + t) % 3);
-      slot_experts[slot] = static_cast<std::int32_t>((t * 3 + k) % experts);
+      slot_experts[slot] = static_cast<std::int32_t>((t * 3 + (repeats ? k / 3 : k)) % experts);
       inner += gradients[k] * scores[slot];
     }
     for (std::int64_t k = 0; k < top_k; ++k) {
       const std::int64_t slot = t * top_k + k;
-      if (!kOnCpu && slot % 17 == 4) {
+      if (slot % 17 == 4) {
         slot_experts[slot] = slot % 2 == 0 ? -1 : static_cast<std::int32_t>(experts);
       } else {
-        expected[t * experts + slot_experts[slot]] = scores[slot] * (gradients[k] - inner);
+        double& sum = expected[t * experts + slot_experts[slot]];
+        const double gradient = scores[slot] * (gradients[k] - inner);
+        sum = repeats ? sum + gradient : gradient;
       }
     }
   }
@@ -107,6 +112,20 @@ TEST(ScoreGrad, SoftmaxOverTopKIsExact) {
       for (const std::int64_t top_k : {2, 7, 16}) {
         if (top_k <= experts) expect_exact(35, experts, top_k, dtype);
       }
+    }
+  }
+}
+
+// Entries in one turn of a warp and in several, rows in one tile and in several.
+TEST(ScoreGrad, RepeatedIdsAdd) {
+  for (const DType dtype : kTypes) {
+    for (const auto& [experts, top_k] : {std::pair<std::int64_t, std::int64_t>{8, 8},
+                                         {64, 1},
+                                         {64, 40},
+                                         {128, 8},
+                                         {512, 22},
+                                         {1100, 70}}) {
+      expect_exact(35, experts, top_k, dtype, true);
     }
   }
 }

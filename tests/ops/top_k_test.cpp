@@ -27,8 +27,9 @@ struct TopK {
   bool untouched = false;
 };
 
+/// `given`: ids of the caller, scored in place of a choice.
 TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode mode,
-         bool norm = false, DType dtype = DType::f32) {
+         bool norm = false, DType dtype = DType::f32, const Ints& given = {}) {
   TopKDesc desc;
   desc.tokens = static_cast<std::int64_t>(logits.size()) / experts;
   desc.experts = experts;
@@ -36,8 +37,10 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode 
   desc.dtype = dtype;
   desc.mode = mode;
   desc.norm_topk_probs = norm;
+  if (!given.empty()) desc.input = RouterInput::logits_and_ids;
   Arena arena(kDevice);
   TopKArgs args;
+  args.given_ids = arena.input("given_ids", given);
   args.logits = arena.input("logits", logits, dtype);
   args.scores = arena.output_float("scores", desc.tokens * k);
   args.ids = arena.output_int32("ids", desc.tokens * k);
@@ -149,6 +152,81 @@ TEST(TopK, EveryNumberOfExpertsAndItsCounts) {
       }
     }
   }
+}
+
+TEST(TopK, KnownScoresOfGivenIds) {
+  const double log3 = std::log(3.0);
+  const Tensor logits = {0, log3, -kInf, 0};  // exp: 1, 3, 0, 1
+  const auto expect = [&](RouterMode mode, bool norm, const Ints& ids, const Tensor& scores) {
+    const TopK out =
+        run(logits, 4, static_cast<std::int64_t>(ids.size()), mode, norm, DType::f32, ids);
+    ASSERT_TRUE(out.status.ok()) << out.status.message();
+    EXPECT_EQ(out.ids, ids);
+    for (std::size_t i = 0; i < scores.size(); ++i) {
+      EXPECT_NEAR(out.scores[i], scores[i], 1e-7) << i;
+      if (scores[i] == 0) {
+        EXPECT_EQ(out.scores[i], 0) << i;
+      }
+    }
+  };
+  using enum RouterMode;
+  expect(softmax_over_topk, false, {3, 1}, {0.25, 0.75});  // in the caller's order
+  expect(topk_over_softmax, false, {3, 1}, {0.2, 0.6});
+  expect(topk_over_softmax, true, {3, 1}, {0.25, 0.75});
+  // Duplicates count twice; sentinels not at all.
+  expect(softmax_over_topk, false, {1, 1, -1, 0}, {3. / 7, 3. / 7, 0, 1. / 7});
+  expect(topk_over_softmax, false, {1, 1, 4, 0}, {0.6, 0.6, 0, 0.2});
+  expect(topk_over_softmax, true, {INT32_MIN, 1, INT32_MAX, 1}, {0, 0.5, 0, 0.5});
+  for (const bool norm : {false, true}) {
+    expect(topk_over_softmax, norm, {2, -1}, {0, 0});  // of probability 0
+    for (const RouterMode mode : {softmax_over_topk, topk_over_softmax}) {
+      expect(mode, norm, {-1, 4}, {0, 0});
+    }
+  }
+}
+
+// Scored again, the ids that top_k chose have the bits of its own scores, in every kernel.
+TEST(TopK, OwnIdsGiveOwnScores) {
+  const Random random(7, 0);
+  for (const std::int64_t experts : {5, 64, 128, 288, 512, 896, 1025}) {
+    for (const std::int64_t k : {1, 8, 22, 72}) {
+      if (k > experts) continue;
+      Tensor logits(9 * experts);
+      for (std::size_t i = 0; i < logits.size(); ++i) {
+        logits[i] = round_to(3 * random.normal(i + 1000 * experts), DType::bf16);
+      }
+      for (const DType dtype : kTypes) {
+        for (const RouterMode mode :
+             {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+          for (const bool norm : {false, true}) {
+            SCOPED_TRACE(testing::Message() << "E " << experts << " K " << k << " " << name(dtype)
+                                            << " " << name(mode) << " " << norm);
+            const TopK own = run(logits, experts, k, mode, norm, dtype);
+            const TopK again = run(logits, experts, k, mode, norm, dtype, own.ids);
+            ASSERT_EQ(again.ids, own.ids);
+            ASSERT_EQ(again.scores, own.scores);
+            ASSERT_TRUE(again.block_counts.empty());
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(TopK, RefusesGivenIdsWithoutASoftmax) {
+  const Tensor logits = {0, 0, 0, 0, -kInf, -kInf};
+  const TopK out =
+      run(logits, 3, 2, RouterMode::softmax_over_topk, false, DType::f32, {1, 2, 1, 2});
+  EXPECT_STREQ(out.status.message(),
+               "logits: got only -inf at the ids of token 1, allowed: numbers below +inf, at least "
+               "one of them finite");
+  EXPECT_TRUE(out.untouched);
+  const TopK nan = run({0, 0, 0, kNan, 0, 0}, 3, 2, RouterMode::softmax_over_topk, false,
+                       DType::f32, {1, 2, -1, 3});
+  EXPECT_STREQ(nan.status.message(),
+               "logits: got a NaN in the row of token 1, allowed: numbers below +inf, at least one "
+               "of them finite");
+  EXPECT_TRUE(nan.untouched);
 }
 
 TEST(TopK, SizesWithoutCounts) {

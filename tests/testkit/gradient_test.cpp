@@ -19,7 +19,7 @@ double dot(const Tensor& a, const Tensor& b) {
 /// A layer whose loss is <dout, o> + <q, logits> + aux_loss(logits).
 struct Fixture {
   Problem problem;
-  Tensor q;  // empty when the routing is given
+  Tensor q;  // empty without logits
   Routing routing;
   std::vector<std::int32_t> counts;
 
@@ -68,14 +68,16 @@ struct Fixture {
   }
 };
 
-LayerDesc tiny(Activation activation, RouterMode router, bool norm) {
+LayerDesc tiny(Activation activation, RouterMode router, bool norm,
+               RouterInput input = RouterInput::projection) {
   LayerDesc desc;
   desc.tokens = 5;
   desc.experts.hidden = 8;
   desc.experts.intermediate = 8;
   desc.router.experts = 3;
-  desc.router.top_k = router == RouterMode::given ? 0 : 2;
-  desc.router.list_length = router == RouterMode::given ? 14 : 0;
+  desc.router.input = input;
+  desc.router.top_k = desc.router.takes_lists() ? 0 : 2;
+  desc.router.list_length = desc.router.takes_lists() ? 14 : 0;
   desc.experts.dtype = DType::f32;
   desc.experts.activation = activation;
   desc.router.mode = router;
@@ -91,19 +93,28 @@ std::vector<Case> cases() {
   }
   descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, false));
   descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, true));
-  descs.push_back(tiny(Activation::swiglu, RouterMode::given, false));
-  descs.push_back(tiny(Activation::gelu, RouterMode::given, false));
+  constexpr RouterMode kFirst = RouterMode::softmax_over_topk;
+  for (const RouterInput input : {RouterInput::ids_and_weights, RouterInput::lists}) {
+    descs.push_back(tiny(Activation::swiglu, kFirst, false, input));
+  }
+  descs.push_back(tiny(Activation::gelu, kFirst, false, RouterInput::lists));
+  for (const RouterInput input : {RouterInput::logits, RouterInput::logits_and_ids}) {
+    descs.push_back(tiny(Activation::swiglu, kFirst, false, input));
+    descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, false, input));
+    descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, true, input));
+  }
   descs.push_back(descs[0]);
   descs.back().experts.bias = false;
   std::vector<Case> out;
   for (const LayerDesc& desc : descs) {
     Case c;
-    c.name = to_string(desc.experts.activation) + "_" + name(desc.router.mode) +
-             (desc.router.norm_topk_probs ? "_norm" : "") + (desc.experts.bias ? "_bias" : "");
+    c.name = to_string(desc.experts.activation) + "_" + name(desc.router.input) + "_" +
+             name(desc.router.mode) + (desc.router.norm_topk_probs ? "_norm" : "") +
+             (desc.experts.bias ? "_bias" : "");
     c.desc = desc;
     c.outside_dlogits = true;
     c.seed = out.size() + 1;
-    if (desc.router.mode == RouterMode::given) c.routing = RoutingKind::hostile;
+    if (!desc.router.chooses()) c.routing = RoutingKind::hostile;
     out.push_back(std::move(c));
   }
   return out;
@@ -122,8 +133,10 @@ TEST_P(OracleGradient, AgreesWithFiniteDifferences) {
     fixture.expect_gradient("b1", &p.b1, g.db1);
     fixture.expect_gradient("b2", &p.b2, g.db2);
   }
-  if (p.desc.router.mode == RouterMode::given) {
+  if (!p.desc.router.has_logits()) {
     fixture.expect_gradient("scores", &p.list_scores, g.dscores);
+  } else if (!p.desc.router.projects()) {
+    fixture.expect_gradient("logits", &p.logits, g.dlogits);
   } else {
     fixture.expect_gradient("router_w", &p.router_w, g.drouter_w);
   }
@@ -147,7 +160,7 @@ TEST(AuxLoss, KnownValues) {
 
 // A layer small enough to do by hand: one expert, relu, so o = s (relu(x w1 + b1) w2 + b2).
 TEST(Oracle, OneRowByHand) {
-  LayerDesc desc = tiny(Activation::relu, RouterMode::given, false);
+  LayerDesc desc = tiny(Activation::relu, RouterMode::softmax_over_topk, false, RouterInput::lists);
   desc.tokens = 1;
   desc.router.experts = 1;
   desc.router.list_length = 1;

@@ -69,20 +69,17 @@ struct Source {
   }
 };
 
-/// Keys of the sort by expert: a slot's expert, or -1 for sentinels and bad ids. For each slot
-/// without a key, count_keys of the first sort calls look(), which reports bad ids.
+/// Keys of the sort by expert: a slot's expert, or -1 for sentinels. For each slot without a key,
+/// count_keys of the first sort calls look(), which reports bad ids; by expert no id is bad.
 struct ByExpert {
   const std::int32_t* slot_experts;
   std::int32_t experts;
-  std::int32_t* error_word;
 
   __device__ int key(std::int32_t slot) const {
     const std::int32_t e = slot_experts[slot];
     return e >= 0 && e < experts ? e : -1;
   }
-  __device__ void look(std::int32_t slot) const {
-    if (slot_experts[slot] < 0) report(error_word, kBadExpertId);
-  }
+  __device__ void look(std::int32_t) const {}
 };
 
 /// Keys of the sorts by token, for lists: a digit of the token, or -1 for slots that are no rows
@@ -103,7 +100,6 @@ struct ByToken {
   }
   __device__ void look(std::int32_t slot) const {
     const std::int32_t t = slot_tokens[slot];
-    if (slot_experts[slot] < 0) report(error_word, kBadExpertId);
     if (t < 0 || t >= tokens) report(error_word, kBadTokenId);
   }
 };
@@ -463,51 +459,38 @@ __global__ void find_tokens(const std::int32_t* order, const std::int32_t* lengt
   token_offsets[t] = low;
 }
 
-/// Lowers *first to the first position that checked mode refuses. It refuses a negative expert id,
-/// and in lists a token id outside [0, T) or, with assume_sorted, one below the id before it.
-__global__ void find_bad_ids(MetadataDesc d, const std::int32_t* slot_experts,
-                             const std::int32_t* slot_tokens, std::int64_t slots,
+/// Lowers *first to the first position of the lists that checked mode refuses: a token id outside
+/// [0, T) or, with assume_sorted, one below the id before it.
+__global__ void find_bad_ids(MetadataDesc d, const std::int32_t* slot_tokens,
                              unsigned long long* first) {
   const std::int64_t s = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (s >= slots) return;
-  bool bad = slot_experts[s] < 0;
-  if (d.top_k == 0) {
-    const std::int32_t t = slot_tokens[s];
-    bad |= t < 0 || t >= d.tokens || (d.assume_sorted && s > 0 && t < slot_tokens[s - 1]);
+  if (s >= d.list_length) return;
+  const std::int32_t t = slot_tokens[s];
+  if (t < 0 || t >= d.tokens || (d.assume_sorted && s > 0 && t < slot_tokens[s - 1])) {
+    atomicMin(first, static_cast<unsigned long long>(s));
   }
-  if (bad) atomicMin(first, static_cast<unsigned long long>(s));
 }
 
-Status check_ids(const MetadataDesc& d, const MetadataArgs& a, void* scratch, cudaStream_t stream) {
-  const std::int64_t slots = d.slots();
-  if (slots == 0) return {};
+Status check_lists(const MetadataDesc& d, const MetadataArgs& a, void* scratch,
+                   cudaStream_t stream) {
+  if (d.list_length == 0) return {};
   std::uint64_t position = 0;
   const auto launch = [&](unsigned long long* first) {
-    find_bad_ids<<<blocks_for(slots, 256), 256, 0, stream>>>(d, a.slot_experts, a.slot_tokens,
-                                                             slots, first);
+    find_bad_ids<<<blocks_for(d.list_length, 256), 256, 0, stream>>>(d, a.slot_tokens, first);
   };
   if (Status s = first_bad(scratch, stream, "metadata: check", &position, launch); !s.ok()) {
     return s;
   }
   if (position == ~std::uint64_t{0}) return {};
   const auto s = static_cast<std::int64_t>(position);
-  std::int32_t expert = 0;
   std::int32_t token[2] = {};  // at s - 1 and s
   const auto fetch = [&](std::int32_t* to, const std::int32_t* from) {
     return cudaMemcpyAsync(to, from, 4, cudaMemcpyDeviceToHost, stream);
   };
-  cudaError_t error = fetch(&expert, a.slot_experts + s);
-  const bool lists = d.top_k == 0;
-  if (error == cudaSuccess && lists) error = fetch(&token[1], a.slot_tokens + s);
-  if (error == cudaSuccess && lists && s > 0) error = fetch(&token[0], a.slot_tokens + s - 1);
+  cudaError_t error = fetch(&token[1], a.slot_tokens + s);
+  if (error == cudaSuccess && s > 0) error = fetch(&token[0], a.slot_tokens + s - 1);
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
   if (error != cudaSuccess) return to_status(error, "metadata: check");
-  if (expert < 0) {
-    return Status::error(StatusCode::invalid_data,
-                         "expert ids: got %d at position %" PRId64
-                         ", allowed: at least 0 (ids of %" PRId64 " or more are sentinels)",
-                         expert, s, d.experts);
-  }
   if (token[1] < 0 || token[1] >= d.tokens) {
     return Status::error(StatusCode::invalid_data,
                          "token ids: got %d at position %" PRId64 ", allowed: 0 to %" PRId64,
@@ -618,7 +601,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
   const HandedMetadata a(args, exec.handoff);
   const cudaStream_t stream = stream_of(exec);
   if (exec.checked) {
-    if (Status status = check_ids(d, a, memory, stream); !status.ok()) return status;
+    if (Status status = check_lists(d, a, memory, stream); !status.ok()) return status;
   }
   const bool lists = d.top_k == 0;
   const math::LoadClass load_class(d.experts, d.slots());
@@ -630,7 +613,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
   Memory m;
   Memory::layout(d, memory, &m);
   if (lists) sort_by_token(d, a, m, stream);
-  const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts), a.error_word};
+  const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts)};
   const Source source{lists ? a.token_slots : nullptr, lists ? m.length : nullptr};
   sort(Shape::of(d.slots(), d.experts), source, by,
        ToRows{a, static_cast<std::uint32_t>(d.top_k), load_class}, m, a.counts, stream);

@@ -1,7 +1,7 @@
 // Sorts the slots of top_k into grouped rows in one launch. For every 64 tokens top_k has counted
 // how many have each expert. Each block sums those counts for itself: all of them, and those before
-// its own tokens. Within a block no sort is needed. The slots of an expert have different tokens,
-// so a block sets a bit for each of its (expert, token) pairs. The expert's bits below a slot's bit
+// its own tokens. Within a block no sort is needed. top_k chooses no expert twice for a token, so a
+// block sets a bit for each of its (expert, token) pairs. The expert's bits below a slot's bit
 // count the slots before it. Positions follow from counts and bits alone.
 #include "cuda/routing/metadata.cuh"
 
@@ -182,7 +182,6 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int at = thread + i * kThreads;
-    if (at < count && expert[i] < 0) report(a.error_word, kBadExpertId);
     if (expert[i] >= p.experts) expert[i] = -1;
     if (expert[i] < 0) continue;
     const int token = p.by_top_k(at);

@@ -44,12 +44,39 @@ __device__ RowSoftmax row_softmax(const T* logits, std::int64_t experts) {
 }
 
 /// Why a row of logits is refused. check_logits has a text for each, in the same order.
-enum class BadRow : std::uint32_t { nan, positive_infinity, only_negative_infinity };
+enum class BadRow : std::uint32_t {
+  nan,
+  positive_infinity,
+  only_negative_infinity,
+  only_negative_infinity_at_ids,
+};
+
+/// Ids of the caller (T, K) that a softmax runs over, or null.
+struct GivenIds {
+  const std::int32_t* ids = nullptr;
+  int top_k = 0;
+};
+/// The largest order_bits() of a row at a token's given ids; 0 if all are sentinels. One warp calls
+/// it; every lane gets the result.
+template <class T>
+__device__ std::uint32_t largest_at(const T* row, std::int64_t experts, const std::int32_t* ids,
+                                    int top_k) {
+  std::uint32_t largest = 0;
+  for (int k = lane_id(); k < top_k; k += kWarp) {
+    const std::int32_t e = ids[k];
+    if (e >= 0 && e < experts) largest = max(largest, order_bits(to_float(row[e])));
+  }
+  return __reduce_max_sync(kAllLanes, largest);
+}
+/// Is the result of largest_at() that of ids that only have logits of -inf?
+__device__ __forceinline__ bool only_negative_infinity(std::uint32_t largest) {
+  return largest == order_bits(-INFINITY);
+}
 
 /// Lowers *first to 4 t + BadRow, where t is the first row that is refused. A warp checks one row.
 template <class T>
 __global__ void find_bad_logits(const T* logits, std::int64_t tokens, std::int64_t experts,
-                                unsigned long long* first) {
+                                GivenIds given, unsigned long long* first) {
   const std::int64_t t =
       std::int64_t{blockIdx.x} * (blockDim.x / kWarp) + static_cast<int>(threadIdx.x) / kWarp;
   if (t >= tokens) return;
@@ -65,10 +92,16 @@ __global__ void find_bad_logits(const T* logits, std::int64_t tokens, std::int64
   nan = __any_sync(kAllLanes, nan);
   infinite = __any_sync(kAllLanes, infinite);
   finite = __any_sync(kAllLanes, finite);
-  if (!nan && !infinite && finite) return;
+  bool at_ids = false;
+  if (given.ids != nullptr) {
+    at_ids = only_negative_infinity(
+        largest_at(logits + t * experts, experts, given.ids + t * given.top_k, given.top_k));
+  }
+  if (!nan && !infinite && finite && !at_ids) return;
   const BadRow why = nan        ? BadRow::nan
                      : infinite ? BadRow::positive_infinity
-                                : BadRow::only_negative_infinity;
+                     : !finite  ? BadRow::only_negative_infinity
+                                : BadRow::only_negative_infinity_at_ids;
   if (lane_id() == 0) {
     atomicMin(first, static_cast<unsigned long long>(t) * 4 + static_cast<unsigned>(why));
   }
@@ -96,23 +129,24 @@ Status first_bad(void* scratch, cudaStream_t stream, const char* what, std::uint
   return to_status(error, what);
 }
 
-/// Returns invalid_data if a row has a NaN or no finite maximum. `scratch` is kCheckBytes on the
-/// device. Waits for the stream.
+/// Returns invalid_data if a row has a NaN or no finite maximum, or none at the given ids.
+/// `scratch` is kCheckBytes on the device. Waits for the stream.
 template <class T>
 Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, void* scratch,
-                    cudaStream_t stream) {
+                    cudaStream_t stream, GivenIds given = {}) {
   if (tokens == 0) return {};
   std::uint64_t position = 0;
   const auto launch = [&](unsigned long long* first) {
-    find_bad_logits<<<blocks_for(tokens, 8), 8 * kWarp, 0, stream>>>(logits, tokens, experts,
+    find_bad_logits<<<blocks_for(tokens, 8), 8 * kWarp, 0, stream>>>(logits, tokens, experts, given,
                                                                      first);
   };
   if (Status s = first_bad(scratch, stream, "logits: check", &position, launch); !s.ok()) return s;
   if (position == ~std::uint64_t{0}) return {};
-  static constexpr const char* kGot[] = {"a NaN", "+inf", "only -inf"};
+  static constexpr const char* kGot[] = {"a NaN in the row", "+inf in the row",
+                                         "only -inf in the row", "only -inf at the ids"};
   return Status::error(StatusCode::invalid_data,
-                       "logits: got %s in the row of token %lld, allowed: numbers below +inf, "
-                       "at least one of them finite",
+                       "logits: got %s of token %lld, allowed: numbers below +inf, at least one of "
+                       "them finite",
                        kGot[position % 4], static_cast<long long>(position / 4));
 }
 

@@ -1,5 +1,5 @@
-// Takes the gradients of the scores, one a row. For lists it puts them into slot order. Otherwise
-// it takes them back through the router to dense dlogits, in one pass: sums over a token's K
+// Takes the gradients of the scores, one a row. Without logits it puts them into slot order. With
+// logits it takes them back through the router to dense dlogits, in one pass: sums over a token's K
 // entries, softmax backward, and zeros.
 #include <algorithm>
 
@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 /// Every other case, a token per warp. kAllExperts: the scores are probabilities p over all
 /// experts, so every expert has a gradient:
 ///   dlogit_e = p_e (g_e - inner).
-template <class T, bool kAllExperts>
+/// kRepeats: a token's entries may have the same expert, and add.
+template <class T, bool kAllExperts, bool kRepeats>
 __global__ void __launch_bounds__(kWarps* kWarp, 3)
     score_grad(SlotGradients gradient, const float* slot_scores, const std::int32_t* slot_experts,
                const T* logits, const T* dlogits_in, T* dlogits, std::int64_t tokens,
@@ -147,13 +148,28 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
       }
     }
     __syncwarp();
-    for (int k = lane_id(); k < top_k; k += kWarp) {  // a token's experts differ
+    for (int k = lane_id(); !kRepeats && k < top_k; k += kWarp) {  // a token's experts differ
       const std::int64_t e = (k < kWarp ? my_expert : slot_experts[first + k]) - e0;
       if (e < 0 || e >= n) continue;
       const float g = k < kWarp ? my_gradient : gradient(first + k);
       const float s = k < kWarp ? my_score : slot_scores[first + k];
       grad[e] =
           kAllExperts ? math::add(grad[e], math::mul(s, g)) : math::mul(s, math::sub(g, inner));
+    }
+    if constexpr (kRepeats) {
+      for (int k0 = 0; k0 < top_k; k0 += kWarp) {
+        const int k = k0 + lane_id();
+        const bool mine = k < top_k;
+        const std::int64_t e = mine ? slot_experts[first + k] - e0 : -1;
+        const float g = mine ? gradient(first + k) : 0.0f;
+        const float s = mine ? slot_scores[first + k] : 0.0f;
+        const float part = math::mul(s, kAllExperts ? g : math::sub(g, inner));
+        const int left = min(kWarp, top_k - k0);
+        for (int l = 0; l < left; ++l) {  // in slot order, as src/cpu adds
+          if (l == lane_id() && e >= 0 && e < n) grad[e] = math::add(grad[e], part);
+          __syncwarp();  // the next lane sees the sum
+        }
+      }
     }
     __syncwarp();
     for (int e = lane_id(); e < n; e += kWarp) {
@@ -170,7 +186,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
 /// multiple of 16 bytes.
 template <class T>
 int lanes_of(const ScoreGradDesc& d) {
-  if (d.reaches_all_experts()) return 0;
+  if (d.reaches_all_experts() || d.takes_ids()) return 0;
   for (int lanes = 4; lanes <= 16; lanes *= 2) {
     const std::int64_t of_warp = kWarp / lanes * d.experts * static_cast<std::int64_t>(sizeof(T));
     if (d.top_k <= lanes && of_warp % 16 == 0 && kWarps * of_warp <= kRowsBytes) return lanes;
@@ -198,8 +214,10 @@ Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exe
                             : start_rows<T, true>(d, a, exec, lanes);
   } else {
     const int tile = static_cast<int>(std::min(d.experts, kTile));
-    launch_early(d.reaches_all_experts() ? score_grad<T, true> : score_grad<T, false>,
-                 blocks_for(d.tokens, kWarps), kWarps * kWarp,
+    const bool all = d.reaches_all_experts();
+    const auto once = all ? score_grad<T, true, false> : score_grad<T, false, false>;
+    const auto repeats = all ? score_grad<T, true, true> : score_grad<T, false, true>;
+    launch_early(d.takes_ids() ? repeats : once, blocks_for(d.tokens, kWarps), kWarps * kWarp,
                  4 * static_cast<std::size_t>(kWarps * tile), stream_of(exec),
                  SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
                  static_cast<const T*>(a.logits), static_cast<const T*>(a.dlogits_in),
@@ -209,7 +227,7 @@ Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exe
 }
 
 Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& exec) noexcept {
-  if (d.given()) {
+  if (!d.has_logits()) {
     if (d.rows == 0) return {};
     launch_early(to_slot_order, blocks_for(d.rows, 256), 256, 0, stream_of(exec),
                  SlotGradients{a.row_dscores, a.slot_rows}, d.rows, a.dscores);

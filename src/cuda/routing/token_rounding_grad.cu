@@ -34,7 +34,7 @@ struct Entries {
     return low;
   }
   /// `threads` threads write the gradients of entries begin to end - 1 into row[0 .. count), which
-  /// holds zeros. They leave out the sentinels, whose expert is not below `count`.
+  /// holds zeros. They leave out the sentinels, whose expert is not in [0, count).
   __device__ void scatter(std::int64_t begin, std::int64_t end, std::int64_t count, float* row,
                           int thread, int threads) const {
     for (std::int64_t i = begin + thread; i < end; i += threads) {
@@ -203,9 +203,7 @@ __global__ void find_bad_entries(Entries entries, std::int64_t tokens, unsigned 
   if (i >= entries.length) return;
   const std::int32_t low = i == 0 ? 0 : entries.tokens[i - 1];
   const std::int32_t t = entries.tokens[i];
-  if (t < low || t >= tokens || entries.experts[i] < 0) {
-    atomicMin(first, static_cast<unsigned long long>(i));
-  }
+  if (t < low || t >= tokens) atomicMin(first, static_cast<unsigned long long>(i));
 }
 
 Status check_entries(const TokenRoundingGradDesc& d, const Entries& entries, void* scratch,
@@ -218,19 +216,15 @@ Status check_entries(const TokenRoundingGradDesc& d, const Entries& entries, voi
   constexpr const char* kWhat = "token_rounding_grad: check";
   if (Status s = first_bad(scratch, stream, kWhat, &position, launch); !s.ok()) return s;
   if (position == ~std::uint64_t{0}) return {};
-  std::int32_t bad[2] = {};
-  const auto fetch = [&](std::int32_t* to, const std::int32_t* from) {
-    return cudaMemcpyAsync(to, from + position, 4, cudaMemcpyDeviceToHost, stream);
-  };
-  cudaError_t error = fetch(&bad[0], entries.tokens);
-  if (error == cudaSuccess) error = fetch(&bad[1], entries.experts);
+  std::int32_t bad = 0;
+  cudaError_t error =
+      cudaMemcpyAsync(&bad, entries.tokens + position, 4, cudaMemcpyDeviceToHost, stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
   if (error != cudaSuccess) return to_status(error, kWhat);
   return Status::error(StatusCode::invalid_data,
-                       "token_ids, expert_ids: got (%d, %d) at position %lld, allowed: tokens "
-                       "that ascend and are below %lld, experts from 0",
-                       bad[0], bad[1], static_cast<long long>(position),
-                       static_cast<long long>(d.tokens));
+                       "token_ids: got %d at position %lld, allowed: tokens that ascend and are "
+                       "below %lld",
+                       bad, static_cast<long long>(position), static_cast<long long>(d.tokens));
 }
 
 template <class T>

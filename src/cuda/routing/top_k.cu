@@ -1,9 +1,11 @@
-// Scores and ids of each token's K experts. Three kernels make them:
+// Scores and ids of each token's K experts. Three kernels choose and score them:
 //
 // - top_few: the usual case, softmax over at most 8 entries of 16-bit logits. Up to eight tokens
 //   share a warp, which takes a fraction of the instructions.
 // - top_k: a token per warp, with its logits in registers.
 // - top_k_slow: rows that do not fit a warp. A block per token makes K passes over the row.
+//
+// score_ids scores ids of the caller, a token per warp.
 //
 // No kernel here triggers the launch of metadata. Metadata has few blocks. Launched early, they
 // would crowd on the multiprocessors where our blocks leave room first (docs/findings/routing.md).
@@ -238,15 +240,79 @@ __global__ void __launch_bounds__(kSlowThreads)
   route_slowly(route, row, softmax, scores + t * route.top_k, ids + t * route.top_k);
 }
 
+/// Scores of given ids, in their order and in the bits of src/cpu. A warp takes a token. Entries of
+/// sentinels get 0.
+template <class T>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    score_ids(const T* logits, const std::int32_t* given_ids, std::int64_t tokens, Route route,
+              float* scores, std::int32_t* ids, std::int32_t* error_word) {
+  const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  wait_for_previous();
+  if (t >= tokens) return;
+  const T* const row = logits + t * route.experts;
+  const std::int64_t first = t * route.top_k;
+  RowSoftmax softmax{};
+  bool bad = false;
+  if (route.over_top_k) {
+    const std::uint32_t largest = largest_at(row, route.experts, given_ids + first, route.top_k);
+    softmax.max = from_order_bits(largest);
+    if (error_word != nullptr) {
+      bool wrong = false;
+      bool finite = false;
+      for (std::int64_t e = lane_id(); e < route.experts; e += kWarp) {
+        const float x = to_float(row[e]);
+        wrong |= !(x < INFINITY);
+        finite |= x > -INFINITY;
+      }
+      bad = __any_sync(kAllLanes, wrong) || !__any_sync(kAllLanes, finite) ||
+            only_negative_infinity(largest);
+    }
+  } else {
+    softmax = row_softmax(row, route.experts);
+    bad = softmax.sum != softmax.sum;  // as in top_k_slow
+  }
+  if (bad && lane_id() == 0) report(error_word, kBadLogits);
+
+  float sum = 0.0f;  // in stored order, as src/cpu adds
+  for (int k0 = 0; k0 < route.top_k; k0 += kWarp) {
+    const int k = k0 + lane_id();
+    const int left = min(kWarp, route.top_k - k0);
+    const std::int32_t e = lane_id() < left ? given_ids[first + k] : -1;
+    float score = 0.0f;
+    if (e >= 0 && e < route.experts) {
+      const float x = to_float(row[e]);
+      score = route.over_top_k ? softmax.term(x) : softmax.probability(x);
+    }
+    if (lane_id() < left) {
+      scores[first + k] = score;
+      ids[first + k] = e;
+    }
+    if (!route.normalised) continue;
+    for (int l = 0; l < left; ++l) sum = math::add(sum, __shfl_sync(kAllLanes, score, l));
+  }
+  if (!route.normalised) return;
+  for (int k = lane_id(); k < route.top_k; k += kWarp) {
+    scores[first + k] = sum == 0.0f ? 0.0f : math::div(scores[first + k], sum);
+  }
+}
+
 template <class T>
 Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec& exec) {
   const T* logits = static_cast<const T*>(a.logits);
   const cudaStream_t stream = stream_of(exec);
   if (d.tokens == 0) return {};
-  if (exec.checked) {
-    if (Status s = check_logits(logits, d.tokens, d.experts, memory, stream); !s.ok()) return s;
-  }
   const Route route = Route::of(d);
+  if (exec.checked) {
+    GivenIds over;
+    if (d.takes_ids() && route.over_top_k) over = {a.given_ids, route.top_k};
+    const Status s = check_logits(logits, d.tokens, d.experts, memory, stream, over);
+    if (!s.ok()) return s;
+  }
+  if (d.takes_ids()) {
+    launch_early(score_ids<T>, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream, logits,
+                 a.given_ids, d.tokens, route, a.scores, a.ids, a.error_word);
+    return launched("top_k: launch");
+  }
   const BlockCounts counts = BlockCounts::of(d.tokens, d.experts, d.top_k);
   std::uint8_t* const block_counts = counts.bytes() > 0 ? exec.handoff.block_counts : nullptr;
   const auto stride = static_cast<std::int32_t>(counts.stride);
