@@ -68,7 +68,7 @@ int run_check(CheckSettings& settings) {
   // A case that the library refuses is a matter of options, not of wrong results.
   for (const auto& item : cases) {
     const std::string blame = "--case " + item.name + settings.device_line();
-    settings.plan(item.desc, settings.has_shape ? settings.layer_line() : blame);
+    settings.explain(item.desc, settings.has_shape ? settings.layer_line() : blame);
   }
 
   int passed = 0;

@@ -52,8 +52,7 @@ int run_info(Settings& settings) {
   settings.resolve();
   // The refusal, if any, comes before the lists: it is the one line that the caller must see.
   std::string explanation;
-  if (settings.has_shape)
-    explanation = settings.plan(settings.desc, settings.layer_line()).explain();
+  if (settings.has_shape) explanation = settings.explain(settings.desc, settings.layer_line());
   Json report = {{"version", version()}, {"command", "info"}};
   std::printf("sonicmoe %s\n", version());
   report["devices"] = device_list();

@@ -51,6 +51,13 @@ struct Settings {
     return std::move(result).value();
   }
 
+  /// explain() of that plan, or of an ExpertsPlan where rows are contiguous: then `tokens` of them.
+  std::string explain(const LayerDesc& layer, const std::string& blame) const {
+    const ExpertsDesc& experts = layer.experts;
+    if (experts.gathers()) return plan(layer, blame).explain();
+    return plan(GroupedDesc{experts, 0, layer.tokens, layer.router.experts}, blame).explain();
+  }
+
   /// The options that describe the layer: "--layer 'tokens=64 hidden=64 ...'".
   std::string layer_line() const;
   std::string thiek_line() const;   ///< "--thiek 64,64,64,8,2"

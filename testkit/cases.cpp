@@ -169,6 +169,50 @@ void add_lists(CaseList* list) {
   }
 }
 
+/// The experts alone, on contiguous rows.
+void add_rows(CaseList* list) {
+  const auto rows_of = [](std::int64_t rows, std::int64_t experts, ScoreAt score_at) {
+    LayerDesc desc = list_shape(rows, experts, rows);
+    desc.experts.row_source = RowSource::contiguous;
+    desc.experts.score_at = score_at;
+    return desc;
+  };
+  constexpr std::array kScores = {ScoreAt::none, ScoreAt::before_down, ScoreAt::after_down};
+  for (const ScoreAt score_at : kScores) {
+    LayerDesc desc = rows_of(150, 7, score_at);
+    const std::string name = std::string("rows/") + sonicmoe::name(score_at);
+    list->add(name, desc);
+    desc.experts.bias = true;
+    desc.experts.zero_tail = true;
+    desc.experts.index_type = IndexType::i64;
+    list->add(name + "-bias-hostile", desc, RoutingKind::hostile);
+  }
+  LayerDesc desc = rows_of(1153, 8, ScoreAt::after_down);
+  list->add("rows/tile_counts", desc, RoutingKind::tile_counts);
+  desc.experts.w1_layout = W1Layout::separate;
+  desc.experts.bias = true;
+  desc.experts.expected_rows = 64;
+  list->add("rows/separate-bias-tile_counts", desc, RoutingKind::tile_counts);
+  desc = rows_of(120, 9, ScoreAt::before_down);
+  desc.experts.activation = Activation::relu_sq;
+  list->add("rows/relu_sq-empty_ends", desc, RoutingKind::empty_ends);
+  desc.experts.zero_tail = true;
+  list->add("rows/one_expert", desc, RoutingKind::one_expert);
+  list->add("rows/idle", desc, RoutingKind::sentinels_only);
+  list->add("rows/no_rows", rows_of(0, 3, ScoreAt::after_down));
+  list->add("rows/one_row", rows_of(1, 4, ScoreAt::none));
+  for (const std::int64_t experts : {288, 384, 896}) {
+    desc = rows_of(300, experts, ScoreAt::none);
+    desc.experts.zero_tail = true;
+    desc.experts.hidden = 16;
+    desc.experts.intermediate = 8;
+    list->add("rows/e" + std::to_string(experts), desc, RoutingKind::hostile);
+  }
+  desc = rows_of(60, 5, ScoreAt::after_down);
+  desc.experts.inference = true;
+  list->add("rows/inference", desc, RoutingKind::hostile);
+}
+
 void add_rounding(CaseList* list) {
   constexpr std::array kRules = {
       RoundingRule::nearest, RoundingRule::stochastic, RoundingRule::nearest_scores,
@@ -323,6 +367,8 @@ const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "input/logits-softmax_over_topk-dlogits/f32",
                                       "input/logits_and_ids-topk_over_softmax-hostile/f32",
                                       "input/ids_and_weights-hostile-bias/bf16",
+                                      "rows/after_down-bias-hostile/bf16",
+                                      "rows/none/f32",
                                       "inference/topk/f32",
                                       "rounding/nearest-softmax_over_topk/f32",
                                       "rounding/stochastic-topk_over_softmax/bf16",
@@ -333,6 +379,7 @@ void add_all(CaseList* list) {
   add_routers(list);
   add_shapes(list);
   add_lists(list);
+  add_rows(list);
   add_rounding(list);
 }
 
@@ -420,10 +467,28 @@ const Case* find_case(const std::string& name) {
   return found == all.end() ? nullptr : &*found;
 }
 
+Case as_rows(const Case& test_case, ScoreAt score_at) {
+  Case c = test_case;
+  const std::int64_t rows = c.desc.rows();
+  c.name = "custom";
+  c.outside_dlogits = false;
+  c.desc.tokens = rows;
+  c.desc.rounding = {};
+  c.desc.router = {
+      .experts = c.desc.router.experts, .input = RouterInput::lists, .list_length = rows};
+  c.desc.experts.row_source = RowSource::contiguous;
+  c.desc.experts.score_at = score_at;
+  return c;
+}
+
 Case custom_case(const LayerDesc& desc, std::uint64_t seed) {
   Case c;
   c.name = "custom";
   c.desc = desc;
+  if (!desc.experts.gathers()) {  // lists name the owner of each row
+    c.desc.router = {
+        .experts = desc.router.experts, .input = RouterInput::lists, .list_length = desc.tokens};
+  }
   c.seed = seed;
   return c;
 }

@@ -49,7 +49,10 @@ std::vector<Case> benchmark_cases();
 
 /// A case of any of the lists above by its name; nullptr if there is none.
 const Case* find_case(const std::string& name);
-/// A random routing of the caller's shape, named "custom".
+/// The experts of a case alone, on contiguous rows whose scores enter at `score_at`; "custom".
+Case as_rows(const Case& test_case, ScoreAt score_at);
+/// A random routing of the caller's shape, named "custom". With contiguous rows there are `tokens`
+/// of them, and nothing else of the router counts than its experts.
 Case custom_case(const LayerDesc& desc, std::uint64_t seed);
 
 /// The command that runs this case again:

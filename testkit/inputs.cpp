@@ -159,6 +159,26 @@ Routing make_ids(const Case& c) {
   return routing_of_ids(ids, K);
 }
 
+/// Contiguous rows: list entry r has row r as its token, and names its owner. The rows that the
+/// kind gives an expert follow each other; those of sentinels come last. `hostile`: an expert's
+/// part of the rows ends with some that it does not own.
+Routing make_owners(const Case& c) {
+  const std::int64_t rows = c.desc.tokens, experts = c.desc.router.experts;
+  Routing lists = make_lists(c);
+  std::iota(lists.tokens.begin(), lists.tokens.end(), 0);
+  std::ranges::sort(lists.experts, {}, [](auto e) { return static_cast<std::uint32_t>(e); });
+  if (c.routing != RoutingKind::hostile) return lists;
+  const Random random(c.seed, kExperts);
+  for (std::int64_t e = 0; e < experts; ++e) {
+    const std::int64_t begin = e * rows / experts, end = (e + 1) * rows / experts;
+    const std::int64_t owned = random.below(e, end - begin + 1);
+    for (std::int64_t row = begin; row < end; ++row) {
+      lists.experts[row] = static_cast<std::int32_t>(row < begin + owned ? e : experts);
+    }
+  }
+  return lists;
+}
+
 Tensor integers(std::uint64_t seed, Stream stream, std::int64_t size, std::int64_t magnitude) {
   const Random random(seed, stream);
   Tensor out(size);
@@ -207,7 +227,7 @@ Problem make_problem(const Case& c) {
     p.b1 = normal_tensor(c.seed, kB1, E * W, bench ? 0.02 : 0.5, type);
     p.b2 = normal_tensor(c.seed, kB2, E * d, bench ? 0.02 : 0.5, type);
   }
-  if (desc.router.takes_lists()) p.lists = make_lists(c);
+  if (desc.router.takes_lists()) p.lists = desc.experts.gathers() ? make_lists(c) : make_owners(c);
   if (desc.router.takes_ids()) p.lists = make_ids(c);
   if (!desc.router.has_logits()) {
     const Random random(c.seed, kScores);

@@ -231,8 +231,11 @@ Oracle::UpProj Oracle::up_proj(const Grouping& g, const Tensor& x, const Tensor&
   return out;
 }
 
-Tensor Oracle::down_proj(const Grouping& g, const Tensor& act, const Tensor& w2,
-                         const Tensor& b2) const {
+Tensor Oracle::down_proj(const Grouping& g, const Tensor& act, const Tensor& w2, const Tensor& b2,
+                         const Tensor& row_scores) const {
+  const ScoreAt at = desc_.experts.score_at;
+  const bool scores_product = at == ScoreAt::before_down || at == ScoreAt::after_down;
+  const bool scores_bias = at == ScoreAt::after_down;
   const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate;
   Tensor out(g.rows() * d);
   in_precision(precision_, [&](auto real) {
@@ -243,8 +246,10 @@ Tensor Oracle::down_proj(const Grouping& g, const Tensor& act, const Tensor& w2,
           g.counts[e], d, n, [&](auto r, auto j) { return act[(first + r) * n + j]; },
           [&](auto j, auto i) { return w2[(e * d + i) * n + j]; },
           [&](auto r, auto* y) {
+            const Real score = scores_product ? static_cast<Real>(row_scores[first + r]) : Real{1};
             for (std::int64_t i = 0; i < d; ++i) {
-              if (!b2.empty()) y[i] += static_cast<Real>(b2[e * d + i]);
+              const Real bias = b2.empty() ? Real{0} : static_cast<Real>(b2[e * d + i]);
+              y[i] = score * y[i] + (scores_bias ? score * bias : bias);
               out[(first + r) * d + i] = store(y[i]);
             }
           });
@@ -258,7 +263,8 @@ Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& r
                                               const Tensor& preact) const {
   const std::int64_t d = desc_.experts.hidden, n = desc_.experts.intermediate,
                      W = desc_.experts.preact_width();
-  DownProjDgrad out{Tensor(g.rows() * W), Tensor(g.rows() * n), Tensor(g.rows())};
+  const bool scored = desc_.experts.score_at != ScoreAt::none;
+  DownProjDgrad out{Tensor(g.rows() * W), Tensor(g.rows() * n), Tensor(scored ? g.rows() : 0)};
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
     for (std::int64_t e = 0; e < desc_.router.experts; ++e) {
@@ -268,7 +274,7 @@ Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& r
           [&](auto i, auto j) { return w2[(e * d + i) * n + j]; },
           [&](auto r, auto* unscaled) {  // dA' before the score
             const std::int64_t row = first + r;
-            const Real score = static_cast<Real>(row_scores[row]);
+            const Real score = scored ? static_cast<Real>(row_scores[row]) : Real{1};
             Real dscore = 0;
             for (std::int64_t j = 0; j < n; ++j) {
               const Real gate = static_cast<Real>(preact[row * W + j]);
@@ -280,7 +286,7 @@ Oracle::DownProjDgrad Oracle::down_proj_dgrad(const Grouping& g, const Tensor& r
               out.scaled_act[row * n + j] = store(score * a.value);
               dscore += unscaled[j] * a.value;
             }
-            out.row_dscores[row] = single(dscore);
+            if (scored) out.row_dscores[row] = single(dscore);
           });
     }
   });
@@ -344,6 +350,8 @@ Oracle::BiasGrad Oracle::bias_grad(const Grouping& g, const Tensor& row_scores,
                                    const Tensor& row_dscores) const {
   const std::int64_t d = desc_.experts.hidden, W = desc_.experts.preact_width(),
                      E = desc_.router.experts;
+  const ScoreAt at = desc_.experts.score_at;
+  const bool scores_bias = at == ScoreAt::combine || at == ScoreAt::after_down;
   BiasGrad out{Tensor(E * W), Tensor(E * d), row_dscores};
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);
@@ -351,13 +359,14 @@ Oracle::BiasGrad Oracle::bias_grad(const Grouping& g, const Tensor& row_scores,
       std::vector<Real> db1(W, Real{0}), db2(d, Real{0});
       for (std::int64_t row = g.offsets[e]; row < g.offsets[e + 1]; ++row) {
         const double* grad = &dout[g.row_tokens[row] * d];
-        const Real score = static_cast<Real>(row_scores[row]);
+        const Real score = scores_bias ? static_cast<Real>(row_scores[row]) : Real{1};
         Real bias_part = 0;  // <dO, b2>
         for (std::int64_t i = 0; i < d; ++i) {
           db2[i] += score * static_cast<Real>(grad[i]);
           bias_part += static_cast<Real>(grad[i]) * static_cast<Real>(b2[e * d + i]);
         }
         for (std::int64_t w = 0; w < W; ++w) db1[w] += static_cast<Real>(dpreact[row * W + w]);
+        if (!scores_bias) continue;
         out.row_dscores[row] = single(static_cast<Real>(row_dscores[row]) + bias_part);
       }
       for (std::int64_t w = 0; w < W; ++w) out.db1[e * W + w] = store(db1[w]);

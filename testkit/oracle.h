@@ -76,9 +76,11 @@ class Oracle {
     Tensor preact, act;
   };
   UpProj up_proj(const Grouping& g, const Tensor& x, const Tensor& w1, const Tensor& b1) const;
-  Tensor down_proj(const Grouping& g, const Tensor& act, const Tensor& w2, const Tensor& b2) const;
+  /// `row_scores` is read where ExpertsDesc::score_at applies them here.
+  Tensor down_proj(const Grouping& g, const Tensor& act, const Tensor& w2, const Tensor& b2,
+                   const Tensor& row_scores) const;
   struct DownProjDgrad {
-    Tensor dpreact, scaled_act, row_dscores;
+    Tensor dpreact, scaled_act, row_dscores;  ///< the last is empty without scores
   };
   DownProjDgrad down_proj_dgrad(const Grouping& g, const Tensor& row_scores, const Tensor& dout,
                                 const Tensor& w2, const Tensor& preact) const;

@@ -47,8 +47,10 @@ LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Prec
   auto [preact, act] = op.up_proj(g, problem.x, problem.w1, problem.b1);
   out.preact = std::move(preact);
   out.act = std::move(act);
-  out.expert_out = op.down_proj(g, out.act, problem.w2, problem.b2);
-  out.o = op.aggregate(g, out.expert_out, out.scores, {});
+  out.expert_out = op.down_proj(g, out.act, problem.w2, problem.b2, row_scores(g, out.scores));
+  // Contiguous rows have their scores by now: O is their rows, and zeros elsewhere.
+  const bool combines = desc.experts.score_at == ScoreAt::combine;
+  out.o = op.aggregate(g, out.expert_out, combines ? out.scores : Tensor{}, {});
   return out;
 }
 
@@ -73,7 +75,7 @@ void oracle_backward(const Problem& problem, const Routing& routing, Precision p
   out.dw2 = op.down_proj_wgrad(g, problem.dout, out.scaled_act);
   out.dw1 = op.up_proj_wgrad(g, problem.x, out.dpreact);
   out.dx_rows = op.up_proj_dgrad(g, out.dpreact, problem.w1);
-  out.dscores = op.slot_dscores(g, out.row_dscores);
+  if (desc.experts.score_at != ScoreAt::none) out.dscores = op.slot_dscores(g, out.row_dscores);
 
   Tensor router_dx;
   if (desc.router.has_logits()) {

@@ -35,6 +35,9 @@ struct LayerRun {
 };
 LayerRun run_layer(const Problem& problem, Device device = {}, const Options& options = {});
 
+/// LayerPlan::explain(), or that of an ExpertsPlan for the experts alone on contiguous rows.
+Result<std::string> explain(const LayerDesc& desc, Device device = {}, const Options& options = {});
+
 /// Same bits in every tensor that the library returns; "" or the name of the first that differs.
 std::string first_difference(const LayerRun& a, const LayerRun& b);
 

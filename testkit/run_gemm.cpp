@@ -8,31 +8,91 @@
 namespace sonicmoe::testkit {
 namespace {
 
-/// Rows past those in use must not be read: NaN, and ids far out of range.
-Tensor pad(Tensor rows, std::int64_t capacity, std::int64_t width) {
-  rows.resize(capacity * width, std::numeric_limits<double>::quiet_NaN());
-  return rows;
-}
-
-std::vector<std::int32_t> pad(std::vector<std::int32_t> rows, std::int64_t capacity) {
-  rows.resize(capacity, std::numeric_limits<std::int32_t>::max());
-  return rows;
-}
-
-/// The rows in use of an output; the rest must still be poison.
-Tensor rows_in_use(const Arena& arena, const std::string& name, DType type, std::size_t rows,
-                   std::size_t capacity, GemmRun* run) {
-  Tensor values = arena.tensor(name, type);
-  if (values.empty() || capacity == 0) return values;
-  const std::size_t used = values.size() / capacity * rows;
-  const std::size_t used_bytes = used * size_of(type);
-  const std::span<const std::byte> bytes = arena[name].bytes();
-  const GuardedBuffer poison(bytes.size() - used_bytes);
-  if (!std::ranges::equal(bytes.subspan(used_bytes), poison.bytes())) {
-    run->failure = "wrote to rows of " + name + " that no expert owns";
+/// Where the grouped rows lie in memory. Gathered ones follow each other, with unused rows behind
+/// the last. Contiguous ones are segments with rows of nobody before, between and behind them.
+class RowMemory {
+ public:
+  RowMemory(const Grouping& g, std::int64_t slots, bool gathers) {
+    capacity_ = slots;
+    if (gathers) {
+      begins_ = g.offsets;
+      for (std::size_t row = 0; row < g.rows(); ++row)
+        at_.push_back(static_cast<std::int64_t>(row));
+      return;
+    }
+    std::int64_t next = 0;
+    for (std::size_t e = 0; e < g.counts.size(); ++e) {
+      next += static_cast<std::int64_t>((e + 1) * 5 % 13);
+      begins_.push_back(static_cast<std::int32_t>(next));
+      for (int i = 0; i < g.counts[e]; ++i) at_.push_back(next++);
+      ends_.push_back(static_cast<std::int32_t>(next));
+    }
+    capacity_ = next + 3;
   }
-  values.resize(used);
-  return values;
+
+  std::int64_t capacity() const { return capacity_; }
+  const std::vector<std::int32_t>& begins() const { return begins_; }
+  const std::vector<std::int32_t>& ends() const { return ends_; }  ///< empty: begins + 1
+
+  /// Rows of nobody must not be read: NaN, and ids far out of range.
+  Tensor spread(const Tensor& rows, std::int64_t width) const {
+    Tensor out(capacity_ * width, std::numeric_limits<double>::quiet_NaN());
+    for (std::size_t row = 0; row < at_.size(); ++row) {
+      std::copy_n(&rows[row * width], width, &out[at_[row] * width]);
+    }
+    return out;
+  }
+  std::vector<std::int32_t> spread(const std::vector<std::int32_t>& rows) const {
+    std::vector<std::int32_t> out(capacity_, std::numeric_limits<std::int32_t>::max());
+    for (std::size_t row = 0; row < at_.size(); ++row) out[at_[row]] = rows[row];
+    return out;
+  }
+
+  /// Writes the rows in use into a buffer; the others keep what they have.
+  void put(const GuardedBuffer& buffer, const Tensor& rows, std::int64_t width, DType type) const {
+    const std::vector<std::byte> encoded = encode(rows, type);
+    std::vector<std::byte> all(buffer.bytes().begin(), buffer.bytes().end());
+    const std::size_t row_bytes = width * size_of(type);
+    for (std::size_t row = 0; row < at_.size(); ++row) {
+      std::copy_n(&encoded[row * row_bytes], row_bytes, &all[at_[row] * row_bytes]);
+    }
+    buffer.put(all);
+  }
+
+  /// The rows in use of an output; the rest must still be poison.
+  Tensor collect(const Arena& arena, const std::string& name, DType type, GemmRun* run) const {
+    const Tensor values = arena.tensor(name, type);
+    if (values.empty() || capacity_ == 0) return values;
+    const std::size_t width = values.size() / capacity_, row_bytes = width * size_of(type);
+    const std::span<const std::byte> bytes = arena[name].bytes();
+    const GuardedBuffer poison(bytes.size());
+    Tensor out;
+    std::size_t row = 0;
+    for (std::int64_t place = 0; place < capacity_; ++place) {
+      if (row < at_.size() && at_[row] == place) {
+        out.insert(out.end(), &values[place * width], &values[place * width] + width);
+        ++row;
+      } else if (!std::ranges::equal(bytes.subspan(place * row_bytes, row_bytes),
+                                     poison.bytes().subspan(place * row_bytes, row_bytes))) {
+        run->failure = "wrote to rows of " + name + " that no expert owns";
+      }
+    }
+    return out;
+  }
+
+ private:
+  std::int64_t capacity_;
+  std::vector<std::int32_t> begins_, ends_;
+  std::vector<std::int64_t> at_;  // of each grouped row
+};
+
+/// Row r of the tokens' tensor for each grouped row.
+Tensor rows_of(const Grouping& g, const Tensor& tokens, std::int64_t width) {
+  Tensor out;
+  for (const std::int32_t token : g.row_tokens) {
+    out.insert(out.end(), &tokens[token * width], &tokens[token * width] + width);
+  }
+  return out;
 }
 
 }  // namespace
@@ -60,14 +120,18 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   const std::int64_t T = desc.tokens, d = desc.experts.hidden, n = desc.experts.intermediate,
                      E = desc.router.experts;
   const std::int64_t W = desc.experts.preact_width();
-  const auto R = static_cast<std::int64_t>(in.routing.slots());
   const DType type = desc.experts.dtype;
   const Grouping g = group(in.routing, T, E);
+  const bool gathered = desc.experts.gathers();
+  const RowMemory memory(g, static_cast<std::int64_t>(in.routing.slots()), gathered);
+  const std::int64_t R = memory.capacity();
   const bool separate = desc.experts.w1_layout == W1Layout::separate;
 
   GroupedGemmDesc gemm;
   gemm.op = op;
-  gemm.tokens = T;
+  gemm.row_source = desc.experts.row_source;
+  gemm.score_at = desc.experts.score_at;
+  gemm.tokens = gathered ? T : 0;
   gemm.rows = R;
   gemm.hidden = d;
   gemm.intermediate = n;
@@ -90,13 +154,23 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   Arena arena(device);
   GroupedGemmArgs args;
   // Inputs, each only where the operation reads it.
-  args.offsets = arena.input("offsets", g.offsets);
+  args.offsets = arena.input("offsets", memory.begins());
+  if (!gathered) args.ends = arena.input("ends", memory.ends());
   if (!in.expert_order.empty()) {
     args.expert_order = arena.input("expert_order", in.expert_order);
   }
-  const auto gathers = [&] { args.row_tokens = arena.input("row_tokens", pad(g.row_tokens, R)); };
+  // x or dO: the tokens' rows and which of them to gather, or contiguous rows.
+  const auto source = [&](const char* label, const Tensor& tokens) {
+    if (!gathered) return arena.input(label, memory.spread(rows_of(g, tokens, d), d), type);
+    args.row_tokens = arena.input("row_tokens", memory.spread(g.row_tokens));
+    return arena.input(label, tokens, type);
+  };
   const auto rows = [&](const char* label, const Tensor& values, std::int64_t width) {
-    return const_cast<void*>(arena.input(label, pad(values, R, width), type));
+    return const_cast<void*>(arena.input(label, memory.spread(values, width), type));
+  };
+  const auto give_scores = [&] {
+    args.row_scores = static_cast<const float*>(
+        arena.input("row_scores", memory.spread(row_scores(g, in.slot_scores), 1), DType::f32));
   };
   const auto weights1 = [&] {
     auto [w1, w1_up] = pack_w1(in.w1, desc, d);
@@ -105,9 +179,8 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   };
   switch (op) {
     case GemmOp::up_proj: {
-      gathers();
       weights1();
-      args.x = arena.input("x", in.x, type);
+      args.x = source("x", in.x);
       if (gemm.bias) {
         auto [b1, b1_up] = pack_w1(in.b1, desc, 1);
         args.b1 = arena.input("b1", b1, type);
@@ -121,23 +194,22 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       args.act = rows("act", in.act, n);
       args.w2 = arena.input("w2", in.w2, type);
       if (gemm.bias) args.b2 = arena.input("b2", in.b2, type);
+      if (!gathered && desc.experts.scored()) give_scores();
       args.expert_out = arena.output("expert_out", R * d, type);
       break;
     case GemmOp::down_proj_dgrad:
-      gathers();
-      args.row_scores = static_cast<const float*>(
-          arena.input("row_scores", pad(row_scores(g, in.slot_scores), R, 1), DType::f32));
-      args.dout = arena.input("dout", in.dout, type);
+      if (desc.experts.scored()) give_scores();
+      args.dout = source("dout", in.dout);
       args.w2 = arena.input("w2", in.w2, type);
       args.dpreact = arena.output("dpreact", R * W, type);
       if (desc.experts.dpreact_in_workspace) {
         args.preact = rows("preact", in.preact, W);
       } else {  // over H, whose other rows are poison then
-        arena["dpreact"].put(encode(in.preact, type));
+        memory.put(arena["dpreact"], in.preact, W, type);
         args.preact = args.dpreact;
       }
       args.scaled_act = arena.output("scaled_act", R * n, type);
-      args.row_dscores = arena.output_float("row_dscores", R);
+      if (desc.experts.scored()) args.row_dscores = arena.output_float("row_dscores", R);
       break;
     case GemmOp::up_proj_dgrad:
       weights1();
@@ -145,15 +217,13 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       args.dx_rows = arena.output("dx_rows", R * d, type);
       break;
     case GemmOp::down_proj_wgrad:
-      gathers();
-      args.dout = arena.input("dout", in.dout, type);
+      args.dout = source("dout", in.dout);
       args.scaled_act = rows("scaled_act", in.scaled_act, n);
       args.dw2 = arena.output("dw2", E * d * n, grad_type);
       if (gemm.accumulate_weight_grads) arena["dw2"].put(encode(in.dw2, grad_type));
       break;
     case GemmOp::up_proj_wgrad:
-      gathers();
-      args.x = arena.input("x", in.x, type);
+      args.x = source("x", in.x);
       args.dpreact = rows("dpreact", in.dpreact, W);
       args.dw1 = arena.output("dw1", E * (separate ? n : W) * d, grad_type);
       args.dw1_up = arena.output("dw1_up", separate ? E * n * d : 0, grad_type);
@@ -176,7 +246,7 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   run.workspace.assign(left.begin(), left.end());
   LayerTensors& out = run.tensors;
   const auto written = [&](const char* label, DType stored) {
-    return rows_in_use(arena, label, stored, g.rows(), R, &run);
+    return memory.collect(arena, label, stored, &run);
   };
   switch (op) {
     case GemmOp::up_proj:
@@ -189,7 +259,7 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
     case GemmOp::down_proj_dgrad:
       out.dpreact = written("dpreact", type);
       out.scaled_act = written("scaled_act", type);
-      out.row_dscores = written("row_dscores", DType::f32);
+      if (desc.experts.scored()) out.row_dscores = written("row_dscores", DType::f32);
       break;
     case GemmOp::up_proj_dgrad:
       out.dx_rows = written("dx_rows", type);
@@ -218,7 +288,8 @@ LayerTensors oracle_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in,
       break;
     }
     case GemmOp::down_proj:
-      out.expert_out = oracle.down_proj(g, in.act, in.w2, desc.experts.bias ? in.b2 : Tensor{});
+      out.expert_out = oracle.down_proj(g, in.act, in.w2, desc.experts.bias ? in.b2 : Tensor{},
+                                        row_scores(g, in.slot_scores));
       break;
     case GemmOp::down_proj_dgrad: {
       auto result =

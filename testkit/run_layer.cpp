@@ -5,6 +5,7 @@
 #include "testkit/inputs.h"
 #include "testkit/rounded_layer.h"
 #include "testkit/run.h"
+#include "testkit/run_experts.h"
 
 namespace sonicmoe::testkit {
 namespace {
@@ -216,6 +217,7 @@ Tensor unpack_w1(const Tensor& first, const Tensor& second, const LayerDesc& des
 }
 
 LayerRun run_layer(const Problem& problem, Device device, const Options& options) {
+  if (!problem.desc.experts.gathers()) return run_experts(problem, device, options);
   LayerRun run;
   const Result<LayerPlan> plan = make_plan(problem.desc, device, options);
   run.status = plan.status();
@@ -225,6 +227,18 @@ LayerRun run_layer(const Problem& problem, Device device, const Options& options
   if (!run.status.ok() || !run.damage.empty() || problem.desc.experts.inference) return run;
   run_backward(problem, plan.value(), device, &arena, &run);
   return run;
+}
+
+Result<std::string> explain(const LayerDesc& desc, Device device, const Options& options) {
+  if (desc.experts.gathers()) {
+    const Result<LayerPlan> plan = make_plan(desc, device, options);
+    if (!plan.ok()) return plan.status();
+    return plan->explain();
+  }
+  const GroupedDesc grouped{desc.experts, 0, desc.tokens, desc.router.experts};
+  const Result<ExpertsPlan> plan = make_plan(grouped, device, options);
+  if (!plan.ok()) return plan.status();
+  return plan->explain();
 }
 
 std::string first_difference(const LayerRun& a, const LayerRun& b) {
@@ -321,6 +335,7 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
     compare("db1", &LayerTensors::db1, by_expert(&LayerTensors::db1));
     compare("db2", &LayerTensors::db2, by_expert(&LayerTensors::db2));
   }
+  if (!desc.experts.scored()) return report;
   if (!desc.router.has_logits()) {
     report.checks.push_back(two_times_rule(
         "dscores", run.tensors.dscores, exact.dscores, plain.dscores, {},

@@ -23,6 +23,11 @@ class OpChecker {
   }
 
   std::vector<Report> check_all() {
+    if (!desc_.experts.gathers()) {
+      check_gemms();
+      if (desc_.experts.bias) check_bias_grad();
+      return std::move(reports_);
+    }
     if (router().projects()) check_router_gemm();
     if (router().has_logits()) check_top_k();
     check_metadata();
@@ -215,7 +220,9 @@ class OpChecker {
 
   void check_bias_grad() {
     BiasGradDesc op;
-    op.tokens = desc_.tokens;
+    op.row_source = desc_.experts.row_source;
+    op.score_at = desc_.experts.score_at;
+    op.tokens = desc_.experts.gathers() ? desc_.tokens : 0;
     op.rows = desc_.rows();
     op.hidden = desc_.experts.hidden;
     op.intermediate = desc_.experts.intermediate;
@@ -239,15 +246,26 @@ class OpChecker {
     Arena arena(device_);
     BiasGradArgs args;
     args.offsets = arena.input("offsets", g_.offsets);
-    args.row_tokens = arena.input("row_tokens", padded(g_.row_tokens, 1));
-    args.row_scores =
-        static_cast<const float*>(arena.input("row_scores", padded(scores, 1), DType::f32));
     args.dpreact = arena.input("dpreact", padded(layer_.dpreact, W), type());
-    args.dout = arena.input("dout", problem_.dout, type());
+    if (desc_.experts.gathers()) {
+      args.row_tokens = arena.input("row_tokens", padded(g_.row_tokens, 1));
+      args.dout = arena.input("dout", problem_.dout, type());
+    } else {
+      Tensor rows;
+      for (const std::int32_t token : g_.row_tokens) {
+        const double* const row = &problem_.dout[token * op.hidden];
+        rows.insert(rows.end(), row, row + op.hidden);
+      }
+      args.dout = arena.input("dout", padded(rows, op.hidden), type());
+    }
     args.b2 = arena.input("b2", problem_.b2, type());
-    args.row_dscores = arena.output_float("row_dscores", R);
-    const std::vector<std::byte> start = encode(before, DType::f32);
-    arena["row_dscores"].put(start);
+    const bool scored = desc_.experts.scores_bias();
+    if (scored) {
+      args.row_scores =
+          static_cast<const float*>(arena.input("row_scores", padded(scores, 1), DType::f32));
+      args.row_dscores = arena.output_float("row_dscores", R);
+      arena["row_dscores"].put(encode(before, DType::f32));
+    }
     args.db1 = arena.output("db1", desc_.router.experts * (separate ? n : W), type());
     args.db1_up = arena.output("db1_up", separate ? desc_.router.experts * n : 0, type());
     args.db2 = arena.output("db2", desc_.router.experts * desc_.experts.hidden, type());
@@ -264,6 +282,7 @@ class OpChecker {
     judge(
         "db2", db2, [&](const Oracle& o) { return expected(o).db2; },
         expert_ends(g_, db2.size(), true));
+    if (!scored) return;
     Tensor dscores = arena.tensor("row_dscores", DType::f32);
     dscores.resize(g_.rows());
     judge("row_dscores", dscores, [&](const Oracle& o) { return expected(o).row_dscores; });

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "testkit/run.h"
+#include "testkit/run_experts.h"
 #include "tests/plain_layer.h"
 #include "tests/test_names.h"
 
@@ -49,6 +50,12 @@ int posix_memalign(void** out, std::size_t alignment, std::size_t size) {
 
 namespace sonicmoe::testkit {
 namespace {
+
+/// The cases that are whole layers, not experts alone.
+std::vector<Case> layers(std::vector<Case> cases) {
+  std::erase_if(cases, [](const Case& c) { return !c.desc.experts.gathers(); });
+  return cases;
+}
 
 LayerPlan plan_of(const LayerDesc& desc) { return make_plan(desc).value(); }
 
@@ -90,10 +97,10 @@ TEST_P(Memory, WorkspaceIsTheLargerOfTwo) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, Memory, testing::ValuesIn(full_cases()), test_name);
+INSTANTIATE_TEST_SUITE_P(Cases, Memory, testing::ValuesIn(layers(full_cases())), test_name);
 
 TEST(Memory, CallsDoNotAllocate) {
-  for (const Case& c : smoke_cases()) {
+  for (const Case& c : layers(smoke_cases())) {
     if (c.desc.experts.inference) continue;
     for (const int threads : {1, 2, 3}) {
       PlainLayer layer(c, threads);
@@ -107,6 +114,18 @@ TEST(Memory, CallsDoNotAllocate) {
       EXPECT_TRUE(forward.ok() && backward.ok());
       EXPECT_EQ(after, before) << repro_command(c, threads);
     }
+  }
+}
+
+TEST(Memory, CallsOfExpertsAloneDoNotAllocate) {
+  for (const char* name : {"rows/after_down-bias-hostile/f32", "rows/before_down/bf16"}) {
+    ExpertsCall call(make_problem(*find_case(name)), {}, {.threads = 2});
+    ASSERT_TRUE(call.run_forward().ok() && call.run_backward().ok());
+    const std::size_t before = allocations;
+    const Status forward = call.run_forward(), backward = call.run_backward();
+    const std::size_t after = allocations;
+    EXPECT_TRUE(forward.ok() && backward.ok());
+    EXPECT_EQ(after, before) << name;
   }
 }
 
@@ -159,7 +178,7 @@ TEST(Memory, RefusalsDoNotAllocate) {
 
 // An inference plan writes nothing but its outputs, whatever the pointers for backward are.
 TEST(Memory, InferenceKeepsNothing) {
-  for (const Case& c : full_cases()) {
+  for (const Case& c : layers(full_cases())) {
     if (!c.desc.experts.inference) continue;
     PlainLayer layer(c, 2);
     const GuardedBuffer decoy(1 << 16);

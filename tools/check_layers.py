@@ -51,8 +51,8 @@ INNER = {
                   f"{SM90}gather_?.cuh"), ("device", "traits", "pipeline")),
     "epilogue": ((f"{SM90}epilogue/*",), ("device", "traits", "pipeline")),
     "kernel": ((f"{SM90}grouped_gemm.cuh",), ("scheduler", "mainloop", "epilogue")),
-    "launch": ((f"{SM90}launch.cuh",), ("base", "host", "kernel")),
-    "operations": ((f"{SM90}*.cu",), ("base", "host", "epilogue", "launch")),
+    "launch": ((f"{SM90}launch.cuh", f"{SM90}kernel_file.*"), ("base", "host", "kernel")),
+    "operations": ((f"{SM90}*.cu", f"{SM90}up_proj.cuh", f"{SM90}down_proj_dgrad.cuh"), ("base", "device", "host", "epilogue", "launch")),
 }  # fmt: skip
 # What may speak to the device outside of its backend, so that the rest of its layer need not.
 CUDA = {"testkit/device_memory.cpp", "cli/bench/device_clock.cpp", "cli/bench/cublas_bound.cpp"}

@@ -82,8 +82,40 @@ MUTANTS = [
     Mutant(
         "last row of an expert left out",
         "src/cpu/parallel.h",
-        "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin)},",
-        "f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin - 1)},",
+        "f(thread, RowBlock{expert, begins[expert] + begin, std::min(size, rows - begin)},",
+        "f(thread, RowBlock{expert, begins[expert] + begin, std::min(size, rows - begin - 1)},",
+    ),
+    Mutant(
+        "a score on the wrong side of the bias",
+        "src/cpu/down_proj.cpp",
+        "    case ScoreAt::before_down:  // s A W2^T: the product is linear in A\n",
+        "    case ScoreAt::before_down:\n"
+        "      for (std::int64_t j = 0; bias && j < n; ++j) y[j] += to_float(bias[j]);\n"
+        "      bias = nullptr;\n",
+    ),
+    Mutant(
+        "a score in b2's gradient where b2 gets none",
+        "src/cpu/bias_grad.cpp",
+        "return d.scores_bias() ? a.row_scores[r] : 1.0f;",
+        "return d.scored() ? a.row_scores[r] : 1.0f;",
+    ),
+    Mutant(
+        "a tail row read",
+        "src/cpu/down_proj_wgrad.cpp",
+        "const std::int64_t end = row_ends(a)[expert];",
+        "const std::int64_t end = expert + 1 < d.experts ? a.offsets[expert + 1] : d.rows;",
+    ),
+    Mutant(
+        "a padded row counted",
+        "src/core/segments.h",
+        "return args.ends != nullptr ? args.ends : args.offsets + 1;",
+        "return args.offsets + 1;",
+    ),
+    Mutant(
+        "rows of no expert left as they are",
+        "src/cpu/zero_tail.cpp",
+        "  clear(from, d.rows);",
+        "",
     ),
     Mutant(
         "the gradient of an id that repeats keeps its last entry alone",

@@ -50,6 +50,7 @@ struct SONICMOE_API RouterGemmDesc {
 /// if the caller gives one. Only the caller clears the word.
 inline constexpr std::int32_t kBadTokenId = 1;  ///< a token id outside [0, T): the call skipped it
 inline constexpr std::int32_t kBadLogits = 2;   ///< a row with a NaN or without a finite maximum
+inline constexpr std::int32_t kBadCounts = 4;   ///< segments of rows that overlap or reach past R
 
 /// Scores and expert ids of each token's K experts from its logits, by descending score. CPU calls
 /// and checked calls refuse a NaN or a row whose maximum is not finite (invalid_data) before they
@@ -108,34 +109,75 @@ struct SONICMOE_API MetadataDesc {
   bool operator==(const MetadataDesc&) const = default;
 };
 
+/// Which of R contiguous rows each expert owns, from counts, row_offsets or both (see
+/// ExpertsForwardArgs). Segments come out ascending, disjoint and inside [0, R]: one that does not
+/// fit loses rows, from its front where it overlaps an earlier one. CPU calls and checked calls
+/// refuse such segments (invalid_data).
+struct SegmentsArgs {
+  const void* counts = nullptr;          ///< (E) index_type, or null
+  const void* row_offsets = nullptr;     ///< (E+1) index_type, or null; not both null
+  std::int32_t* begins = nullptr;        ///< (E): first row of each expert
+  std::int32_t* ends = nullptr;          ///< (E): the row behind its last
+  std::int32_t* expert_order = nullptr;  ///< (E): as in MetadataArgs
+  std::int32_t* error_word = nullptr;    ///< (1), optional, CUDA: see kBadCounts
+};
+struct SONICMOE_API SegmentsDesc {
+  using Args = SegmentsArgs;
+  std::int64_t rows = 0;     ///< R
+  std::int64_t experts = 0;  ///< E
+  IndexType index_type = IndexType::i32;
+  std::int64_t expected_rows = 0;  ///< as in ExpertsDesc; it decides expert_order
+  bool operator==(const SegmentsDesc&) const = default;
+};
+
+/// Writes zeros to the rows that no expert owns.
+struct ZeroTailArgs {
+  const std::int32_t* begins = nullptr;  ///< (E), ascending
+  const std::int32_t* ends = nullptr;    ///< (E), likewise: expert e owns begins[e] .. ends[e]-1
+  void* rows = nullptr;                  ///< (R, d), or null
+  float* values = nullptr;               ///< (R): one value a row, or null
+};
+struct SONICMOE_API ZeroTailDesc {
+  using Args = ZeroTailArgs;
+  std::int64_t rows = 0;     ///< R
+  std::int64_t hidden = 0;   ///< d
+  std::int64_t experts = 0;  ///< E
+  DType dtype = DType::bf16;
+  bool operator==(const ZeroTailDesc&) const = default;
+};
+
 /// The six grouped GEMMs with their epilogues. R is the row capacity, W is 2n with a gate, else n.
-/// x[tokens] has row row_tokens[r] of x as its row r. The tensor behind `->` gets the result.
+/// x[tokens] has row row_tokens[r] of x as its row r; with contiguous rows it is x itself, and
+/// dO[tokens] is dY. The tensor behind `->` gets the result.
 enum class GemmOp : std::int32_t {
   up_proj = 0,          ///< H = x[tokens] W1^T + b1 -> preact (not if inference); act(H) -> act
-  down_proj = 1,        ///< act W2^T + b2 -> expert_out
+  down_proj = 1,        ///< act W2^T + b2 -> expert_out; with the scores of contiguous rows
   down_proj_dgrad = 2,  ///< dA' = dO[tokens] W2; from H: dH -> dpreact, s*A -> scaled_act,
-                        ///< <dA', A> -> row_dscores
+                        ///< <dA', A> -> row_dscores. Without scores s = 1, and there is no dS
   up_proj_dgrad = 3,    ///< dH W1 -> dx_rows
   down_proj_wgrad = 4,  ///< dO[tokens]^T (s*A) -> dw2
   up_proj_wgrad = 5,    ///< dH^T x[tokens] -> dw1
 };
 struct GroupedGemmArgs {
-  const std::int32_t* offsets = nullptr;     ///< (E+1)
-  const std::int32_t* row_tokens = nullptr;  ///< (R): operations with [tokens] above
+  const std::int32_t* offsets = nullptr;     ///< (E+1), or (E) with `ends`
+  const std::int32_t* ends = nullptr;        ///< (E): expert e has rows offsets[e] .. ends[e]-1
+                                             ///< null: ends are offsets + 1
+  const std::int32_t* row_tokens = nullptr;  ///< (R): operations with [tokens] above, gathered rows
   /// (E), optional: the order in which CUDA's weight gradients compute the experts; null: by id. It
   /// changes their time, never a bit: experts with many rows should come first. It must be a
   /// permutation: an expert that is missing gets no gradient, ids outside [0, E) are skipped.
   const std::int32_t* expert_order = nullptr;
-  const float* row_scores = nullptr;  ///< (R): down_proj_dgrad
-  const void* x = nullptr;            ///< (T, d)
-  const void* dout = nullptr;         ///< (T, d)
-  const void* w1 = nullptr;           ///< (E, W, d); the gate (E, n, d) if separate
-  const void* w1_up = nullptr;        ///< (E, n, d) if separate
-  const void* b1 = nullptr;           ///< laid out like w1
-  const void* b1_up = nullptr;        ///< (E, n) if separate
-  const void* w2 = nullptr;           ///< (E, d, n)
-  const void* b2 = nullptr;           ///< (E, d)
-  // Some operations read these, others write them. No operation touches rows past offsets[E].
+  /// (R): down_proj_dgrad, and down_proj of contiguous rows, if there are scores
+  const float* row_scores = nullptr;
+  const void* x = nullptr;      ///< (T, d), or (R, d) contiguous
+  const void* dout = nullptr;   ///< (T, d), or (R, d) contiguous
+  const void* w1 = nullptr;     ///< (E, W, d); the gate (E, n, d) if separate
+  const void* w1_up = nullptr;  ///< (E, n, d) if separate
+  const void* b1 = nullptr;     ///< laid out like w1
+  const void* b1_up = nullptr;  ///< (E, n) if separate
+  const void* w2 = nullptr;     ///< (E, d, n)
+  const void* b2 = nullptr;     ///< (E, d)
+  // Some operations read these, others write them. No operation touches rows that no expert owns.
   void* preact = nullptr;        ///< (R, W): [gate n | up n] whatever the layout of W1
   void* act = nullptr;           ///< (R, n)
   void* expert_out = nullptr;    ///< (R, d)
@@ -156,10 +198,12 @@ struct SONICMOE_API GroupedGemmDesc : GroupedDesc {
 };
 
 /// Gradients of the biases, per expert: db1 sums the rows of dH, db2 the rows of s*dO. The
-/// operation also adds <dO, b2> to row_dscores, which down_proj_dgrad wrote.
+/// operation also adds <dO, b2> to row_dscores, which down_proj_dgrad wrote. Where b2 gets no score
+/// (ExpertsDesc::scores_bias), s is 1 and row_dscores stays as it is.
 struct BiasGradArgs {
-  const std::int32_t* offsets = nullptr;     ///< (E+1)
-  const std::int32_t* row_tokens = nullptr;  ///< (R)
+  const std::int32_t* offsets = nullptr;     ///< as in GroupedGemmArgs
+  const std::int32_t* ends = nullptr;        ///< as in GroupedGemmArgs
+  const std::int32_t* row_tokens = nullptr;  ///< (R), gathered rows
   const float* row_scores = nullptr;         ///< (R)
   const void* dpreact = nullptr;             ///< (R, W)
   const void* dout = nullptr;                ///< (T, d)
@@ -290,6 +334,10 @@ SONICMOE_API Result<OpPlan<RouterGemmDesc>> make_plan(const RouterGemmDesc&, Dev
 SONICMOE_API Result<OpPlan<TopKDesc>> make_plan(const TopKDesc&, Device = {}, const Options& = {});
 SONICMOE_API Result<OpPlan<MetadataDesc>> make_plan(const MetadataDesc&, Device = {},
                                                     const Options& = {});
+SONICMOE_API Result<OpPlan<SegmentsDesc>> make_plan(const SegmentsDesc&, Device = {},
+                                                    const Options& = {});
+SONICMOE_API Result<OpPlan<ZeroTailDesc>> make_plan(const ZeroTailDesc&, Device = {},
+                                                    const Options& = {});
 SONICMOE_API Result<OpPlan<GroupedGemmDesc>> make_plan(const GroupedGemmDesc&, Device = {},
                                                        const Options& = {});
 SONICMOE_API Result<OpPlan<BiasGradDesc>> make_plan(const BiasGradDesc&, Device = {},
@@ -304,6 +352,8 @@ SONICMOE_API Result<OpPlan<AuxLossDesc>> make_plan(const AuxLossDesc&, Device = 
 extern template class OpPlan<RouterGemmDesc>;
 extern template class OpPlan<TopKDesc>;
 extern template class OpPlan<MetadataDesc>;
+extern template class OpPlan<SegmentsDesc>;
+extern template class OpPlan<ZeroTailDesc>;
 extern template class OpPlan<GroupedGemmDesc>;
 extern template class OpPlan<BiasGradDesc>;
 extern template class OpPlan<AggregateDesc>;

@@ -51,6 +51,23 @@ enum class W1Layout : std::int32_t {
   separate = 2,      ///< two tensors (E, n, d): w1 holds the gate, w1_up the up rows
 };
 
+/// Which rows the experts work on.
+enum class RowSource : std::int32_t {
+  gathered = 0,    ///< rows of x by token id; several rows may have one token
+  contiguous = 1,  ///< the rows of x themselves, which the caller has put in expert order
+};
+
+/// Where the score s of a row enters. In both formulas s multiplies in fp32, before y is rounded.
+enum class ScoreAt : std::int32_t {
+  combine = 0,      ///< in the sum of a token's rows, which the experts leave to another operation
+  none = 1,         ///< rows have no scores
+  before_down = 2,  ///< y = (s A) W2^T + b2
+  after_down = 3,   ///< y = s (A W2^T + b2)
+};
+
+/// Type of the counts and offsets that a caller gives with contiguous rows.
+enum class IndexType : std::int32_t { i32 = 0, i64 = 1 };
+
 /// How logits become scores. Where the layer chooses, it orders a token's K experts by descending
 /// score; ties go to the lower expert id. With ids of the caller both modes score those ids.
 enum class RouterMode : std::int32_t {
@@ -142,6 +159,9 @@ SONICMOE_API const char* name(Activation value) noexcept;   ///< "swiglu"; "?" i
 SONICMOE_API const char* name(W1Layout value) noexcept;     ///< "interleaved"; "?" if unknown
 SONICMOE_API const char* name(RouterMode value) noexcept;   ///< "softmax_over_topk"; "?" if unknown
 SONICMOE_API const char* name(RouterInput value) noexcept;  ///< "projection"; "?" if unknown
+SONICMOE_API const char* name(RowSource value) noexcept;    ///< "gathered"; "?" if unknown
+SONICMOE_API const char* name(ScoreAt value) noexcept;      ///< "combine"; "?" if unknown
+SONICMOE_API const char* name(IndexType value) noexcept;    ///< "i32"; "?" if unknown
 SONICMOE_API const char* name(RoundingRule value) noexcept;  ///< "nearest"; "?" if unknown
 SONICMOE_API const char* name(DeviceType value) noexcept;    ///< "cpu"; "?" if unknown
 

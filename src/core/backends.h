@@ -36,6 +36,8 @@ extern const Kernel<GroupedGemmDesc> kUpProjWgradAvx512;
 extern const Kernel<GroupedGemmDesc> kUpProjWgradAvx512Bf16;
 extern const Kernel<TopKDesc> kTopK;
 extern const Kernel<MetadataDesc> kMetadata;
+extern const Kernel<SegmentsDesc> kSegments;
+extern const Kernel<ZeroTailDesc> kZeroTail;
 extern const Kernel<BiasGradDesc> kBiasGrad;
 extern const Kernel<AggregateDesc> kAggregate;
 extern const Kernel<ScoreGradDesc> kScoreGrad;
@@ -83,6 +85,8 @@ extern const Kernel<GroupedGemmDesc> kUpProjWgrad128;
 
 extern const Kernel<TopKDesc> kTopK;
 extern const Kernel<MetadataDesc> kMetadata;
+extern const Kernel<SegmentsDesc> kSegments;
+extern const Kernel<ZeroTailDesc> kZeroTail;
 extern const Kernel<AggregateDesc> kAggregate;
 extern const Kernel<ScoreGradDesc> kScoreGrad;
 extern const Kernel<BiasGradDesc> kBiasGrad;

@@ -1,9 +1,15 @@
 // The experts alone: rows of x to rows of Y, and back to dX~, dS and the gradients of the weights.
 #include "core/experts_plan.h"
 
+#include "core/segments.h"
+
 namespace sonicmoe {
 
 void ExpertsPlan::Impl::plan_forward(PlanBuilder* build) {
+  if (!desc.gathers()) {
+    build->add(&segments, {desc.rows, desc.experts, desc.index_type, desc.expected_rows});
+  }
+  if (desc.zero_tail) build->add(&zero_tail, {desc.rows, desc.hidden, desc.experts, desc.dtype});
   build->add(&up_proj, {{desc}, GemmOp::up_proj});
   build->add(&down_proj, {{desc}, GemmOp::down_proj});
 }
@@ -46,8 +52,21 @@ void ExpertsPlan::Impl::forward(Sequence* seq, const ExpertsForwardArgs& args,
                                 const Forward& at) const {
   std::int32_t* const up_tiles = up_proj_tile_counter(*seq, at);
   std::int32_t* const down_tiles = up_tiles == nullptr ? nullptr : up_tiles + 1;
+  const Segments own = Segments::at(args.segments, desc.experts);
+  seq->run("segments", segments,
+           {.counts = args.counts,
+            .row_offsets = args.row_offsets,
+            .begins = own.begins,
+            .ends = own.ends,
+            .expert_order = own.expert_order,
+            .error_word = args.error_word},
+           {.next_tile_counter = up_tiles});
+  seq->run("zero_tail", zero_tail,
+           {.begins = own.begins, .ends = own.ends, .rows = args.expert_out});
+  const std::int32_t* const offsets = desc.gathers() ? args.offsets : own.begins;
   seq->run("up_proj", up_proj,
-           {.offsets = args.offsets,
+           {.offsets = offsets,
+            .ends = own.ends,
             .row_tokens = args.row_tokens,
             .x = args.x,
             .w1 = args.w1,
@@ -58,12 +77,21 @@ void ExpertsPlan::Impl::forward(Sequence* seq, const ExpertsForwardArgs& args,
             .act = seq->region(at.act)},
            {.tile_counter = up_tiles, .next_tile_counter = down_tiles});
   seq->run("down_proj", down_proj,
-           {.offsets = args.offsets,
+           {.offsets = offsets,
+            .ends = own.ends,
+            .row_scores = args.row_scores,
             .w2 = args.w2,
             .b2 = args.b2,
             .act = seq->region(at.act),
             .expert_out = args.expert_out},
            {.tile_counter = down_tiles});
+}
+
+ExpertsPlan::Impl::ExpertRows ExpertsPlan::Impl::rows_of(const ExpertsBackwardArgs& args) const {
+  if (desc.gathers()) return {args.offsets, nullptr, args.expert_order};
+  // Segments::at() takes int32_t*, but backward only reads them.
+  const Segments own = Segments::at(const_cast<std::int32_t*>(args.segments), desc.experts);
+  return {own.begins, own.ends, own.expert_order};
 }
 
 void* ExpertsPlan::Impl::dpreact(const Sequence& seq, const ExpertsBackwardArgs& args,
@@ -74,10 +102,17 @@ void* ExpertsPlan::Impl::dpreact(const Sequence& seq, const ExpertsBackwardArgs&
 
 void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& args,
                                       const Backward& at) const {
+  const ExpertRows own = rows_of(args);
+  seq->run("zero_tail", zero_tail,
+           {.begins = own.offsets,
+            .ends = own.ends,
+            .rows = args.dx_rows,
+            .values = desc.scored() ? args.row_dscores : nullptr});
   std::int32_t* dx_tiles = nullptr;
   if (counts_tiles()) dx_tiles = seq->region(at.tile_counter);
   seq->run("down_proj_dgrad", down_proj_dgrad,
-           {.offsets = args.offsets,
+           {.offsets = own.offsets,
+            .ends = own.ends,
             .row_tokens = args.row_tokens,
             .row_scores = args.row_scores,
             .dout = args.dout,
@@ -88,7 +123,8 @@ void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& 
             .row_dscores = args.row_dscores},
            {.next_tile_counter = dx_tiles});
   seq->run("bias_grad", bias_grad,
-           {.offsets = args.offsets,
+           {.offsets = own.offsets,
+            .ends = own.ends,
             .row_tokens = args.row_tokens,
             .row_scores = args.row_scores,
             .dpreact = dpreact(*seq, args, at),
@@ -107,18 +143,21 @@ void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArg
   // dW1 may, behind dW2. Without rows the operation before may launch no kernel, which
   // overlap_previous needs.
   const bool overlaps = desc.rows > 0;
+  const ExpertRows own = rows_of(args);
   seq->run_for(args.dw2, "down_proj_wgrad", down_proj_wgrad,
-               {.offsets = args.offsets,
+               {.offsets = own.offsets,
+                .ends = own.ends,
                 .row_tokens = args.row_tokens,
-                .expert_order = args.expert_order,
+                .expert_order = own.expert_order,
                 .dout = args.dout,
                 .scaled_act = seq->region(at.scaled_act),
                 .dw2 = args.dw2},
                {.overlap_previous = overlaps && apart});
   seq->run_for(args.dw1, "up_proj_wgrad", up_proj_wgrad,
-               {.offsets = args.offsets,
+               {.offsets = own.offsets,
+                .ends = own.ends,
                 .row_tokens = args.row_tokens,
-                .expert_order = args.expert_order,
+                .expert_order = own.expert_order,
                 .x = args.x,
                 .dpreact = dpreact(*seq, args, at),
                 .dw1 = args.dw1,
@@ -127,7 +166,8 @@ void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArg
   std::int32_t* dx_tiles = nullptr;  // down_proj_dgrad resets it
   if (counts_tiles()) dx_tiles = seq->region(at.tile_counter);
   seq->run_for(args.dx_rows, "up_proj_dgrad", up_proj_dgrad,
-               {.offsets = args.offsets,
+               {.offsets = own.offsets,
+                .ends = own.ends,
                 .w1 = args.w1,
                 .w1_up = args.w1_up,
                 .dpreact = dpreact(*seq, args, at),

@@ -23,6 +23,8 @@ struct ExpertsPlan::Impl : ComposedPlan {
   Forward fwd;
   Backward bwd;
 
+  std::optional<OpPlan<SegmentsDesc>> segments;   // contiguous rows only
+  std::optional<OpPlan<ZeroTailDesc>> zero_tail;  // likewise
   std::optional<OpPlan<GroupedGemmDesc>> up_proj;
   std::optional<OpPlan<GroupedGemmDesc>> down_proj;
   std::optional<OpPlan<GroupedGemmDesc>> down_proj_dgrad;
@@ -50,6 +52,13 @@ struct ExpertsPlan::Impl : ComposedPlan {
                         bool apart) const;
 
  private:
+  /// Which rows the experts own, and the order of the weight gradients' experts.
+  struct ExpertRows {
+    const std::int32_t* offsets;
+    const std::int32_t* ends;  ///< null: offsets + 1
+    const std::int32_t* expert_order;
+  };
+  ExpertRows rows_of(const ExpertsBackwardArgs& args) const;
   /// Does the workspace hold tile counters? The CPU schedules no tiles dynamically.
   bool counts_tiles() const { return exec.device.type == DeviceType::cuda && desc.rows > 0; }
   void* dpreact(const Sequence& seq, const ExpertsBackwardArgs& args, const Backward& at) const;

@@ -12,8 +12,8 @@ struct Handoff {
   /// operation leaves tiles out. Its value afterwards is undefined. Null: the operation counts in
   /// its own workspace, which it resets by a memset before its kernel.
   std::int32_t* tile_counter = nullptr;
-  /// CUDA: metadata, up_proj and down_proj_dgrad set this word to 0. It is the tile_counter of a
-  /// later operation, never their own.
+  /// CUDA: metadata, segments, up_proj and down_proj_dgrad set this word to 0. It is the
+  /// tile_counter of a later operation, never their own.
   std::int32_t* next_tile_counter = nullptr;
   /// CUDA: block_counts_bytes() bytes that top_k writes and metadata reads (see BlockCounts). They
   /// save metadata two passes over the expert ids. Counts from other ids leave some `row_tokens`

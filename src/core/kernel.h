@@ -84,6 +84,8 @@ std::span<const Kernel<Desc>* const> kernel_list();
 const char* op_name(const RouterGemmDesc& desc);
 const char* op_name(const TopKDesc& desc);
 const char* op_name(const MetadataDesc& desc);
+const char* op_name(const SegmentsDesc& desc);
+const char* op_name(const ZeroTailDesc& desc);
 const char* op_name(const GroupedGemmDesc& desc);
 const char* op_name(const BiasGradDesc& desc);
 const char* op_name(const AggregateDesc& desc);
@@ -124,6 +126,8 @@ void for_each_kernel(F&& f) {
   each(kernel_list<RouterGemmDesc>());
   each(kernel_list<TopKDesc>());
   each(kernel_list<MetadataDesc>());
+  each(kernel_list<SegmentsDesc>());
+  each(kernel_list<ZeroTailDesc>());
   each(kernel_list<GroupedGemmDesc>());
   each(kernel_list<BiasGradDesc>());
   each(kernel_list<AggregateDesc>());

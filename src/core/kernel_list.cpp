@@ -82,6 +82,28 @@ std::span<const Kernel<MetadataDesc>* const> kernel_list() {
 }
 
 template <>
+std::span<const Kernel<SegmentsDesc>* const> kernel_list() {
+  static constexpr const Kernel<SegmentsDesc>* kList[] = {
+    &cpu::kSegments,
+#if SONICMOE_HAS_CUDA
+    &cuda::kSegments,
+#endif
+  };
+  return kList;
+}
+
+template <>
+std::span<const Kernel<ZeroTailDesc>* const> kernel_list() {
+  static constexpr const Kernel<ZeroTailDesc>* kList[] = {
+    &cpu::kZeroTail,
+#if SONICMOE_HAS_CUDA
+    &cuda::kZeroTail,
+#endif
+  };
+  return kList;
+}
+
+template <>
 std::span<const Kernel<BiasGradDesc>* const> kernel_list() {
   static constexpr const Kernel<BiasGradDesc>* kList[] = {
     &cpu::kBiasGrad,

@@ -91,6 +91,13 @@ constexpr Row kRows[] = {
     row("f32_weight_grads", "dw1 and dw2 are fp32", FIELD(experts.f32_weight_grads)),
     row("accumulate_weight_grads", "backward adds to dw1 and dw2",
         FIELD(experts.accumulate_weight_grads)),
+    row("row_source", "gathered by token, or contiguous (experts alone)",
+        FIELD(experts.row_source)),
+    row("score_at", "where the rows' scores enter", FIELD(experts.score_at)),
+    row("index_type", "contiguous rows: of counts and offsets", FIELD(experts.index_type)),
+    row("zero_tail", "contiguous rows: rows of no expert get zeros", FIELD(experts.zero_tail)),
+    row("expected_rows", "contiguous rows: for the choice of tiles; 0: the capacity",
+        FIELD(experts.expected_rows)),
     row("dpreact_in_workspace", "backward needs no memory for dH",
         FIELD(experts.dpreact_in_workspace)),
 };

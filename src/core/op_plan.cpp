@@ -20,6 +20,8 @@ std::size_t block_counts_bytes(const TopKDesc& d, Device device) noexcept {
 const char* op_name(const RouterGemmDesc&) { return "router_gemm"; }
 const char* op_name(const TopKDesc&) { return "top_k"; }
 const char* op_name(const MetadataDesc&) { return "metadata"; }
+const char* op_name(const SegmentsDesc&) { return "segments"; }
+const char* op_name(const ZeroTailDesc&) { return "zero_tail"; }
 const char* op_name(const BiasGradDesc&) { return "bias_grad"; }
 const char* op_name(const AggregateDesc&) { return "aggregate"; }
 const char* op_name(const ScoreGradDesc&) { return "score_grad"; }
@@ -313,6 +315,8 @@ Status run_operation(const OpPlan<Desc>& plan, const typename Desc::Args& args,
 SONICMOE_OP_PLAN(RouterGemmDesc)
 SONICMOE_OP_PLAN(TopKDesc)
 SONICMOE_OP_PLAN(MetadataDesc)
+SONICMOE_OP_PLAN(SegmentsDesc)
+SONICMOE_OP_PLAN(ZeroTailDesc)
 SONICMOE_OP_PLAN(GroupedGemmDesc)
 SONICMOE_OP_PLAN(BiasGradDesc)
 SONICMOE_OP_PLAN(AggregateDesc)

@@ -55,6 +55,40 @@ const char* name(RouterInput value) noexcept {
   return "?";
 }
 
+const char* name(RowSource value) noexcept {
+  switch (value) {
+    case RowSource::gathered:
+      return "gathered";
+    case RowSource::contiguous:
+      return "contiguous";
+  }
+  return "?";
+}
+
+const char* name(ScoreAt value) noexcept {
+  switch (value) {
+    case ScoreAt::combine:
+      return "combine";
+    case ScoreAt::none:
+      return "none";
+    case ScoreAt::before_down:
+      return "before_down";
+    case ScoreAt::after_down:
+      return "after_down";
+  }
+  return "?";
+}
+
+const char* name(IndexType value) noexcept {
+  switch (value) {
+    case IndexType::i32:
+      return "i32";
+    case IndexType::i64:
+      return "i64";
+  }
+  return "?";
+}
+
 const char* name(DeviceType value) noexcept {
   switch (value) {
     case DeviceType::cpu:

@@ -11,10 +11,28 @@ namespace {
 
 constexpr std::size_t kWorkspaceAlignment = 256;
 
+/// Checks of where rows come from and where their scores enter.
+void row_source(const ExpertsDesc& desc, Checker* check) {
+  check->known("row_source", desc.row_source).known("score_at", desc.score_at);
+  check->known("index_type", desc.index_type);
+  const bool combines = desc.score_at == ScoreAt::combine;
+  check->require(!desc.gathers() || combines, "score_at", name(desc.score_at),
+                 "combine with gathered rows");
+  check->require(desc.gathers() || !combines, "score_at", "combine",
+                 "none, before_down, after_down with contiguous rows");
+  check->require(!desc.gathers() || desc.index_type == IndexType::i32, "index_type", "i64",
+                 "i32 with gathered rows");
+  check->require(!desc.gathers() || !desc.zero_tail, "zero_tail", "true",
+                 "false with gathered rows");
+  check->range("expected_rows", desc.expected_rows, 0, desc.gathers() ? 0 : kMaxIndex);
+}
+
 /// Checks of every descriptor with grouped rows.
 Checker grouped(const GroupedDesc& desc) {
   Checker check;
-  check.tokens(desc.tokens).range("rows", desc.rows, 0, kMaxIndex).width("hidden", desc.hidden);
+  row_source(desc, &check);
+  check.range("tokens", desc.tokens, 0, desc.gathers() ? kMaxIndex : 0);
+  check.range("rows", desc.rows, 0, kMaxIndex).width("hidden", desc.hidden);
   check.width("intermediate", desc.intermediate).experts(desc.experts).dtype(desc.dtype);
   check.activation(desc.activation).layout(desc.w1_layout, desc.activation);
   return check;
@@ -98,6 +116,9 @@ Status validate(Workspace workspace, std::size_t needed) {
 Status validate(const LayerDesc& d) {
   Checker check = routing(d.routing());
   check.width("intermediate", d.experts.intermediate).activation(d.experts.activation);
+  check.known("row_source", d.experts.row_source);
+  check.require(d.experts.gathers(), "row_source", "contiguous", "gathered in a layer");
+  row_source(d.experts, &check);
   return check.layout(d.experts.w1_layout, d.experts.activation).status();
 }
 
@@ -128,6 +149,18 @@ Status validate(const MetadataDesc& d) {
   check.require(!d.assume_sorted || d.top_k == 0, "assume_sorted", "true",
                 "false unless top_k is 0 (lists)");
   return check.status();
+}
+
+Status validate(const SegmentsDesc& d) {
+  Checker check;
+  check.range("rows", d.rows, 0, kMaxIndex).experts(d.experts).known("index_type", d.index_type);
+  return check.range("expected_rows", d.expected_rows, 0, kMaxIndex).status();
+}
+
+Status validate(const ZeroTailDesc& d) {
+  Checker check;
+  check.range("rows", d.rows, 0, kMaxIndex).width("hidden", d.hidden).experts(d.experts);
+  return check.dtype(d.dtype).status();
 }
 
 Status validate(const GroupedGemmDesc& d) {

@@ -71,6 +71,23 @@ void check_experts_grad(const ExpertsDesc& d, std::int64_t rows, const Args& a, 
   if (!d.dpreact_in_workspace) check->tensor("dpreact", a.dpreact, rows, "(R, 2n or n)");
 }
 
+/// x, dO or dY: read where there are rows.
+void check_rows(const char* argument, const void* pointer, const GroupedDesc& d, Checker* check) {
+  if (d.gathers()) {
+    check->tensor(argument, pointer, d.rows * d.tokens, "(T, d)");
+  } else {
+    check->tensor(argument, pointer, d.rows, "(R, d)");
+  }
+}
+
+template <class Args>
+void check_counts(IndexType type, const Args& a, Checker* check) {
+  const std::size_t size = type == IndexType::i64 ? 8 : 4;
+  check->require(a.counts != nullptr || a.row_offsets != nullptr, "counts", "null",
+                 "a pointer to (E), or null with row_offsets");
+  check->optional("counts", a.counts, 1, size).optional("row_offsets", a.row_offsets, 1, size);
+}
+
 }  // namespace
 
 Status validate(const LayerDesc& d, const ForwardArgs& a) {
@@ -119,9 +136,16 @@ Status validate(const RoutingDesc& d, const RouterBackwardArgs& a) {
 
 Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a) {
   Checker check;
-  check.ints("offsets", a.offsets, 1, "(E+1) int32");
-  check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
-  check.tensor("x", a.x, d.rows * d.tokens, "(T, d)");
+  if (d.gathers()) {
+    check.ints("offsets", a.offsets, 1, "(E+1) int32");
+    check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
+  } else {
+    check_counts(d.index_type, a, &check);
+    check.ints("segments", a.segments, 1, "(3E) int32");
+    if (d.scored()) check.ints("row_scores", a.row_scores, d.rows, "(R) float");
+    check.optional("error_word", a.error_word, 1, 4);
+  }
+  check_rows("x", a.x, d, &check);
   check_experts(d, d.rows, a, &check);
   return check.tensor("expert_out", a.expert_out, d.rows, "(R, d)").status();
 }
@@ -129,14 +153,20 @@ Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a) {
 Status validate(const GroupedDesc& d, const ExpertsBackwardArgs& a) {
   if (Status status = validate_backward(d.inference); !status.ok()) return status;
   Checker check;
-  check.ints("offsets", a.offsets, 1, "(E+1) int32");
-  check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
-  check.ints("row_scores", a.row_scores, d.rows, "(R) float");
-  check.optional("expert_order", a.expert_order, 1, 4);
-  check.tensor("x", a.x, d.rows * d.tokens, "(T, d)");
-  check.tensor("dout", a.dout, d.rows * d.tokens, "(T, d)");
+  if (d.gathers()) {
+    check.ints("offsets", a.offsets, 1, "(E+1) int32");
+    check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
+    check.optional("expert_order", a.expert_order, 1, 4);
+  } else {
+    check.ints("segments", a.segments, 1, "(3E) int32");
+  }
+  check_rows("x", a.x, d, &check);
+  check_rows("dout", a.dout, d, &check);
+  if (d.scored()) {
+    check.ints("row_scores", a.row_scores, d.rows, "(R) float");
+    check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
+  }
   check_experts_grad(d, d.rows, a, &check);
-  check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
   return check.optional("dx_rows", a.dx_rows, d.rows).status();
 }
 
@@ -179,6 +209,20 @@ Status validate(const MetadataDesc& d, const MetadataArgs& a) {
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
+Status validate(const SegmentsDesc& d, const SegmentsArgs& a) {
+  Checker check;
+  check_counts(d.index_type, a, &check);
+  check.ints("begins", a.begins, 1, "(E) int32").ints("ends", a.ends, 1, "(E) int32");
+  check.ints("expert_order", a.expert_order, 1, "(E) int32");
+  return check.optional("error_word", a.error_word, 1, 4).status();
+}
+
+Status validate(const ZeroTailDesc& d, const ZeroTailArgs& a) {
+  Checker check;
+  check.ints("begins", a.begins, 1, "(E) int32").ints("ends", a.ends, 1, "(E) int32");
+  return check.optional("rows", a.rows, d.rows).optional("values", a.values, d.rows, 4).status();
+}
+
 Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
   const GemmOp op = d.op;
   const bool gathers = op != GemmOp::down_proj && op != GemmOp::up_proj_dgrad;
@@ -186,9 +230,10 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
   Checker check;
   check.ints("offsets", a.offsets, 1, "(E+1) int32");
   check.optional("expert_order", a.expert_order, 1, 4);
+  check.optional("ends", a.ends, 1, 4);
   if (gathers) {
-    check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
-    check.tensor(up ? "x" : "dout", up ? a.x : a.dout, d.rows * d.tokens, "(T, d)");
+    if (d.gathers()) check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
+    check_rows(up ? "x" : "dout", up ? a.x : a.dout, d, &check);
   }
   switch (op) {
     case GemmOp::up_proj:
@@ -200,13 +245,15 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
     case GemmOp::down_proj:
       check.tensor("act", a.act, d.rows, "(R, n)").tensor("w2", a.w2, 1, "(E, d, n)");
       if (d.bias) check.tensor("b2", a.b2, 1, "(E, d)");
+      if (!d.gathers() && d.scored()) check.ints("row_scores", a.row_scores, d.rows, "(R) float");
       check.tensor("expert_out", a.expert_out, d.rows, "(R, d)");
       break;
     case GemmOp::down_proj_dgrad:
-      check.ints("row_scores", a.row_scores, d.rows, "(R) float");
       check.tensor("w2", a.w2, 1, "(E, d, n)").tensor("preact", a.preact, d.rows, "(R, 2n or n)");
       check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
       check.tensor("scaled_act", a.scaled_act, d.rows, "(R, n)");
+      if (!d.scored()) break;
+      check.ints("row_scores", a.row_scores, d.rows, "(R) float");
       check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
       break;
     case GemmOp::up_proj_dgrad:
@@ -228,12 +275,15 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
 
 Status validate(const BiasGradDesc& d, const BiasGradArgs& a) {
   Checker check;
-  check.ints("offsets", a.offsets, 1, "(E+1) int32");
-  check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
-  check.ints("row_scores", a.row_scores, d.rows, "(R) float");
+  check.ints("offsets", a.offsets, 1, "(E+1) int32").optional("ends", a.ends, 1, 4);
+  if (d.gathers()) check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
   check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
-  check.tensor("dout", a.dout, d.rows * d.tokens, "(T, d)").tensor("b2", a.b2, 1, "(E, d)");
-  check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
+  check_rows("dout", a.dout, d, &check);
+  if (d.scores_bias()) {
+    check.tensor("b2", a.b2, 1, "(E, d)");
+    check.ints("row_scores", a.row_scores, d.rows, "(R) float");
+    check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
+  }
   check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout);
   return check.tensor("db2", a.db2, 1, "(E, d)").status();
 }

@@ -1,6 +1,8 @@
 // Gradients of the biases, over each expert's rows in order, and the b2 term of each row's dS:
 //
 //     db1 = column sums of dH, db2 = column sums of s dO, row_dscores += <dO, b2>
+//
+// Where b2 gets no score, s is 1 and row_dscores stays as it is.
 #include "core/backends.h"
 #include "cpu/dispatch.h"
 #include "cpu/grouped_gemm.h"
@@ -36,7 +38,7 @@ void db1_piece(const BiasGradDesc& d, const BiasGradArgs& a, std::int64_t expert
     float sum[kColumns];
     const T* dh = static_cast<const T*>(a.dpreact) + h * n + j0;
     column_sums(
-        a.offsets[expert], a.offsets[expert + 1], nj, sum,
+        a.offsets[expert], row_ends(a)[expert], nj, sum,
         [&](std::int64_t r) { return dh + r * width; }, [](std::int64_t) { return 1.0f; });
     for (std::int64_t j = 0; j < nj; ++j) {
       halves[h][(j0 + j) * out.stride] = from_float<T>(sum[j]);
@@ -50,9 +52,9 @@ void db2_piece(const BiasGradDesc& d, const BiasGradArgs& a, std::int64_t expert
   float sum[kColumns];
   const T* dout = static_cast<const T*>(a.dout) + j0;
   column_sums(
-      a.offsets[expert], a.offsets[expert + 1], nj, sum,
-      [&](std::int64_t r) { return dout + a.row_tokens[r] * d.hidden; },
-      [&](std::int64_t r) { return a.row_scores[r]; });
+      a.offsets[expert], row_ends(a)[expert], nj, sum,
+      [&](std::int64_t r) { return dout + (d.gathers() ? a.row_tokens[r] : r) * d.hidden; },
+      [&](std::int64_t r) { return d.scores_bias() ? a.row_scores[r] : 1.0f; });
   store(sum, static_cast<T*>(a.db2) + expert * d.hidden + j0, nj);
 }
 
@@ -80,14 +82,16 @@ void run_typed(const BiasGradDesc& d, const BiasGradArgs& a, int threads) {
       db2_piece<T>(d, a, expert, (part - parts1) * kColumns);
     }
   });
+  if (!d.scores_bias()) return;
   const auto block = [&](int, RowBlock rows, std::int64_t) {
     const T* b2 = static_cast<const T*>(a.b2) + rows.expert * d.hidden;
     for (std::int64_t r = rows.begin; r < rows.begin + rows.rows; ++r) {
-      const T* dout = static_cast<const T*>(a.dout) + a.row_tokens[r] * d.hidden;
+      const std::int64_t from = d.gathers() ? a.row_tokens[r] : r;
+      const T* dout = static_cast<const T*>(a.dout) + from * d.hidden;
       a.row_dscores[r] += dot(dout, b2, d.hidden);
     }
   };
-  for_each_row_block(threads, a.offsets, d.experts, kTokensPerPiece, 1, block);
+  for_each_row_block(threads, a.offsets, row_ends(a), d.experts, kTokensPerPiece, 1, block);
 }
 
 Status run(const BiasGradDesc& d, const BiasGradArgs& a, void*, const Exec& exec) noexcept {

@@ -1,9 +1,29 @@
-// Y = A W2^T + b2. Rows of A and Y are contiguous. The operation aggregate applies the scores.
+// Y = A W2^T + b2. Rows of A and Y are contiguous. Scores of gathered rows are left to the
+// operation aggregate, those of contiguous rows enter here.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 
 namespace sonicmoe::cpu {
 namespace {
+
+/// Bias (or null) and score of one row, in fp32.
+template <class T>
+void finish_row(ScoreAt score_at, const float* row_score, const T* bias, std::int64_t n, float* y) {
+  switch (score_at) {
+    case ScoreAt::before_down:  // s A W2^T: the product is linear in A
+      for (std::int64_t j = 0; j < n; ++j) y[j] *= *row_score;
+      for (std::int64_t j = 0; bias && j < n; ++j) y[j] += to_float(bias[j]);
+      return;
+    case ScoreAt::after_down:
+      for (std::int64_t j = 0; bias && j < n; ++j) y[j] += to_float(bias[j]);
+      for (std::int64_t j = 0; j < n; ++j) y[j] *= *row_score;
+      return;
+    case ScoreAt::combine:
+    case ScoreAt::none:
+      break;
+  }
+  for (std::int64_t j = 0; bias && j < n; ++j) y[j] += to_float(bias[j]);
+}
 
 template <class Engine>
 struct DownProj {
@@ -29,12 +49,12 @@ struct DownProj {
       const T* b2 = d.bias ? static_cast<const T*>(a.b2) + rows.expert * d.hidden + j0 : nullptr;
       for (std::int64_t i = 0; i < rows.rows; ++i) {
         float* y = scratch.tile + i * nj;
-        for (std::int64_t j = 0; b2 && j < nj; ++j) y[j] += to_float(b2[j]);
+        finish_row(d.score_at, d.scored() ? a.row_scores + rows.begin + i : nullptr, b2, nj, y);
         store(y, out + i * d.hidden, nj);
       }
     };
-    for_each_row_block(threads, a.offsets, d.experts, kBlockM, (d.hidden + kBlockN - 1) / kBlockN,
-                       block);
+    for_each_row_block(threads, a.offsets, row_ends(a), d.experts, kBlockM,
+                       (d.hidden + kBlockN - 1) / kBlockN, block);
   }
 };
 

@@ -61,7 +61,7 @@ struct DownProjDgrad {
         for (std::int64_t k0 = 0; k0 < d.hidden; k0 += kBlockK) {
           const std::int64_t nk = std::min(kBlockK, d.hidden - k0);
           scratch.engine.lhs(Form::nn, rows.rows, nk,
-                             Rows<T>{dout + k0, d.hidden, a.row_tokens + rows.begin});
+                             source_rows(d, a, dout + k0, d.hidden, rows.begin));
           scratch.engine.rhs(Form::nn, nj, nk, Rows<T>{w2 + k0 * n + j0, n});
           scratch.engine.multiply(Form::nn, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
         }
@@ -70,19 +70,19 @@ struct DownProjDgrad {
             const std::int64_t row = rows.begin + i;
             const T* gate = static_cast<const T*>(a.preact) + row * width + j0;
             T* dgate = static_cast<T*>(a.dpreact) + row * width + j0;
-            epilogue_row(fn, scratch.tile + i * nj, a.row_scores[row], nj, gate, gate + n, dgate,
-                         dgate + n, static_cast<T*>(a.scaled_act) + row * n + j0, product,
-                         dots + i * kLanes);
+            const float score = d.scored() ? a.row_scores[row] : 1.0f;
+            epilogue_row(fn, scratch.tile + i * nj, score, nj, gate, gate + n, dgate, dgate + n,
+                         static_cast<T*>(a.scaled_act) + row * n + j0, product, dots + i * kLanes);
           }
         });
       }
-      for (std::int64_t i = 0; i < rows.rows; ++i) {
+      for (std::int64_t i = 0; d.scored() && i < rows.rows; ++i) {
         const float* l = dots + i * kLanes;
         a.row_dscores[rows.begin + i] =
             ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
       }
     };
-    for_each_row_block(threads, a.offsets, d.experts, kBlockM, 1, block);
+    for_each_row_block(threads, a.offsets, row_ends(a), d.experts, kBlockM, 1, block);
   }
 };
 

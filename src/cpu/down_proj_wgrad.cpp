@@ -24,13 +24,12 @@ struct DownProjWgrad {
       const std::int64_t nj = std::min(kBlockN, n - j0);
       Scratch<Engine> scratch(workspace, thread, floats(d));
       const std::int64_t begin = a.offsets[expert];
-      const std::int64_t end = a.offsets[expert + 1];
+      const std::int64_t end = row_ends(a)[expert];
       if (begin == end) std::fill_n(scratch.tile, ni * nj, 0.0f);
       for (std::int64_t k0 = begin; k0 < end; k0 += kBlockK) {
         const std::int64_t nk = std::min(kBlockK, end - k0);
-        scratch.engine.lhs(
-            Form::tn, ni, nk,
-            Rows<T>{static_cast<const T*>(a.dout) + i0, d.hidden, a.row_tokens + k0});
+        scratch.engine.lhs(Form::tn, ni, nk,
+                           source_rows(d, a, static_cast<const T*>(a.dout) + i0, d.hidden, k0));
         scratch.engine.rhs(Form::tn, nj, nk,
                            Rows<T>{static_cast<const T*>(a.scaled_act) + k0 * n + j0, n});
         scratch.engine.multiply(Form::tn, ni, nj, nk, scratch.tile, nj, k0 > begin);

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/kernel.h"
+#include "core/segments.h"
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
 #include "math/activation.h"
@@ -44,6 +45,15 @@ W1View<T> w1_view(const Desc& d, T* w1, T* w1_up, std::int64_t expert, std::int6
       break;
   }
   return {w1 + expert * n * width, w1_up + expert * n * width, width};
+}
+
+/// The grouped rows from `begin` on, `width` elements each: rows of x or dO by token id, or
+/// contiguous. Columns start at `base`.
+template <class T, class Desc, class Args>
+Rows<T> source_rows(const Desc& d, const Args& a, const T* base, std::int64_t width,
+                    std::int64_t begin) {
+  if (d.gathers()) return {base, width, a.row_tokens + begin};
+  return {base + begin * width, width};
 }
 
 /// One thread's part of the workspace: the engine's packing buffers, then floats for tiles.

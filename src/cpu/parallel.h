@@ -59,10 +59,9 @@ inline std::int64_t block_rows(std::int64_t rows, std::int64_t limit) {
 /// Pieces are numbered expert by expert. A thread takes ascending numbers, so it finds a piece's
 /// expert by walking on from that of its last piece. No list of blocks is stored.
 template <class F>
-void for_each_row_block(int threads, const std::int32_t* offsets, std::int64_t experts,
-                        std::int64_t limit, std::int64_t parts, F&& f) {
-  const std::int64_t total_rows = offsets[experts];
-  if (total_rows == 0) return;
+void for_each_row_block(int threads, const std::int32_t* begins, const std::int32_t* ends,
+                        std::int64_t experts, std::int64_t limit, std::int64_t parts, F&& f) {
+  if (std::equal(begins, begins + experts, ends)) return;  // no rows
   std::atomic<std::int64_t> next{0};
   const auto work = [&](int thread) {
     std::int64_t expert = 0;
@@ -71,7 +70,7 @@ void for_each_row_block(int threads, const std::int32_t* offsets, std::int64_t e
       std::int64_t rows = 0;
       std::int64_t size = 0;
       for (; expert < experts; ++expert) {
-        rows = offsets[expert + 1] - offsets[expert];
+        rows = ends[expert] - begins[expert];
         size = block_rows(rows, limit);
         const std::int64_t pieces = size == 0 ? 0 : (rows + size - 1) / size * parts;
         if (piece < first + pieces) break;
@@ -80,7 +79,7 @@ void for_each_row_block(int threads, const std::int32_t* offsets, std::int64_t e
       if (expert == experts) return;
       const std::int64_t block = (piece - first) / parts;
       const std::int64_t begin = block * size;
-      f(thread, RowBlock{expert, offsets[expert] + begin, std::min(size, rows - begin)},
+      f(thread, RowBlock{expert, begins[expert] + begin, std::min(size, rows - begin)},
         (piece - first) % parts);
     }
   };

@@ -46,7 +46,7 @@ struct UpProj {
       for (std::int64_t k0 = 0; k0 < d.hidden; k0 += kBlockK) {
         const std::int64_t nk = std::min(kBlockK, d.hidden - k0);
         scratch.engine.lhs(Form::nt, rows.rows, nk,
-                           Rows<T>{x + k0, d.hidden, a.row_tokens + rows.begin});
+                           source_rows(d, a, x + k0, d.hidden, rows.begin));
         const T* half[2] = {w1.gate, w1.up};
         for (int h = 0; h < 2 && half[h] != nullptr; ++h) {
           scratch.engine.rhs(Form::nt, nj, nk, Rows<T>{half[h] + j0 * w1.stride + k0, w1.stride});
@@ -67,7 +67,8 @@ struct UpProj {
         }
       });
     };
-    for_each_row_block(threads, a.offsets, d.experts, kBlockM, (n + kBlockN - 1) / kBlockN, block);
+    for_each_row_block(threads, a.offsets, row_ends(a), d.experts, kBlockM,
+                       (n + kBlockN - 1) / kBlockN, block);
   }
 };
 

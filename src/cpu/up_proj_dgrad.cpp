@@ -36,8 +36,8 @@ struct UpProjDgrad {
         store(scratch.tile + i * nj, out + i * d.hidden, nj);
       }
     };
-    for_each_row_block(threads, a.offsets, d.experts, kBlockM, (d.hidden + kBlockN - 1) / kBlockN,
-                       block);
+    for_each_row_block(threads, a.offsets, row_ends(a), d.experts, kBlockM,
+                       (d.hidden + kBlockN - 1) / kBlockN, block);
   }
 };
 

@@ -26,14 +26,14 @@ struct UpProjWgrad {
       const std::int64_t nj = std::min(kBlockN, d.hidden - j0);
       Scratch<Engine> scratch(workspace, thread, floats(d));
       const std::int64_t begin = a.offsets[expert];
-      const std::int64_t end = a.offsets[expert + 1];
+      const std::int64_t end = row_ends(a)[expert];
       const int halves = glu ? 2 : 1;
       if (begin == end) std::fill_n(scratch.tile, halves * ni * nj, 0.0f);
       for (std::int64_t k0 = begin; k0 < end; k0 += kBlockK) {
         const std::int64_t nk = std::min(kBlockK, end - k0);
         // rhs() packs the gathered rows of x once for both halves.
         scratch.engine.rhs(Form::tn, nj, nk,
-                           Rows<T>{static_cast<const T*>(a.x) + j0, d.hidden, a.row_tokens + k0});
+                           source_rows(d, a, static_cast<const T*>(a.x) + j0, d.hidden, k0));
         for (int h = 0; h < halves; ++h) {
           const T* dh = static_cast<const T*>(a.dpreact) + k0 * width + h * n + i0;
           scratch.engine.lhs(Form::tn, ni, nk, Rows<T>{dh, width});

@@ -69,6 +69,9 @@ TEST(UnknownEnum, Layer) {
   EXPECT_KNOWN(LayerDesc, "router", 2, router.mode);
   EXPECT_KNOWN(LayerDesc, "router_input", 5, router.input);
   EXPECT_KNOWN(LayerDesc, "rounding_rule", 6, rounding.rule);
+  EXPECT_KNOWN(LayerDesc, "row_source", 2, experts.row_source);
+  EXPECT_KNOWN(LayerDesc, "score_at", 4, experts.score_at);
+  EXPECT_KNOWN(LayerDesc, "index_type", 2, experts.index_type);
 }
 
 TEST(UnknownEnum, PlansOfALayer) {
@@ -79,6 +82,9 @@ TEST(UnknownEnum, PlansOfALayer) {
   EXPECT_KNOWN(GroupedDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(GroupedDesc, "activation", 9, activation.kind);
   EXPECT_KNOWN(GroupedDesc, "w1_layout", 3, w1_layout);
+  EXPECT_KNOWN(GroupedDesc, "row_source", 2, row_source);
+  EXPECT_KNOWN(GroupedDesc, "score_at", 4, score_at);
+  EXPECT_KNOWN(GroupedDesc, "index_type", 2, index_type);
   EXPECT_KNOWN(CombineDesc, "dtype", 3, dtype);
 }
 
@@ -92,6 +98,11 @@ TEST(UnknownEnum, GroupedGemm) {
   EXPECT_KNOWN(GroupedGemmDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(GroupedGemmDesc, "activation", kActivations, activation.kind);
   EXPECT_KNOWN(GroupedGemmDesc, "w1_layout", 3, w1_layout);
+}
+
+TEST(UnknownEnum, ContiguousRows) {
+  EXPECT_KNOWN(SegmentsDesc, "index_type", 2, index_type);
+  EXPECT_KNOWN(ZeroTailDesc, "dtype", 3, dtype);
 }
 
 TEST(UnknownEnum, BiasGrad) {

@@ -45,25 +45,28 @@ class EachKernel : public testing::TestWithParam<KernelInfo> {
     return options;
   }
 
-  /// f(case) for each that this kernel can run, at least `least` of each type; the layer's plan
-  /// names it.
+  /// f(case) for each that this kernel can run, at least `least` of each type: whole layers, and
+  /// their experts alone on contiguous rows. The plan names the kernel.
   template <class Names, class F>
   void for_cases(const Names& names, std::size_t least, F&& f) {
     for (const DType type : kTypes) {
       std::size_t runs = 0;
       for (const auto& name : names) {
-        const Case& c = case_named(name, type);
-        const auto plan = make_plan(c.desc, kDevice, forced());
-        if (!plan.ok()) {
-          ASSERT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
-          continue;
+        constexpr ScoreAt kScores[] = {ScoreAt::before_down, ScoreAt::none, ScoreAt::after_down};
+        const Case& layer = case_named(name, type);
+        const Case rows = as_rows(layer, kScores[runs % std::size(kScores)]);
+        for (const Case& c : {layer, rows}) {
+          const Result<std::string> plan = explain(c.desc, kDevice, forced());
+          if (!plan.ok()) {
+            ASSERT_EQ(plan.status().code(), StatusCode::unsupported) << plan.status().message();
+            continue;
+          }
+          ASSERT_NE(plan->find(GetParam().name + ": runs"), std::string::npos) << plan.value();
+          SCOPED_TRACE(std::string(name) + ", " + to_string(c.desc));
+          f(c);
+          if (HasFatalFailure()) return;
+          ++runs;
         }
-        ASSERT_NE(plan.value().explain().find(GetParam().name + ": runs"), std::string::npos)
-            << plan.value().explain();
-        SCOPED_TRACE(c.name);
-        f(c);
-        if (HasFatalFailure()) return;
-        ++runs;
       }
       EXPECT_GE(runs, least) << name(type);
     }
@@ -97,7 +100,13 @@ TEST_P(EachKernel, SameBitsAgain) {
 }
 
 TEST_P(EachKernel, ReplaysWithOtherRouting) {
-  for_cases(kReplayed, 2, [](const Case& c) { expect_replays(c, GetParam().name); });
+  for_cases(kReplayed, 2, [](const Case& c) {
+    if (c.desc.experts.gathers()) {
+      expect_replays(c, GetParam().name);
+    } else {
+      expect_rows_replay(c, GetParam().name);
+    }
+  });
 }
 
 std::set<std::string> products() {

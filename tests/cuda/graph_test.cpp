@@ -19,6 +19,15 @@ TEST(Graph, ReplaysWithOtherRouting) {
   }
 }
 
+TEST(Graph, ReplaysExpertsAloneWithOtherCounts) {
+  for (const DType type : kTypes) {
+    for (const char* name : {"rows/none-bias-hostile", "rows/before_down", "rows/tile_counts",
+                             "rows/after_down-bias-hostile", "rows/e288"}) {
+      expect_rows_replay(case_named(name, type));
+    }
+  }
+}
+
 // With dynamic scheduling (ExactDynamic), whose counters the layer has to reset each time: a call
 // without a graph, on poison, agrees with the oracle, and replays on poison agree with such calls.
 TEST(Graph, SchedulesDynamicallyAgain) {
@@ -39,6 +48,12 @@ TEST(Graph, SchedulesDynamicallyAgain) {
     const Report report = check_layer(c, kDevice, options);
     EXPECT_TRUE(report.pass()) << report.text();
     expect_replays(c, options.kernel);
+    // The experts alone have counters of their own.
+    Case rows = as_rows(c, ScoreAt::before_down);
+    rows.desc.experts.zero_tail = true;
+    const Report alone = check_layer(rows, kDevice, options);
+    EXPECT_TRUE(alone.pass()) << alone.text();
+    expect_rows_replay(rows, options.kernel);
   }
 }
 

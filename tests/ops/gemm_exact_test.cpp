@@ -45,16 +45,27 @@ Routing routing(const Shape& shape) {
 
 class ExactGemm : public testing::TestWithParam<KernelInfo> {};
 
-/// False if this kernel is not for this type, activation or bias, or not for this processor.
-bool runs_as(const KernelInfo& kernel, GemmOp op, DType dtype, const ActivationSpec& activation,
-             bool bias = false) {
-  GroupedGemmDesc probe;
+bool runs_as(const KernelInfo& kernel, GemmOp op, const ExpertsDesc& experts);
+
+/// `desc` with gathered and with contiguous rows, where this kernel runs them. `turn` decides where
+/// the scores of contiguous rows enter.
+std::vector<LayerDesc> by_source(const KernelInfo& kernel, GemmOp op, LayerDesc desc, int turn) {
+  std::vector<LayerDesc> runs;
+  for (const RowSource source : {RowSource::gathered, RowSource::contiguous}) {
+    constexpr ScoreAt kScores[] = {ScoreAt::none, ScoreAt::before_down, ScoreAt::after_down};
+    desc.experts.row_source = source;
+    desc.experts.score_at =
+        source == RowSource::gathered ? ScoreAt::combine : kScores[turn % std::size(kScores)];
+    if (runs_as(kernel, op, desc.experts)) runs.push_back(desc);
+  }
+  return runs;
+}
+
+/// False if this kernel is not for these experts, or not for this processor.
+bool runs_as(const KernelInfo& kernel, GemmOp op, const ExpertsDesc& experts) {
+  GroupedGemmDesc probe{{experts}};
   probe.op = op;
-  probe.hidden = probe.intermediate = 8;
   probe.experts = 1;
-  probe.dtype = dtype;
-  probe.activation = activation;
-  probe.bias = bias;
   Options options;
   options.kernel = kernel.name;
   const auto plan = make_plan(probe, kDevice, options);
@@ -80,19 +91,19 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
           if (layout == W1Layout::separate && !is_glu(desc.experts.activation)) continue;
           desc.experts.w1_layout = layout;
           desc.experts.bias = (a + static_cast<int>(layout)) % 2 == 0;
-          if (!runs_as(kernel, op, dtype, desc.experts.activation, desc.experts.bias)) continue;
           desc.experts.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
-          SCOPED_TRACE(to_string(desc.experts.activation) + " " + name(layout) + " " + name(dtype) +
-                       " n=" + std::to_string(shape.intermediate));
-          const GemmInputs inputs = integer_inputs(desc, routing(shape), a);
-          expect_exact(op, desc, inputs, kernel.name);
-          if (op == GemmOp::up_proj) {
-            LayerDesc inference = desc;
-            inference.experts.inference = true;
-            expect_exact(op, inference, inputs, kernel.name);
+          for (const LayerDesc& with : by_source(kernel, op, desc, a + static_cast<int>(layout))) {
+            SCOPED_TRACE(to_string(with) + " n=" + std::to_string(shape.intermediate));
+            const GemmInputs inputs = integer_inputs(with, routing(shape), a);
+            expect_exact(op, with, inputs, kernel.name);
+            if (op == GemmOp::up_proj) {
+              LayerDesc inference = with;
+              inference.experts.inference = true;
+              expect_exact(op, inference, inputs, kernel.name);
+            }
+            ++runs;
+            if (HasFatalFailure()) return;
           }
-          ++runs;
-          if (HasFatalFailure()) return;
         }
       }
     }
@@ -117,11 +128,12 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
         LayerDesc desc = layer_of(shape, DType::bf16);
         desc.experts.activation = activation;
         desc.experts.bias = bias;
-        if (!runs_as(kernel, op, desc.experts.dtype, desc.experts.activation, bias)) continue;
-        SCOPED_TRACE(to_string(desc.experts.activation) + " d=" + std::to_string(shape.hidden));
-        expect_exact(op, desc, integer_inputs(desc, routing(shape), a), kernel.name);
-        if (HasFatalFailure()) return;
-        ++runs;
+        for (const LayerDesc& with : by_source(kernel, op, desc, a + bias)) {
+          SCOPED_TRACE(to_string(with));
+          expect_exact(op, with, integer_inputs(with, routing(shape), a), kernel.name);
+          if (HasFatalFailure()) return;
+          ++runs;
+        }
       }
     }
   }
@@ -138,44 +150,23 @@ class ExactActivation : public ExactGemm {
       for (const Activation activation : activations) {
         LayerDesc desc = layer_of(shape, dtype);
         desc.experts.activation = activation;
-        if (!runs_as(GetParam(), op_of(GetParam()), dtype, activation)) continue;
-        SCOPED_TRACE(std::string(name(activation)) + " " + name(dtype));
-        f(desc);
-        if (HasFatalFailure()) return;
-        ++runs;
+        for (const LayerDesc& with : by_source(GetParam(), op_of(GetParam()), desc, runs)) {
+          SCOPED_TRACE(to_string(with));
+          f(with);
+          if (HasFatalFailure()) return;
+          ++runs;
+        }
       }
     }
     if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
   }
 };
 
-// Where an expert's last tile has no rows, CUDA multiplies what the tile before left in shared
-// memory: another expert's rows, of which nothing may come through.
-TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
-  constexpr int kCounts[] = {1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 129, 130, 161, 255, 257};
-  const KernelInfo& kernel = GetParam();
+/// Runs an operation with NaN in the rows of the bad experts, and compares those of the others.
+template <class IsBad>
+void expect_no_others(const KernelInfo& kernel, const LayerDesc& desc, const Routing& lists,
+                      const std::vector<std::int64_t>& first, const IsBad& is_bad) {
   const GemmOp op = op_of(kernel);
-  if (!runs_as(kernel, op, DType::bf16, Activation::swiglu)) {
-    GTEST_SKIP() << "nothing that this kernel runs on this processor";
-  }
-  // Pairs of CTAs take every 66th tile, or few more: with a period of five each has both sorts.
-  const auto is_bad = [](auto expert) { return expert % 5 < 2; };
-  LayerDesc desc;
-  desc.tokens = 64;
-  desc.experts.hidden = 136;
-  desc.experts.intermediate = 72;
-  desc.router.experts = kOnCpu ? 20 : 300;
-  desc.experts.dtype = DType::bf16;
-  desc.router.input = RouterInput::lists;
-  const Random random(1, 2);
-  const auto [lists, first] = counted(
-      desc.router.experts,
-      [&](auto e) {
-        return is_bad(e) ? 256 : kCounts[static_cast<std::size_t>(e) % std::size(kCounts)];
-      },
-      // The last 32 tokens are the bad ones.
-      [&](auto i, auto e) { return random.below(i, 32) + (is_bad(e) ? 32 : 0); });
-  desc.router.list_length = first.back();
   GemmInputs inputs = integer_inputs(desc, lists, 5);
   const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
   for (Tensor* gathered : {&inputs.x, &inputs.dout}) {
@@ -202,6 +193,38 @@ TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
     }
   }
   EXPECT_GT(compared, 0);
+}
+
+// Where an expert's last tile has no rows, CUDA multiplies what the tile before left in shared
+// memory: another expert's rows, of which nothing may come through.
+TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
+  constexpr int kCounts[] = {1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 129, 130, 161, 255, 257};
+  const KernelInfo& kernel = GetParam();
+  const GemmOp op = op_of(kernel);
+  // Pairs of CTAs take every 66th tile, or few more: with a period of five each has both sorts.
+  const auto is_bad = [](auto expert) { return expert % 5 < 2; };
+  LayerDesc desc;
+  desc.tokens = 64;
+  desc.experts.hidden = 136;
+  desc.experts.intermediate = 72;
+  desc.router.experts = kOnCpu ? 20 : 300;
+  desc.experts.dtype = DType::bf16;
+  desc.router.input = RouterInput::lists;
+  const Random random(1, 2);
+  const auto [lists, first] = counted(
+      desc.router.experts,
+      [&](auto e) {
+        return is_bad(e) ? 256 : kCounts[static_cast<std::size_t>(e) % std::size(kCounts)];
+      },
+      // The last 32 tokens are the bad ones.
+      [&](auto i, auto e) { return random.below(i, 32) + (is_bad(e) ? 32 : 0); });
+  desc.router.list_length = first.back();
+  const std::vector<LayerDesc> runs = by_source(kernel, op, desc, 1);
+  if (runs.empty()) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+  for (const LayerDesc& with : runs) {
+    SCOPED_TRACE(to_string(with));
+    expect_no_others(kernel, with, lists, first, is_bad);
+  }
 }
 
 /// Rounded normal numbers, instead of integers that come through anything.
@@ -362,35 +385,34 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
   const GemmOp op = op_of(kernel);
   int runs = 0;
   for (const DType dtype : kTypes) {
-    if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
     for (const W1Layout layout :
          {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
       // The second has several pieces of every tile.
       for (int mode = 0; mode < 8; ++mode) {
         const Shape shape = mode < 4 ? shapes().front() : shapes().back();
-        LayerDesc desc = layer_of(shape, dtype);
-        desc.experts.w1_layout = layout;
-        desc.experts.f32_weight_grads = mode % 2 == 1;
-        desc.experts.accumulate_weight_grads = mode / 2 % 2 == 1;
-        SCOPED_TRACE(std::string(name(dtype)) + " " + name(layout) +
-                     (desc.experts.f32_weight_grads ? " f32" : "") +
-                     (desc.experts.accumulate_weight_grads ? " accumulate" : ""));
-        GemmInputs inputs = integer_inputs(desc, routing(shape), 5);
-        // Sums of integers are exact; they are rounded once, after what was there is added.
-        const LayerTensors exact = oracle_gemm(op, desc, inputs, Precision::exact);
-        Tensor expected = gradient(exact);
-        const Tensor old = before(expected.size());
-        (op == GemmOp::up_proj_wgrad ? inputs.dw1 : inputs.dw2) = old;
-        if (desc.experts.accumulate_weight_grads) {
-          for (std::size_t i = 0; i < old.size(); ++i) expected[i] += old[i];
+        LayerDesc base = layer_of(shape, dtype);
+        base.experts.w1_layout = layout;
+        base.experts.f32_weight_grads = mode % 2 == 1;
+        base.experts.accumulate_weight_grads = mode / 2 % 2 == 1;
+        for (const LayerDesc& desc : by_source(kernel, op, base, mode)) {
+          SCOPED_TRACE(to_string(desc));
+          GemmInputs inputs = integer_inputs(desc, routing(shape), 5);
+          // Sums of integers are exact; they are rounded once, after what was there is added.
+          const LayerTensors exact = oracle_gemm(op, desc, inputs, Precision::exact);
+          Tensor expected = gradient(exact);
+          const Tensor old = before(expected.size());
+          (op == GemmOp::up_proj_wgrad ? inputs.dw1 : inputs.dw2) = old;
+          if (desc.experts.accumulate_weight_grads) {
+            for (std::size_t i = 0; i < old.size(); ++i) expected[i] += old[i];
+          }
+          const DType stored = desc.experts.f32_weight_grads ? DType::f32 : dtype;
+          expected = decode(encode(expected, stored), stored);
+          const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
+          ASSERT_EQ(run.failure, "");
+          const Check check = same_values("dw", gradient(run.tensors), expected);
+          ASSERT_TRUE(check.pass) << check.note;
+          ++runs;
         }
-        const DType stored = desc.experts.f32_weight_grads ? DType::f32 : dtype;
-        expected = decode(encode(expected, stored), stored);
-        const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
-        ASSERT_EQ(run.failure, "");
-        const Check check = same_values("dw", gradient(run.tensors), expected);
-        ASSERT_TRUE(check.pass) << check.note;
-        ++runs;
       }
     }
   }
@@ -417,30 +439,32 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
   desc.router.list_length = first.back();
   int runs = 0;
   for (const DType dtype : kTypes) {
-    if (!runs_as(kernel, op, dtype, Activation::swiglu)) continue;
     desc.experts.dtype = dtype;
     for (const bool f32 : {false, true}) {  // on CUDA a kernel of its own
       desc.experts.f32_weight_grads = f32;
-      const GemmInputs clean = integer_inputs(desc, lists, 3);
-      const LayerTensors expected = oracle_gemm(op, desc, clean, Precision::rounded);
-      for (std::size_t bad = 0; bad < 2; ++bad) {  // every other expert has nothing but NaN
-        GemmInputs inputs = clean;
-        for (std::size_t e = bad; e + 1 < first.size(); e += 2) {
-          for (Tensor* rows : {&inputs.dpreact, &inputs.scaled_act}) {
-            const auto width = static_cast<std::int64_t>(rows->size()) / desc.router.list_length;
-            std::fill(rows->begin() + first[e] * width, rows->begin() + first[e + 1] * width,
-                      std::numeric_limits<double>::quiet_NaN());
+      for (const LayerDesc& with : by_source(kernel, op, desc, 0)) {
+        SCOPED_TRACE(to_string(with));
+        const GemmInputs clean = integer_inputs(with, lists, 3);
+        const LayerTensors expected = oracle_gemm(op, with, clean, Precision::rounded);
+        for (std::size_t bad = 0; bad < 2; ++bad) {  // every other expert has nothing but NaN
+          GemmInputs inputs = clean;
+          for (std::size_t e = bad; e + 1 < first.size(); e += 2) {
+            for (Tensor* rows : {&inputs.dpreact, &inputs.scaled_act}) {
+              const auto width = static_cast<std::int64_t>(rows->size()) / desc.router.list_length;
+              std::fill(rows->begin() + first[e] * width, rows->begin() + first[e + 1] * width,
+                        std::numeric_limits<double>::quiet_NaN());
+            }
+          }
+          const GemmRun run = run_kernel(op, with, inputs, kernel.name);
+          ASSERT_EQ(run.failure, "");
+          for (std::size_t e = 1 - bad; e < std::size(kCounts); e += 2) {
+            SCOPED_TRACE(std::to_string(kCounts[e]) + " rows");
+            expect_same_expert(gradient(run.tensors), gradient(expected), e, std::size(kCounts));
           }
         }
-        const GemmRun run = run_kernel(op, desc, inputs, kernel.name);
-        ASSERT_EQ(run.failure, "");
-        for (std::size_t e = 1 - bad; e < std::size(kCounts); e += 2) {
-          SCOPED_TRACE(std::to_string(kCounts[e]) + " rows, " + name(dtype) + (f32 ? " f32" : ""));
-          expect_same_expert(gradient(run.tensors), gradient(expected), e, std::size(kCounts));
-        }
+        ++runs;
       }
     }
-    ++runs;
   }
   if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
 }
@@ -452,7 +476,7 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
   const GemmOp op = op_of(kernel);
   const Shape shape = {40, 264, 136, 70, 1500};  // three windows of the walk
   const LayerDesc desc = layer_of(shape, kTypes[0]);
-  if (!runs_as(kernel, op, desc.experts.dtype, Activation::swiglu)) {
+  if (!runs_as(kernel, op, desc.experts)) {
     GTEST_SKIP() << "nothing that this kernel runs on this processor";
   }
   GemmInputs inputs = integer_inputs(desc, routing(shape), 4);
@@ -493,16 +517,21 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
 TEST_P(ExactGemm, Quick) {
   if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
   const GemmOp op = op_of(GetParam());
+  int runs = 0;
   for (const bool gated : {true, false}) {
     const Shape shape = gated ? shapes().front() : Shape{140, 16, 264, 1, 300};
     LayerDesc desc = layer_of(shape, kTypes[0]);
-    desc.experts.bias =
-        gated && runs_as(GetParam(), op, desc.experts.dtype, desc.experts.activation, true);
-    if (!gated && runs_as(GetParam(), op, desc.experts.dtype, Activation::relu_sq)) {
-      desc.experts.activation = Activation::relu_sq;
+    if (!gated) desc.experts.activation = Activation::relu_sq;
+    for (LayerDesc with : by_source(GetParam(), op, desc, gated ? 2 : 1)) {
+      SCOPED_TRACE(to_string(with));
+      LayerDesc biased = with;
+      biased.experts.bias = gated;
+      if (runs_as(GetParam(), op, biased.experts)) with = biased;
+      expect_exact(op, with, integer_inputs(with, routing(shape), 1), GetParam().name);
+      ++runs;
     }
-    expect_exact(op, desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
   }
+  EXPECT_GT(runs, 0);
 }
 
 constexpr GemmOp kWithActivation[] = {GemmOp::up_proj, GemmOp::down_proj_dgrad};

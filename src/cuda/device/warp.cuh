@@ -116,6 +116,21 @@ __device__ __forceinline__ uint4 load_kept(const void* from, bool wanted) {
   return bits;
 }
 
+/// Does an expert own this row? Expert e owns rows begins[e] .. ends[e]-1; segments ascend.
+__device__ __forceinline__ bool is_owned(const std::int32_t* begins, const std::int32_t* ends,
+                                         int experts, std::int64_t row) {
+  int low = 0, high = experts;  // the first segment that ends behind the row lies in [low, high]
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (ends[middle] > row) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low < experts && begins[low] <= row;
+}
+
 /// Sets `bit` in the error word, if there is one.
 __device__ __forceinline__ void report(std::int32_t* error_word, std::int32_t bit) {
   if (error_word != nullptr) atomicOr(error_word, bit);

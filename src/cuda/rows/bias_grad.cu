@@ -1,5 +1,5 @@
 // Per expert: db1 = column sums of dH, db2 = column sums of s dO. Per row, the b2 term of dS:
-// row_dscores += <dO, b2>.
+// row_dscores += <dO, b2>. Where b2 gets no score, s is 1 and row_dscores stays as it is.
 //
 // Blocks sum the chunks of an expert's rows in parallel, each row after row. A last kernel adds an
 // expert's chunks in order. One read of dO serves both db2 and dS.
@@ -7,6 +7,7 @@
 #include <bit>
 
 #include "core/backends.h"
+#include "core/segments.h"
 #include "cuda/device/warp.cuh"
 
 namespace sonicmoe::cuda {
@@ -19,9 +20,10 @@ constexpr int kMaxWarps = kThreads / kWarp;
 
 /// first_chunk[e] = number of chunks of the experts before e; first_chunk[E] = number of all.
 __global__ void __launch_bounds__(1024)
-    cut_rows(const std::int32_t* offsets, int experts, std::int32_t* first_chunk) {
+    cut_rows(const std::int32_t* begins, const std::int32_t* ends, int experts,
+             std::int32_t* first_chunk) {
   const auto chunks = [&](int e) {
-    const std::int32_t rows = offsets[e + 1] - offsets[e];
+    const std::int32_t rows = ends[e] - begins[e];
     return rows / kChunk + (rows % kChunk > 0);  // no overflow at 2^31 - 1 rows
   };
   const std::int32_t all =
@@ -62,16 +64,17 @@ __device__ float sum_rows(float (&row)[kInFlight]) {
 }
 
 struct Rows {
-  const std::int32_t* offsets;
+  const std::int32_t* begins;
+  const std::int32_t* ends;
   const std::int32_t* first_chunk;
-  const std::int32_t* row_tokens;
-  const float* row_scores;
+  const std::int32_t* row_tokens;  ///< null: rows of dO are contiguous
+  const float* row_scores;         ///< null: b2 gets no score
   int experts;
 };
 
 /// partial[c][j] = sum of column j over the rows of chunk c. With kOutput the rows are those of dO,
-/// gathered and weighted by s, and the kernel also adds <dO, b2> to row_dscores. Else they are rows
-/// of dH, in place.
+/// by token and weighted by s, and the kernel also adds <dO, b2> to row_dscores, if given. Else
+/// they are rows of dH, in place.
 ///
 /// For dH the blocks (c, y) divide the columns. For dO one block takes all columns, because the
 /// products with b2 run over all of them.
@@ -86,13 +89,14 @@ __global__ void __launch_bounds__(kThreads)
   if (chunk >= rows.first_chunk[rows.experts]) return;
   const int expert = expert_of(rows.first_chunk, rows.experts, chunk);
   const std::int64_t begin =
-      rows.offsets[expert] + std::int64_t{chunk - rows.first_chunk[expert]} * kChunk;
-  const int count = static_cast<int>(min(std::int64_t{kChunk}, rows.offsets[expert + 1] - begin));
+      rows.begins[expert] + std::int64_t{chunk - rows.first_chunk[expert]} * kChunk;
+  const int count = static_cast<int>(min(std::int64_t{kChunk}, rows.ends[expert] - begin));
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   if constexpr (kOutput) {
     for (int r = threadIdx.x; r < count; r += blockDim.x) {
-      token[r] = rows.row_tokens[begin + r];
-      score[r] = rows.row_scores[begin + r];
+      token[r] = rows.row_tokens != nullptr ? rows.row_tokens[begin + r]
+                                            : static_cast<std::int32_t>(begin + r);
+      score[r] = rows.row_scores != nullptr ? rows.row_scores[begin + r] : 1.0f;
     }
     for (int r = lane_id(); r < kChunk; r += kWarp) product[warp][r] = 0.0f;
     __syncthreads();  // the block sees token, score and product
@@ -105,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t j = j0 + threadIdx.x * 8;
     const bool inside = j < width;
     float bias[8] = {};
-    if (kOutput && inside) {
+    if (kOutput && inside && row_dscores != nullptr) {
       const auto part = std::bit_cast<Eight<T>>(load_once(b2 + expert * width + j, true, policy));
 #pragma unroll
       for (int c = 0; c < 8; ++c) bias[c] = to_float(part.value[c]);
@@ -142,6 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   if constexpr (kOutput) {
+    if (row_dscores == nullptr) return;
     __syncthreads();  // all warps' products are complete
     for (int r = threadIdx.x; r < count; r += blockDim.x) {
       float sum = 0.0f;
@@ -238,12 +243,18 @@ Status run_typed(const BiasGradDesc& d, const BiasGradArgs& a, void* memory, con
   const std::int64_t width = preact_width(d);
   const int experts = static_cast<int>(d.experts);
   const unsigned chunks = static_cast<unsigned>(max_chunks(d));
-  const Rows rows{a.offsets, m.first_chunk, a.row_tokens, a.row_scores, experts};
-  cut_rows<<<1, 1024, 0, stream>>>(a.offsets, experts, m.first_chunk);
+  const bool scored = d.scores_bias();
+  const Rows rows{.begins = a.offsets,
+                  .ends = row_ends(a),
+                  .first_chunk = m.first_chunk,
+                  .row_tokens = d.gathers() ? a.row_tokens : nullptr,
+                  .row_scores = scored ? a.row_scores : nullptr,
+                  .experts = experts};
+  cut_rows<<<1, 1024, 0, stream>>>(rows.begins, rows.ends, experts, m.first_chunk);
   if (chunks > 0) {
     sum_chunk<T, true><<<chunks, threads_for(d.hidden, kThreads), 0, stream>>>(
-        rows, static_cast<const T*>(a.dout), d.hidden, static_cast<const T*>(a.b2), a.row_dscores,
-        m.partial2);
+        rows, static_cast<const T*>(a.dout), d.hidden, static_cast<const T*>(a.b2),
+        scored ? a.row_dscores : nullptr, m.partial2);
     const unsigned threads = threads_for(width, 128);
     const dim3 grid(chunks, std::min(blocks_for(width, threads * 8), 65535u));
     sum_chunk<T, false><<<grid, threads, 0, stream>>>(rows, static_cast<const T*>(a.dpreact), width,

@@ -1,4 +1,4 @@
-// Y = A W2^T + b2: M = rows, N = d, K = n.
+// Y = A W2^T + b2, with the scores of contiguous rows: M = rows, N = d, K = n.
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/launch.cuh"
@@ -7,9 +7,12 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, bool kBias, int kTileN, Schedule kSchedule, int kStages>
+template <class T, bool kBias, bool kScores, int kTileN, Schedule kSchedule, int kStages>
 struct DownProj : Traits<T, ALoad::load_m, Major::k, kTileN, kSchedule, kStages,
-                         StoreTile<AtRows, kBias>, kTileN == 256> {};
+                         StoreTile<AtRows, kBias, kScores>, kTileN == 256> {};
+
+/// Scores of gathered rows enter in the sum of a token's rows.
+bool applies_scores(const GroupedGemmDesc& d) { return !d.gathers() && d.scored(); }
 
 template <int kTileN, Schedule kSchedule, int kStages>
 struct Family {
@@ -17,8 +20,9 @@ struct Family {
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
-      if (!d.bias) return f(DownProj<T, false, kTileN, kSchedule, kStages>{});
-      return f(DownProj<T, true, kTileN, kSchedule, kStages>{});
+      if (applies_scores(d)) return f(DownProj<T, false, true, kTileN, kSchedule, kStages>{});
+      if (!d.bias) return f(DownProj<T, false, false, kTileN, kSchedule, kStages>{});
+      return f(DownProj<T, true, false, kTileN, kSchedule, kStages>{});
     });
   }
 
@@ -45,12 +49,15 @@ struct Family {
                         .out = {a.expert_out},
                         .row_stride = d.hidden,
                         .columns = static_cast<int>(d.hidden),
-                        .bias = d.bias ? a.b2 : nullptr};
+                        .bias = d.bias ? a.b2 : nullptr,
+                        .row_scores = applies_scores(d) ? a.row_scores : nullptr,
+                        .scores_bias = d.scores_bias()};
     if (!maps.status().ok()) return maps.status();
     const int k_blocks = tiles(n, kTileK);
     const GemmParams p{.a = {.maps = {act, act}},
                        .b = {.maps = {w2, w2}},
-                       .extents = {.offsets = a.offsets,
+                       .extents = {.begins = a.offsets,
+                                   .ends = row_ends(a),
                                    .experts = static_cast<int>(d.experts),
                                    .n_blocks = tiles(d.hidden, kTileN),
                                    .k_blocks = k_blocks,
@@ -62,7 +69,8 @@ using Wide = Family<256, Schedule::cooperative, 4>;
 using Pingpong = Family<192, Schedule::pingpong, 4>;
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  return defer_to_pingpong(device, d.rows, d.experts, d.hidden, tiles(d.intermediate, kTileK));
+  return defer_to_pingpong(device, d.usual_rows(), d.experts, d.hidden,
+                           tiles(d.intermediate, kTileK));
 }
 
 }  // namespace

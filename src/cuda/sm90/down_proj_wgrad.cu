@@ -7,8 +7,8 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, bool kPlain, int kTileN, int kStages>
-struct DownProjWgrad : Traits<T, ALoad::gather_k, Major::mn, kTileN, Schedule::cooperative, kStages,
+template <class T, ALoad kALoad, bool kPlain, int kTileN, int kStages>
+struct DownProjWgrad : Traits<T, kALoad, Major::mn, kTileN, Schedule::cooperative, kStages,
                               StoreTile<AtMByN<kPlain>, false>> {};
 
 template <int kTileN, int kStages>
@@ -18,8 +18,11 @@ struct Family {
     return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       const bool plain = !d.f32_weight_grads && !d.accumulate_weight_grads;
-      if (plain) return f(DownProjWgrad<T, true, kTileN, kStages>{});
-      return f(DownProjWgrad<T, false, kTileN, kStages>{});
+      return visit_a_load_k(d, [&](auto a_load) {
+        constexpr ALoad kALoad = decltype(a_load)::value;
+        if (plain) return f(DownProjWgrad<T, kALoad, true, kTileN, kStages>{});
+        return f(DownProjWgrad<T, kALoad, false, kTileN, kStages>{});
+      });
     });
   }
 
@@ -34,6 +37,7 @@ struct Family {
                                                 .outer = d.rows,
                                                 .outer_stride = n,
                                                 .box = kTileK / 2});
+    const OperandA rows = rows_along_k<Config>(&maps, d, a.dout, a.row_tokens, a.dw2);
     StoreParams e{.out = {a.dw2},
                   .expert_stride = d.hidden * n,
                   .row_stride = n,
@@ -52,14 +56,14 @@ struct Family {
     }
     if (!maps.status().ok()) return maps.status();
     const int n_blocks = tiles(n, kTileN);
-    const GemmParams p{
-        .a = {.rows = a.dout, .row_tokens = a.row_tokens, .width = static_cast<int>(d.hidden)},
-        .b = {.maps = {scaled_act, scaled_act}},
-        .extents = {.offsets = a.offsets,
-                    .expert_order = a.expert_order,
-                    .experts = static_cast<int>(d.experts),
-                    .n_blocks = n_blocks,
-                    .n_half = n_blocks}};
+    const GemmParams p{.a = rows,
+                       .b = {.maps = {scaled_act, scaled_act}},
+                       .extents = {.begins = a.offsets,
+                                   .ends = row_ends(a),
+                                   .expert_order = a.expert_order,
+                                   .experts = static_cast<int>(d.experts),
+                                   .n_blocks = n_blocks,
+                                   .n_half = n_blocks}};
     return launch<Config>(p, e, exec, "down_proj_wgrad: launch");
   }
 };
@@ -67,7 +71,7 @@ using Wide = Family<256, 4>;
 using Small = Family<128, 6>;
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits&) {
-  return defer_to_small(d.rows, d.experts, d.intermediate);
+  return defer_to_small(d.usual_rows(), d.experts, d.intermediate);
 }
 
 }  // namespace

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // end before it triggered a launch. What that kernel wrote is in L2, and no L1 has it yet.
   if (!p.chain.overlap_previous) wait_for_previous();
   let_next_start();
-  if constexpr (Traits::kALoad == ALoad::gather_m) {  // for a later kernel: core/handoff.h
+  if constexpr (Traits::kRowsAreM) {  // for a later kernel: core/handoff.h
     const bool resets = p.chain.next_tile_counter != nullptr && blockIdx.x == 0;
     if (resets && threadIdx.x == 0) *p.chain.next_tile_counter = 0;
   }

@@ -3,8 +3,10 @@
 #include <string>
 
 #include "core/kernel.h"
+#include "core/segments.h"
 #include "cuda/runtime.h"
 #include "cuda/sm90/grouped_gemm.cuh"
+#include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/tile_choice.h"
 #include "cuda/storage.cuh"
 
@@ -38,7 +40,7 @@ Status launch(GemmParams params, const typename Traits::Epilogue::Params& epilog
 /// take `cycles` each.
 inline Scheduling spread_starts(const GroupedGemmDesc& d, int n_blocks, double cycles,
                                 const Exec& exec) {
-  const double all_rounds = rounds(exec.traits, d.rows, d.experts, n_blocks);
+  const double all_rounds = rounds(exec.traits, d.usual_rows(), d.experts, n_blocks);
   return {.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2, all_rounds, cycles)};
 }
 
@@ -57,8 +59,9 @@ Status launch_scheduled(const GroupedGemmDesc& d, GemmParams params,
   if constexpr (Traits::kDynamic) {
     static_assert(TileScheduler<Traits>::kSendAt < kLeastDynamicBlocks);
     std::int32_t* counter = exec.handoff.tile_counter;
-    if (schedules_dynamically(rounds(exec.traits, d.rows, d.experts, params.extents.n_blocks),
-                              params.extents.k_blocks, Traits::kGathers, counter != nullptr)) {
+    if (schedules_dynamically(
+            rounds(exec.traits, d.usual_rows(), d.experts, params.extents.n_blocks),
+            params.extents.k_blocks, Traits::kGathers, counter != nullptr)) {
       if (counter == nullptr) {
         counter = static_cast<std::int32_t*>(workspace);
         const cudaError_t error = cudaMemsetAsync(counter, 0, kTileCounterBytes, stream_of(exec));
@@ -70,28 +73,74 @@ Status launch_scheduled(const GroupedGemmDesc& d, GemmParams params,
   return launch<Traits>(params, epilogue, exec, what);
 }
 
-/// Completes an entry of the kernel list for a family of compiled kernels. `Family::visit(d, f)`
+/// What an entry of the kernel list does, for a family of compiled kernels. `Family::visit(d, f)`
 /// calls f(Config{}) with the one that is compiled for a descriptor;
 /// `Family::run<Config>(d, args, workspace, exec)` launches it.
+template <class Family, class Desc>
+Status prepare_family(const Desc& d, const Exec&) {
+  return Family::visit(d, [](auto config) {
+    using Config = decltype(config);
+    constexpr int kBytes = sizeof(SharedStorage<Config>);
+    static_assert(kBytes <= kMostSharedMemory, "does not fit into 227 KiB of shared memory");
+    return allow_shared_memory(grouped_gemm<Config>, kBytes);
+  });
+}
+template <class Family, class Desc>
+Status run_family(const Desc& d, const typename Desc::Args& args, void* workspace,
+                  const Exec& exec) noexcept {
+  return Family::visit(d, [&](auto config) {
+    return Family::template run<decltype(config)>(d, args, workspace, exec);
+  });
+}
+
+/// Completes an entry of the kernel list whose kernels are compiled in the same file.
 template <class Family, class Desc>
 constexpr Kernel<Desc> kernel_entry(Kernel<Desc> kernel) {
   kernel.arch = 90;
   kernel.dtypes = kStorageTypes;
-  kernel.prepare = [](const Desc& d, const Exec&) {
-    return Family::visit(d, [](auto config) {
-      using Config = decltype(config);
-      constexpr int kBytes = sizeof(SharedStorage<Config>);
-      static_assert(kBytes <= kMostSharedMemory, "does not fit into 227 KiB of shared memory");
-      return allow_shared_memory(grouped_gemm<Config>, kBytes);
-    });
-  };
-  kernel.run = [](const Desc& d, const typename Desc::Args& args, void* workspace,
-                  const Exec& exec) noexcept {
-    return Family::visit(d, [&](auto config) {
-      return Family::template run<decltype(config)>(d, args, workspace, exec);
-    });
-  };
+  kernel.prepare = prepare_family<Family, Desc>;
+  kernel.run = run_family<Family, Desc>;
   return kernel;
+}
+
+/// How a kernel loads operand A where rows are M.
+template <RowSource kSource>
+constexpr ALoad kRowsAlongM = kSource == RowSource::gathered ? ALoad::gather_m : ALoad::load_m;
+
+/// Operand A where rows are M: rows of x or dO by token id, or contiguous ones (load_m).
+template <class Traits>
+OperandA rows_along_m(TensorMaps* maps, const GroupedGemmDesc& d, const void* rows,
+                      const std::int32_t* row_tokens) {
+  OperandA a{.rows = rows, .row_tokens = row_tokens, .width = static_cast<int>(d.hidden)};
+  if constexpr (!Traits::kGathers) {
+    a.maps[0] = a.maps[1] = maps->encode({.base = rows,
+                                          .inner = d.hidden,
+                                          .outer = d.rows,
+                                          .outer_stride = d.hidden,
+                                          .box = kTileM});
+  }
+  return a;
+}
+/// The same where rows are K. Without rows nothing is loaded, but a map must point somewhere.
+template <class Traits>
+OperandA rows_along_k(TensorMaps* maps, const GroupedGemmDesc& d, const void* rows,
+                      const std::int32_t* row_tokens, const void* anywhere) {
+  OperandA a{.rows = rows, .row_tokens = row_tokens, .width = static_cast<int>(d.hidden)};
+  if constexpr (!Traits::kGathers) {
+    a.maps[0] = maps->encode({.base = d.rows > 0 ? rows : anywhere,
+                              .inner = d.hidden,
+                              .outer = d.rows,
+                              .outer_stride = d.hidden,
+                              .box = kTileK});
+  }
+  return a;
+}
+
+/// Calls f(constant) with how a weight gradient loads operand A.
+template <class F>
+Status visit_a_load_k(const GroupedGemmDesc& d, F&& f) {
+  if (d.gathers()) return f(std::integral_constant<ALoad, ALoad::gather_k>{});
+  return f(std::integral_constant<ALoad, ALoad::load_k>{});
 }
 
 /// Refuses more rows than 32 bits hold when rounded up to a pair of m blocks.

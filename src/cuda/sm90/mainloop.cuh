@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply(SharedStorage<Traits>& memory, Ring<Tra
     if (whole < blocks) {
       memory.full[pipe.slot()].wait(pipe.phase());
       const int left = rows - whole * kTileK;
-      zero_tail(memory, pipe.slot(), left);
+      zero_past_end(memory, pipe.slot(), left);
       if constexpr (Traits::kGathers) fence_async_proxy();
       multiply_tail<kMajorA, kMajorB>(first_a + stage_offset(), first_b + stage_offset(), whole,
                                       left, step, pin_all);

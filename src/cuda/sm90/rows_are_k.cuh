@@ -16,7 +16,7 @@ requires(!Traits::kRowsAreM) __device__ __forceinline__
                     int stage) {
   constexpr int kTileN = Traits::kTileN;
   Barrier& full = memory.full[stage];
-  // An expert without rows: zero_tail() writes the zeros that its gradient comes from.
+  // An expert without rows: zero_past_end() writes the zeros that its gradient comes from.
   if (tile.rows == 0) return full.arrive();
   const BShare share{static_cast<int>(cluster_rank()), false};
   full.expect(kTileN * kLineBytes + (Traits::kGathers ? 0 : kABytes));
@@ -36,19 +36,22 @@ requires(!Traits::kRowsAreM) __device__ __forceinline__
   }
 }
 
-/// The last block of an expert holds rows of other experts in B, and zero times their NaN would be
-/// NaN. All consumer threads zero those lines as far as the last step goes. Operand A has zeros
-/// there: from the gather, or with load_k from the copy engine past the end of the matrix.
+/// The last block of an expert holds rows of other experts, or rows that no expert owns, and zero
+/// times their NaN would be NaN. All consumer threads zero those lines as far as the last step
+/// goes: of both operands, or of B where a gather has left zeros in A.
 template <class Traits>
-__device__ __forceinline__ void zero_tail(SharedStorage<Traits>& memory, int stage, int valid) {
+__device__ __forceinline__ void zero_past_end(SharedStorage<Traits>& memory, int stage, int valid) {
   const int t = static_cast<int>(threadIdx.x) - kProducerThreads;
   const int lines = max(1, (valid + kStepK - 1) / kStepK) * kStepK - valid;
   if (lines == 0) return;
-  constexpr int kPieces = Traits::kTileN / 64 * 8;  // 16-byte pieces of one k
+  // B lies behind A, and both hold chunks of 64 columns.
+  const std::uint32_t first =
+      shared_address(Traits::kGathers ? memory.stages[stage].b : memory.stages[stage].a);
+  constexpr int kColumns = Traits::kTileN + (Traits::kGathers ? 0 : kTileM);
+  constexpr int kPieces = kColumns / 64 * 8;  // 16-byte pieces of one k
   for (int i = t; i < lines * kPieces; i += 32 * kConsumerWarps) {
     const int line = valid + i / kPieces;
-    const std::uint32_t at = shared_address(memory.stages[stage].b) +
-                             i % kPieces / 8 * kChunkBytes + line * kLineBytes + i % 8 * 16;
+    const std::uint32_t at = first + i % kPieces / 8 * kChunkBytes + line * kLineBytes + i % 8 * 16;
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
   }
   // Each thread makes its zeros visible to wgmma; past the barrier all have.

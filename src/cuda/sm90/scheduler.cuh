@@ -6,7 +6,7 @@
 namespace sonicmoe::cuda {
 
 /// The tiles of all experts by index, for one CTA of a cluster. Each producer warp derives them
-/// from the offsets in device memory; its 32 lanes hold a window of 32 experts.
+/// from the experts' rows in device memory; its 32 lanes hold a window of 32 experts.
 ///
 /// Experts ascend; where rows are K they may come in Extents::expert_order. A cluster tile is a
 /// pair of m blocks and one n block. Inside an expert, groups of kGroup pairs come one after the
@@ -93,9 +93,9 @@ class TileWalk {
     count_ = 0;
     through_ = 0;
     if (expert < extents_.experts) {
-      if (extents_.offsets != nullptr) {
-        first_row_ = extents_.offsets[expert];
-        count_ = extents_.offsets[expert + 1] - first_row_;
+      if (extents_.begins != nullptr) {
+        first_row_ = extents_.begins[expert];
+        count_ = extents_.ends[expert] - first_row_;
       } else {
         first_row_ = min(expert * extents_.part_rows, extents_.rows);
         count_ = min(extents_.part_rows, extents_.rows - first_row_);

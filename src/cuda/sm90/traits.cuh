@@ -41,7 +41,7 @@ enum class ALoad {
   gather_m,  ///< M: rows of a (T, width) tensor by token id
   load_m,    ///< M: the expert's rows, contiguous
   gather_k,  ///< K: the expert's rows by token id. M: columns of a (T, width) tensor
-  load_k,    ///< K: contiguous rows; a part ends with a whole block or the matrix. M: its columns
+  load_k,    ///< K: the expert's rows, contiguous. M: columns of those rows
 };
 
 /// All numbers of one compiled kernel.
@@ -104,7 +104,8 @@ struct OperandB {
 
 /// How many tiles and k blocks there are.
 struct Extents {
-  const std::int32_t* offsets;       ///< (E+1) first rows of experts, or null: equal parts
+  const std::int32_t* begins;        ///< (E) first row of each expert, or null: equal parts
+  const std::int32_t* ends;          ///< (E) the row behind its last
   const std::int32_t* expert_order;  ///< rows are K: (E) order of tiles, or null: by id
   int experts;
   int rows, part_rows;   ///< equal parts: rows of all experts, and of each
@@ -121,7 +122,7 @@ struct Scheduling {
 /// How this kernel stands to its neighbours in the stream (core/handoff.h).
 struct Chain {
   bool overlap_previous;            ///< this kernel needs nothing of the one before it
-  std::int32_t* next_tile_counter;  ///< gather_m: (1) reset to 0 for a later kernel, or null
+  std::int32_t* next_tile_counter;  ///< rows are M: (1) reset to 0 for a later kernel, or null
 };
 
 /// Arguments of the kernel besides those of its epilogue.

@@ -30,7 +30,8 @@ struct Family {
     TensorMaps maps(d.dtype);
     // K is two maps of n columns each, never one of 2n: a block of K must not reach into the other.
     GemmParams p{.b = {.last_chunk = last_chunk(d.hidden)},
-                 .extents = {.offsets = a.offsets,
+                 .extents = {.begins = a.offsets,
+                             .ends = row_ends(a),
                              .experts = static_cast<int>(d.experts),
                              .n_blocks = tiles(d.hidden, kTileN),
                              .k_blocks = (gated ? 2 : 1) * tiles(n, kTileK),
@@ -62,7 +63,7 @@ using Wide = Family<256, Schedule::cooperative, 4>;
 using Pingpong = Family<192, Schedule::pingpong, 4>;
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  return defer_to_pingpong(device, d.rows, d.experts, d.hidden,
+  return defer_to_pingpong(device, d.usual_rows(), d.experts, d.hidden,
                            (is_glu(d.activation) ? 2 : 1) * tiles(d.intermediate, kTileK));
 }
 

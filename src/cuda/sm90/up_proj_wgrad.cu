@@ -8,8 +8,8 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, bool kPlain, int kTileN, int kStages>
-struct UpProjWgrad : Traits<T, ALoad::gather_k, Major::mn, kTileN, Schedule::cooperative, kStages,
+template <class T, ALoad kALoad, bool kPlain, int kTileN, int kStages>
+struct UpProjWgrad : Traits<T, kALoad, Major::mn, kTileN, Schedule::cooperative, kStages,
                             StoreTransposed<kPlain>> {};
 
 template <int kTileN, int kStages>
@@ -19,8 +19,11 @@ struct Family {
     return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
       const bool plain = !d.f32_weight_grads && !d.accumulate_weight_grads;
-      if (plain) return f(UpProjWgrad<T, true, kTileN, kStages>{});
-      return f(UpProjWgrad<T, false, kTileN, kStages>{});
+      return visit_a_load_k(d, [&](auto a_load) {
+        constexpr ALoad kALoad = decltype(a_load)::value;
+        if (plain) return f(UpProjWgrad<T, kALoad, true, kTileN, kStages>{});
+        return f(UpProjWgrad<T, kALoad, false, kTileN, kStages>{});
+      });
     });
   }
 
@@ -33,13 +36,13 @@ struct Family {
     TensorMaps maps(d.dtype);
     // N is two maps of n columns each: a tile of gate rows must not reach into the up rows. Without
     // rows nothing is loaded, but the maps must point somewhere.
-    GemmParams p{
-        .a = {.rows = a.x, .row_tokens = a.row_tokens, .width = static_cast<int>(d.hidden)},
-        .extents = {.offsets = a.offsets,
-                    .expert_order = a.expert_order,
-                    .experts = static_cast<int>(d.experts),
-                    .n_blocks = (gated ? 2 : 1) * n_half,
-                    .n_half = n_half}};
+    GemmParams p{.a = rows_along_k<Config>(&maps, d, a.x, a.row_tokens, a.dw1),
+                 .extents = {.begins = a.offsets,
+                             .ends = row_ends(a),
+                             .expert_order = a.expert_order,
+                             .experts = static_cast<int>(d.experts),
+                             .n_blocks = (gated ? 2 : 1) * n_half,
+                             .n_half = n_half}};
     encode_preact(&maps, d, d.rows > 0 ? a.dpreact : a.dw1, kTileK / 2, p.b.maps);
     StoreParams e{
         .out = {a.dw1,
@@ -67,7 +70,7 @@ using Wide = Family<256, 4>;
 using Small = Family<128, 6>;
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits&) {
-  return defer_to_small(d.rows, d.experts, d.intermediate);
+  return defer_to_small(d.usual_rows(), d.experts, d.intermediate);
 }
 
 }  // namespace

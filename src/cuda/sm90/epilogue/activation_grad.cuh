@@ -16,8 +16,8 @@ struct ActivationGradParams {
   CUtensorMap scaled_act_boxes;  ///< in 64 x 16
   void* dpreact;                 ///< (R, 2n) as [gate | up], or (R, n)
   void* scaled_act;              ///< (R, n)
-  const float* row_scores;       ///< (R)
-  float* dscores;                ///< (n blocks, R): one partial sum for each
+  const float* row_scores;       ///< (R); contiguous rows: or null, for s = 1
+  float* dscores;                ///< (n blocks, R): one partial sum for each; null without scores
   std::int64_t capacity;         ///< R
   int intermediate;
   Activations activations;
@@ -36,6 +36,9 @@ struct StoreActivationGrad : DefersNothing {
   static constexpr int kStagingBytes = kBuffers * WarpTile::kBytes;
   template <int kN>
   static constexpr int kEpilogueStages = kN / 64;
+  /// Gathered rows have scores.
+  template <class Traits>
+  static constexpr bool kAlwaysScored = Traits::kGathers;
 
   /// H of chunk `chunk`.
   template <class Traits>
@@ -74,7 +77,8 @@ struct StoreActivationGrad : DefersNothing {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = first_row(t) + t % 32 / 4 + i * 8;
-        scores[i] = row < valid() ? e.row_scores[tile_row() + row] : 0.0f;
+        const bool scored = kAlwaysScored<Traits> || e.row_scores != nullptr;
+        scores[i] = row >= valid() ? 0.0f : scored ? e.row_scores[tile_row() + row] : 1.0f;
       }
     }
 
@@ -161,6 +165,7 @@ struct StoreActivationGrad : DefersNothing {
       });
       // Columns past n add nothing: H is zero there and so is A. (Unless dA' is infinite or NaN
       // there, from weights of other columns.)
+      if (!kAlwaysScored<Traits> && e.dscores == nullptr) return;
       dscores.store(e.dscores + tile.n_block * e.capacity + at, rows, lane);
     }
   };

@@ -14,6 +14,8 @@ struct StoreParams {
   std::int64_t row_stride;     ///< elements. Not a multiple of 8: no boxes, one element at a time
   int rows, columns;           ///< of one expert's matrix (rows: unused where experts share one)
   const void* bias;            ///< (E, columns), or null
+  const float* row_scores;     ///< (R): with kScores
+  bool scores_bias;            ///< with kScores: the score multiplies the bias, too
   // A plain epilogue ignores these two. Without their code dW2 takes 1 to 2 % less time, so weight
   // gradients have kernels with and without.
   bool f32;         ///< the output is fp32, else the operands' type
@@ -108,8 +110,12 @@ struct LoadsNothing {
                                               Barrier&) {}
 };
 
-template <class At, bool kBias>
+/// kBias: the accumulators start at the bias. kScores: rows are multiplied by their scores at the
+/// end, and the bias, if there is one, comes then.
+template <class At, bool kBias, bool kScores = false>
 struct StoreTile : LoadsNothing {
+  static_assert(!kBias || !kScores);
+
   using Params = StoreParams;
   static constexpr bool kAdds = kBias;
   static constexpr int kBuffers = 2;
@@ -152,20 +158,25 @@ struct StoreTile : LoadsNothing {
     const Tile& tile;
     int m_first;
     std::uint32_t staging;
+    float scores[kScores ? Traits::kM64 : 1][2] = {};  ///< of this lane's rows, from prefetch()
 
     using T = typename Traits::T;
     static constexpr int kCount = Traits::kTileN / 2;
 
+    __device__ __forceinline__ const T* bias() const {
+      const T* const bias = static_cast<const T*>(e.bias);
+      if (bias == nullptr) return nullptr;
+      return bias + static_cast<std::int64_t>(tile.expert) * e.columns;
+    }
     __device__ __forceinline__ void begin(float (&acc)[Traits::kM64][kCount]) {
       if constexpr (!kBias) return;
-      const T* bias = static_cast<const T*>(e.bias);
-      if (bias != nullptr) bias += static_cast<std::int64_t>(tile.expert) * e.columns;
-      const ColumnBias<T> columns{bias, 1, e.columns};
+      const ColumnBias<T> columns{bias(), 1, e.columns};
       columns.template start<0, Traits::kTileN>(acc, tile.n_block * Traits::kTileN);
     }
 
     /// The copy engine has read what the tile before left in staging.
     __device__ __forceinline__ void prefetch() {
+      if constexpr (kScores) load_scores();
       if (kDefers<Traits>) return;  // send() waits
       if (threadIdx.x % 32 == 0) store_wait_read<0>();
       __syncwarp();
@@ -174,6 +185,7 @@ struct StoreTile : LoadsNothing {
     __device__ __forceinline__ void finish(float (&acc)[Traits::kM64][kCount],
                                            Deferred<Traits>& deferred,
                                            const EpilogueStages<Traits>&) {
+      if constexpr (kScores) apply_scores(acc);
       const Place at = At::template place<Traits>(e, tile);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int warp_row = uniform(t / 32) * 16;
@@ -197,6 +209,34 @@ struct StoreTile : LoadsNothing {
           }
         });
       }
+    }
+
+    __device__ __forceinline__ void load_scores() {
+      const int t = here(static_cast<int>(threadIdx.x)) % 128;
+#pragma unroll
+      for (int i = 0; i < 2 * Traits::kM64; ++i) {
+        const int row =
+            tile.m_block * kTileM + (m_first + i / 2) * 64 + t / 32 * 16 + t % 32 / 4 + i % 2 * 8;
+        scores[i / 2][i % 2] = row < tile.rows ? e.row_scores[tile.first_row + row] : 0.0f;
+      }
+    }
+
+    /// s acc + b2, or s (acc + b2).
+    __device__ __forceinline__ void apply_scores(float (&acc)[Traits::kM64][kCount]) const {
+      const T* const b2 = bias();
+      const int column =
+          tile.n_block * Traits::kTileN + here(static_cast<int>(threadIdx.x)) % 4 * 2;
+      static_for<kCount / 4>([&](auto index) {
+        constexpr int j = decltype(index)::value;
+        const bool inside = b2 != nullptr && column + j * 8 < e.columns;
+#pragma unroll
+        for (int i = 0; i < 4 * Traits::kM64; ++i) {
+          const float b = inside ? static_cast<float>(b2[column + j * 8 + i % 2]) : 0.0f;
+          const float s = scores[i / 4][i / 2 % 2];
+          float* const a = &acc[i / 4][4 * j + i % 4];
+          *a = e.scores_bias ? s * (*a + b) : s * *a + b;
+        }
+      });
     }
 
     /// This warp's 16 rows from the tile's row `row` on, 64 columns at a time.

@@ -1,0 +1,45 @@
+// Zeros in the rows that no expert owns: before, between and behind the experts' segments.
+#include "core/backends.h"
+#include "cuda/device/warp.cuh"
+
+namespace sonicmoe::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+/// A lane looks up one row; the warp clears the rows that it found, one after the other.
+__global__ void __launch_bounds__(kThreads)
+    clear_rows(ZeroTailArgs a, std::int32_t rows, int experts, std::int64_t row_pieces) {
+  wait_for_previous();
+  let_next_start();
+  const std::int64_t row = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const bool clears = row < rows && !is_owned(a.begins, a.ends, experts, row);
+  if (clears && a.values != nullptr) a.values[row] = 0.0f;
+  if (a.rows == nullptr) return;
+  const std::int64_t first = row - lane_id();
+  for (unsigned left = __ballot_sync(kAllLanes, clears); left != 0; left &= left - 1) {
+    uint4* const to =
+        static_cast<uint4*>(a.rows) + (first + __ffs(static_cast<int>(left)) - 1) * row_pieces;
+    for (std::int64_t i = lane_id(); i < row_pieces; i += kWarp) to[i] = uint4{};
+  }
+}
+
+Status run(const ZeroTailDesc& d, const ZeroTailArgs& a, void*, const Exec& exec) noexcept {
+  if (d.rows == 0 || (a.rows == nullptr && a.values == nullptr)) return {};
+  // A piece has 16 bytes, eight elements: d is a multiple of 8.
+  launch_early(clear_rows, blocks_for(d.rows, kThreads), kThreads, 0, stream_of(exec), a,
+               static_cast<std::int32_t>(d.rows), static_cast<int>(d.experts), d.hidden / 8);
+  return launched("zero_tail: launch");
+}
+
+}  // namespace
+
+const Kernel<ZeroTailDesc> kZeroTail = {
+    .op = "zero_tail",
+    .name = "sm90.zero_tail",
+    .arch = 90,
+    .dtypes = kStorageTypes,
+    .run = run,
+};
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,100 @@
+#pragma once
+
+#include "core/backends.h"
+#include "cuda/sm90/epilogue/activation_grad.cuh"
+#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/layouts.h"
+
+/// dA' = dO[tokens] W2 stays in registers: M = rows, gathered or contiguous; N = n, K = d. With A
+/// recomputed from H: dH = dAct(s dA', H), A' = s A, dS = <dA', A>.
+namespace sonicmoe::cuda {
+
+inline constexpr int kWide = 256;  // may be scheduled dynamically; a kernel for each activation
+
+template <class T, RowSource kSource, class Activations, int kTileN, int kStages>
+struct DownProjDgrad : Traits<T, kRowsAlongM<kSource>, Major::mn, kTileN, Schedule::cooperative,
+                              kStages, StoreActivationGrad<Activations>, kTileN == kWide> {};
+
+/// dscores = the sums over the n blocks of `partials` (n_blocks, R), where an expert owns the row.
+Status sum_dscores(const GroupedGemmDesc& d, const float* partials, int n_blocks,
+                   const GroupedGemmArgs& a, const Exec& exec);
+
+/// Bytes of the workspace for each n block's partial dscores, unless there is one n block. The tile
+/// counter lies behind them.
+inline std::size_t partials_bytes(const GroupedGemmDesc& d, int n_blocks) {
+  if (n_blocks == 1) return 0;
+  return static_cast<std::size_t>(n_blocks) * static_cast<std::size_t>(d.rows) * 4;
+}
+
+template <RowSource kSource, class T, int kTileN, int kStages>
+struct DownProjDgradFamily {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_activations<(kTileN == kWide)>(d.activation, [&](auto activations) {
+      return f(DownProjDgrad<T, kSource, decltype(activations), kTileN, kStages>{});
+    });
+  }
+
+  template <class Config>
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+                    const Exec& exec) {
+    if (d.rows == 0) return {};
+    const std::int64_t n = d.intermediate;
+    const int n_blocks = tiles(n, kTileN), k_blocks = tiles(d.hidden, kTileK);
+    // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
+    const double cycles = kTileN * (4.3 * k_blocks + 78);
+    TensorMaps maps(d.dtype);
+    const CUtensorMap w2 = maps.encode({.base = a.w2,
+                                        .inner = n,
+                                        .outer = d.hidden,
+                                        .experts = d.experts,
+                                        .outer_stride = n,
+                                        .expert_stride = d.hidden * n,
+                                        .box = kTileK / 2});
+    const GemmParams p{.a = rows_along_m<Config>(&maps, d, a.dout, a.row_tokens),
+                       .b = {.maps = {w2, w2}, .last_chunk = last_chunk(n)},
+                       .extents = {.begins = a.offsets,
+                                   .ends = row_ends(a),
+                                   .experts = static_cast<int>(d.experts),
+                                   .n_blocks = n_blocks,
+                                   .k_blocks = k_blocks,
+                                   .k_half = k_blocks},
+                       .scheduling = spread_starts(d, n_blocks, cycles, exec)};
+    float* dscores = n_blocks == 1 ? a.row_dscores : static_cast<float*>(workspace);
+    if (!d.scored()) dscores = nullptr;
+    typename Config::Epilogue::Params e{.scaled_act_boxes = maps.encode({.base = a.scaled_act,
+                                                                         .inner = n,
+                                                                         .outer = d.rows,
+                                                                         .outer_stride = n,
+                                                                         .box = WarpTile::kRows}),
+                                        .dpreact = a.dpreact,
+                                        .scaled_act = a.scaled_act,
+                                        .row_scores = d.scored() ? a.row_scores : nullptr,
+                                        .dscores = dscores,
+                                        .capacity = d.rows,
+                                        .intermediate = static_cast<int>(n),
+                                        .activations = decltype(e.activations)::of(d.activation)};
+    encode_preact(&maps, d, a.preact, 64, e.preact_boxes);
+    encode_preact(&maps, d, a.dpreact, WarpTile::kRows, e.dpreact_boxes);
+    if (!maps.status().ok()) return maps.status();
+    char* const counter = static_cast<char*>(workspace) + partials_bytes(d, n_blocks);
+    Status status = launch_scheduled<Config>(d, p, e, counter, exec, "down_proj_dgrad: launch");
+    if (!status.ok() || n_blocks == 1 || !d.scored()) return status;
+    return sum_dscores(d, e.dscores, n_blocks, a, exec);
+  }
+};
+
+template <int kTileN, int kStages>
+struct DownProjDgradTiles {
+  template <RowSource kSource, class T>
+  using Family = DownProjDgradFamily<kSource, T, kTileN, kStages>;
+
+  static std::size_t workspace(const GroupedGemmDesc& d, const Exec&) {
+    return partials_bytes(d, tiles(d.intermediate, kTileN)) +
+           (kTileN == kWide ? kTileCounterBytes : 0);
+  }
+};
+using WideDownProjDgrad = DownProjDgradTiles<kWide, 4>;
+using NarrowDownProjDgrad = DownProjDgradTiles<128, 6>;
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,10 @@
+// down_proj_dgrad with gathered rows of bf16.
+#include "cuda/sm90/down_proj_dgrad.cuh"
+#include "cuda/sm90/kernel_file.cuh"
+
+namespace sonicmoe::cuda {
+
+template struct KernelFile<WideDownProjDgrad, RowSource::gathered, __nv_bfloat16>;
+template struct KernelFile<NarrowDownProjDgrad, RowSource::gathered, __nv_bfloat16>;
+
+}  // namespace sonicmoe::cuda

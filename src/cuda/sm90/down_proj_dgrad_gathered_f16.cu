@@ -1,0 +1,10 @@
+// down_proj_dgrad with gathered rows of f16.
+#include "cuda/sm90/down_proj_dgrad.cuh"
+#include "cuda/sm90/kernel_file.cuh"
+
+namespace sonicmoe::cuda {
+
+template struct KernelFile<WideDownProjDgrad, RowSource::gathered, __half>;
+template struct KernelFile<NarrowDownProjDgrad, RowSource::gathered, __half>;
+
+}  // namespace sonicmoe::cuda

@@ -1,0 +1,100 @@
+#pragma once
+
+#include "core/backends.h"
+#include "cuda/sm90/epilogue/activation.cuh"
+#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/layouts.h"
+
+/// H = x[tokens] W1^T + b1 and A = act(H): M = rows, gathered or contiguous; N = gate and up
+/// columns; K = d.
+namespace sonicmoe::cuda {
+
+template <int kTileN>
+constexpr bool kWide = kTileN == 256;  // may be scheduled dynamically; a kernel for each activation
+
+template <class T, RowSource kSource, class Activations, bool kBias, int kTileN, int kStages>
+struct UpProj : Traits<T, kRowsAlongM<kSource>, Major::k, kTileN, Schedule::cooperative, kStages,
+                       StoreActivation<Activations, kBias>, kWide<kTileN>> {};
+
+/// Is there a kernel with a bias? In wide tiles for SwiGLU alone, as models with biases have it.
+template <int kTileN, class Activations>
+constexpr bool kCompiledWithBias =
+    !kWide<kTileN> || std::is_same_v<Activations, OneActivation<SwigluFn>>;
+
+template <RowSource kSource, class T, int kTileN, int kStages>
+struct UpProjFamily {
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_activations<kWide<kTileN>>(d.activation, [&](auto activations) {
+      using Activations = decltype(activations);
+      using Plain = UpProj<T, kSource, Activations, false, kTileN, kStages>;
+      using Biased = UpProj<T, kSource, Activations, true, kTileN, kStages>;
+      if constexpr (kWide<kTileN>) {
+        // A look for a bias costs 6 % of the kernel: worth a kernel without.
+        if (!d.bias) return f(Plain{});
+      }
+      // Plain stands for a kernel that is not compiled: the entry rejects its descriptors.
+      return f(std::conditional_t<kCompiledWithBias<kTileN, Activations>, Biased, Plain>{});
+    });
+  }
+
+  template <class Config>
+  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
+                    const Exec& exec) {
+    if (d.rows == 0) return {};
+    const bool gated = is_glu(d.activation);
+    const std::int64_t n = d.intermediate;
+    const W1View w1 = w1_view(d, d.hidden), b1 = w1_view(d, 1);
+    const int n_blocks = tiles(n, gated ? kTileN / 2 : kTileN), k_blocks = tiles(d.hidden, kTileK);
+    // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
+    const double cycles = kTileN * (4.4 * k_blocks + 20);
+    TensorMaps maps(d.dtype);
+    const auto encode_w1 = [&](const void* base) {
+      return maps.encode({.base = base,
+                          .inner = d.hidden,
+                          .outer = n,
+                          .experts = d.experts,
+                          .outer_stride = w1.row_stride,
+                          .expert_stride = w1.expert_stride,
+                          .box = kTileN / 2});
+    };
+    const void* const up = gated ? up_base(d, w1, a.w1, a.w1_up) : a.w1;
+    const GemmParams p{.a = rows_along_m<Config>(&maps, d, a.x, a.row_tokens),
+                       .b = {.maps = {encode_w1(a.w1), encode_w1(up)}, .gate_and_up = gated},
+                       .extents = {.begins = a.offsets,
+                                   .ends = row_ends(a),
+                                   .experts = static_cast<int>(d.experts),
+                                   .n_blocks = n_blocks,
+                                   .k_blocks = k_blocks,
+                                   .k_half = k_blocks},
+                       .scheduling = spread_starts(d, n_blocks, cycles, exec)};
+    typename Config::Epilogue::Params e{.act_boxes = maps.encode({.base = a.act,
+                                                                  .inner = n,
+                                                                  .outer = d.rows,
+                                                                  .outer_stride = n,
+                                                                  .box = WarpTile::kRows}),
+                                        .preact = d.inference ? nullptr : a.preact,
+                                        .act = a.act,
+                                        .bias_stride = b1.row_stride,
+                                        .bias_expert_stride = b1.expert_stride,
+                                        .intermediate = static_cast<int>(n),
+                                        .activations = decltype(e.activations)::of(d.activation)};
+    if (!d.inference) encode_preact(&maps, d, a.preact, WarpTile::kRows, e.preact_boxes);
+    if (d.bias) {
+      e.b1[0] = a.b1;
+      e.b1[1] = gated ? up_base(d, b1, a.b1, a.b1_up) : nullptr;
+    }
+    if (!maps.status().ok()) return maps.status();
+    return launch_scheduled<Config>(d, p, e, workspace, exec, "up_proj: launch");
+  }
+};
+
+template <int kTileN, int kStages>
+struct UpProjTiles {
+  template <RowSource kSource, class T>
+  using Family = UpProjFamily<kSource, T, kTileN, kStages>;
+};
+using WideUpProj = UpProjTiles<256, 4>;
+using NarrowUpProj = UpProjTiles<128, 6>;
+
+}  // namespace sonicmoe::cuda
