@@ -55,8 +55,27 @@ class CaseList {
   std::vector<Case> cases_;
 };
 
+/// Activations with parameters that numbers of size one notice.
+std::vector<NamedActivation> with_parameters() { return {}; }
+
+/// Is every layout, with a bias and without, tested with this kind? The others have one in turn.
+bool is_crossed(Activation kind) {
+  return kind == Activation::swiglu ||
+         std::ranges::none_of(with_parameters(),
+                              [&](const NamedActivation& a) { return a.spec.kind == kind; });
+}
+
+std::string case_name(const NamedActivation& activation, W1Layout layout) {
+  std::string name = "activation/" + activation.name;
+  if (is_glu(activation.spec)) name += std::string("-") + sonicmoe::name(layout);
+  return name;
+}
+
+W1Layout layout_in_turn(std::size_t i) { return static_cast<W1Layout>(i % 3); }
+
 void add_activations(CaseList* list) {
   for (const Activation activation : activations()) {
+    if (!is_crossed(activation)) continue;
     for (const W1Layout layout :
          {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
       // Without a gate there is nothing to lay out.
@@ -66,10 +85,23 @@ void add_activations(CaseList* list) {
         desc.experts.activation = activation;
         desc.experts.w1_layout = layout;
         desc.experts.bias = bias;
-        std::string name = std::string("activation/") + sonicmoe::name(activation);
-        if (is_glu(activation)) name += std::string("-") + sonicmoe::name(layout);
-        list->add(name + (bias ? "-bias" : ""), desc);
+        list->add(case_name({name(activation), activation}, layout) + (bias ? "-bias" : ""), desc);
       }
+    }
+  }
+}
+
+/// On CUDA, where tests are dear, the biases come in turn, too.
+void add_parameters(CaseList* list, bool every_bias) {
+  const std::vector<NamedActivation> all = with_parameters();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    for (const bool bias : {false, true}) {
+      if (!every_bias && bias != (i % 2 == 0)) continue;
+      LayerDesc desc = usual();
+      desc.experts.activation = all[i].spec;
+      desc.experts.w1_layout = layout_in_turn(i);
+      desc.experts.bias = bias;
+      list->add(case_name(all[i], desc.experts.w1_layout) + (bias ? "-bias" : ""), desc);
     }
   }
 }
@@ -385,12 +417,41 @@ void add_all(CaseList* list) {
 
 }  // namespace
 
+std::vector<NamedActivation> tested_activations() {
+  std::vector<NamedActivation> all;
+  for (const Activation kind : activations()) all.push_back({name(kind), kind});
+  for (const NamedActivation& activation : with_parameters()) {
+    if (activation.spec != ActivationSpec(activation.spec.kind)) all.push_back(activation);
+  }
+  return all;
+}
+
+std::vector<ActivationSpec> exact_activations() {
+  std::vector<ActivationSpec> all;
+  for (const Activation kind : activations()) all.emplace_back(kind);
+  return all;
+}
+
+std::vector<std::string> activation_case_names() {
+  std::vector<std::string> names;
+  for (const Activation kind : activations()) {
+    if (kind == Activation::swiglu || !is_crossed(kind)) continue;
+    names.push_back(case_name({name(kind), kind}, layout_in_turn(static_cast<std::size_t>(kind))));
+  }
+  const std::vector<NamedActivation> others = with_parameters();
+  for (std::size_t i = 0; i < others.size(); ++i) {
+    names.push_back(case_name(others[i], layout_in_turn(i)) + (i % 2 == 0 ? "-bias" : ""));
+  }
+  return names;
+}
+
 std::vector<Case> full_cases() {
   CaseList list;
   add_all(&list);
   InputCases inputs(&list);
   inputs.add_usual();
   inputs.add_others();
+  add_parameters(&list, true);
   return list.take();
 }
 
@@ -399,6 +460,7 @@ std::vector<Case> cuda_cases() {
   add_all(&list);
   add_tiles(&list);
   InputCases(&list).add_usual();
+  add_parameters(&list, false);
   return list.take();
 }
 

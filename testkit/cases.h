@@ -35,6 +35,21 @@ struct Case {
   std::uint64_t seed = 1;
 };
 
+/// An activation, and what the names of its cases call it.
+struct NamedActivation {
+  std::string name;
+  ActivationSpec spec;
+};
+/// Activations for numbers of size one: every kind with its defaults, then kinds with parameters
+/// that such numbers notice.
+std::vector<NamedActivation> tested_activations();
+/// Activations whose values and slopes are exact for integer_inputs(): every kind once without a
+/// finite limit, where it has no other parameter, and each formula with parameters that saturate.
+std::vector<ActivationSpec> exact_activations();
+/// A listed case of every tested activation but SwiGLU, the layouts in turn; names without the
+/// type.
+std::vector<std::string> activation_case_names();
+
 /// A few cases of every kind, for a quick look; part of full_cases().
 std::vector<Case> smoke_cases();
 /// Every case that tests run on the CPU.

@@ -188,8 +188,12 @@ Tensor integers(std::uint64_t seed, Stream stream, std::int64_t size, std::int64
   return out;
 }
 
-/// 64, 0 or -64.
-double gate_value(const Random& random, std::uint64_t index) {
+/// 64, 0 or -64; with a finite limit also the limit and 8 below it.
+double gate_value(const Random& random, std::uint64_t index, double limit) {
+  if (std::isfinite(limit)) {
+    const std::array values = {-64.0, 0.0, limit - 8, limit, 64.0};
+    return values[random.below(index, 5)];
+  }
   return 64.0 * static_cast<double>(random.below(index, 3) - 1);
 }
 
@@ -254,6 +258,7 @@ GemmInputs integer_inputs(const LayerDesc& desc, Routing routing, std::uint64_t 
   const std::int64_t W = desc.experts.preact_width();
   const auto R = static_cast<std::int64_t>(group(routing, T, E).rows());
   const auto slots = static_cast<std::int64_t>(routing.slots());
+  const double limit = desc.experts.activation.limit;
   GemmInputs out;
   constexpr std::array kScoreValues = {0.5, 2.0, -0.5, 1.0, -2.0};
   const Random scores(seed, kScores);
@@ -281,12 +286,19 @@ GemmInputs integer_inputs(const LayerDesc& desc, Routing routing, std::uint64_t 
   }
   for_each_index(E * n * d, [&](auto at) {
     const std::int64_t e = at / (n * d), i = at % d;
-    out.w1[at + e * (W - n) * d] = i % 8 == 0 ? gate_value(gates, at) : 0;
+    out.w1[at + e * (W - n) * d] = i % 8 == 0 ? gate_value(gates, at, limit) : 0;
   });
   for (std::int64_t e = 0; e < E; ++e) std::fill_n(&out.b1[e * W], n, 0.0);
   const Random preact(seed, kPreact);
   for (std::int64_t r = 0; r < R; ++r) {
-    for (std::int64_t j = 0; j < n; ++j) out.preact[r * W + j] = gate_value(preact, r * W + j);
+    for (std::int64_t j = 0; j < n; ++j) {
+      out.preact[r * W + j] = gate_value(preact, r * W + j, limit);
+    }
+    for (std::int64_t j = n; j < W && std::isfinite(limit); ++j) {
+      const std::array ups = {-64.0, -limit, limit, 64.0};
+      const std::int64_t draw = preact.below(r * W + j, 16);
+      if (draw < 4) out.preact[r * W + j] = ups[draw];
+    }
   }
   return out;
 }

@@ -209,7 +209,9 @@ TEST(Activations, PlansRefuseParametersThatTheKindLacks) {
   GroupedGemmDesc gemm;
   BiasGradDesc bias_grad;
   gemm.experts = bias_grad.experts = 1;
-  const char* const text = "activation.limit: got 7, allowed: inf (swiglu has no limit)";
+  layer.experts.activation = Activation::geglu;
+  gemm.activation = bias_grad.activation = Activation::geglu;
+  const char* const text = "activation.limit: got 7, allowed: inf (geglu has no limit)";
   EXPECT_EQ(message(&layer, &layer.experts, kInf), "");
   EXPECT_EQ(message(&layer, &layer.experts, 7), text);
   EXPECT_EQ(message(&gemm, &gemm, kInf), "");

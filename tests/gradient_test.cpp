@@ -20,7 +20,7 @@ double dot(const Tensor& a, const Tensor& b) {
 std::vector<Case> cases() {
   std::vector<Case> out;
   const auto add = [&](const std::string& name, RouterInput input, RouterMode mode,
-                       Activation activation) {
+                       const ActivationSpec& activation) {
     Case c;
     LayerDesc& d = c.desc;
     d.tokens = 40;
@@ -44,8 +44,8 @@ std::vector<Case> cases() {
     out.push_back(c);
   };
   constexpr RouterMode kModes[] = {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax};
-  for (const Activation activation : activations()) {
-    add(std::string("given_") + name(activation), RouterInput::lists, kModes[0], activation);
+  for (const NamedActivation& activation : tested_activations()) {
+    add("given_" + activation.name, RouterInput::lists, kModes[0], activation.spec);
   }
   add("ids_and_weights", RouterInput::ids_and_weights, kModes[0], Activation::swiglu);
   for (const RouterInput input :

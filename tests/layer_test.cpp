@@ -69,7 +69,8 @@ Case random_case(std::uint64_t seed) {
   d.experts.intermediate = 8 * (1 + below(14));
   d.router.experts = 1 + below(below(3) == 0 ? 40 : 9);
   d.experts.dtype = kTypes[below(2)];
-  d.experts.activation = activations()[below(std::ssize(activations()))];
+  static const std::vector<NamedActivation> activations = tested_activations();
+  d.experts.activation = activations[below(std::ssize(activations))].spec;
   d.experts.w1_layout = static_cast<W1Layout>(below(is_glu(d.experts.activation) ? 3 : 2));
   d.experts.bias = below(2) == 0;
   d.experts.inference = below(8) == 0;

@@ -22,18 +22,6 @@ constexpr const char* kCases[] = {"tiles/bias",
                                   "shape/empty_ends",
                                   "activation/swiglu-concatenated-bias",
                                   "router/topk_over_softmax_norm-one_expert"};
-/// A case of every activation but SwiGLU, the layouts in turn. In wide tiles each is a kernel of
-/// its own.
-std::vector<std::string> activation_cases() {
-  std::vector<std::string> names;
-  for (const Activation activation : activations()) {
-    if (activation == Activation::swiglu) continue;
-    const auto layout = static_cast<W1Layout>(static_cast<int>(activation) % 3);
-    const std::string suffix = is_glu(activation) ? std::string("-") + name(layout) : "";
-    names.push_back("activation/" + std::string(name(activation)) + suffix);
-  }
-  return names;
-}
 constexpr const char* kReplayed[] = {"tiles/separate", "given/hostile-bias-swiglu",
                                      "activation/swiglu-concatenated-bias"};
 
@@ -80,10 +68,11 @@ TEST_P(EachKernel, AgreesWithTheOracle) {
   });
 }
 
+/// In wide tiles each activation is a kernel of its own.
 class EachActivation : public EachKernel {};
 
 TEST_P(EachActivation, AgreesWithTheOracle) {
-  const std::vector<std::string> names = activation_cases();
+  const std::vector<std::string> names = activation_case_names();
   for_cases(names, names.size(), [](const Case& c) {
     const Report report = check_layer(c, kDevice, forced());
     EXPECT_TRUE(report.pass()) << report.text();

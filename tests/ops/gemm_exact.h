@@ -44,6 +44,8 @@ struct HandedRun : GemmRun {
   std::int32_t tile_counter = 0;  ///< what the operation left there
 };
 
+inline bool activates(GemmOp op) { return op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad; }
+
 /// On CUDA an operation that resets the counter of a later one has one to reset.
 inline HandedRun run_kernel(GemmOp op, const LayerDesc& desc, const HandedInputs& inputs,
                             const std::string& kernel) {
@@ -56,8 +58,7 @@ inline HandedRun run_kernel(GemmOp op, const LayerDesc& desc, const HandedInputs
     handoff.tile_counter = words.output_int32("tile_counter", 1);
     words["tile_counter"].put(std::as_bytes(std::span(&*inputs.tile_counter, 1)));
   }
-  const bool resets = !kOnCpu && inputs.routing.slots() > 0 &&
-                      (op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad);
+  const bool resets = !kOnCpu && inputs.routing.slots() > 0 && activates(op);
   if (resets) handoff.next_tile_counter = words.output_int32("next_tile_counter", 1);
   GemmInputs handed = inputs;
   handed.run = [&](const auto& plan, const auto& args, Workspace workspace) {
@@ -109,6 +110,12 @@ Counted counted(std::int64_t experts, Count&& count, Token&& token) {
     made.first.push_back(static_cast<std::int64_t>(made.lists.tokens.size()));
   }
   return made;
+}
+
+/// For the other operations an activation has a gate or none.
+inline std::vector<ActivationSpec> exact_activations(GemmOp op) {
+  if (activates(op)) return exact_activations();
+  return {Activation::swiglu, Activation::relu_sq};
 }
 
 inline GemmOp op_of(const KernelInfo& kernel) {

@@ -83,9 +83,9 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
     const int before = runs;
     for (const Shape& shape : shapes()) {
       LayerDesc desc = layer_of(shape, dtype);
-      for (const Activation activation : activations()) {
-        const int a = static_cast<int>(activation);
-        desc.experts.activation = activation;
+      const std::vector<ActivationSpec> activations = exact_activations(op);
+      for (int a = 0; a < std::ssize(activations); ++a) {
+        desc.experts.activation = activations[a];
         for (const W1Layout layout :
              {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
           if (layout == W1Layout::separate && !is_glu(desc.experts.activation)) continue;
@@ -119,14 +119,14 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
   if (kOnCpu) GTEST_SKIP() << "has no CTAs";
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
-  const bool activates = op == GemmOp::up_proj || op == GemmOp::down_proj_dgrad;
+  const std::vector<ActivationSpec> activations =
+      activates(op) ? exact_activations() : std::vector{ActivationSpec{}};
   int runs = 0;
   for (const Shape& shape : {Shape{2000, 16, 264, 90, 14850}, Shape{1000, 264, 72, 90, 9000}}) {
-    for (const Activation activation : activations().first(activates ? activations().size() : 1)) {
-      const int a = static_cast<int>(activation);
+    for (int a = 0; a < std::ssize(activations); ++a) {
       for (const bool bias : {false, true}) {
         LayerDesc desc = layer_of(shape, DType::bf16);
-        desc.experts.activation = activation;
+        desc.experts.activation = activations[a];
         desc.experts.bias = bias;
         for (const LayerDesc& with : by_source(kernel, op, desc, a + bias)) {
           SCOPED_TRACE(to_string(with));
@@ -144,10 +144,10 @@ class ExactActivation : public ExactGemm {
  protected:
   /// f(layer) for each type and activation that this kernel runs.
   template <class F>
-  void for_layers(const Shape& shape, std::span<const Activation> activations, F&& f) {
+  void for_layers(const Shape& shape, F&& f) {
     int runs = 0;
     for (const DType dtype : kTypes) {
-      for (const Activation activation : activations) {
+      for (const ActivationSpec& activation : exact_activations()) {
         LayerDesc desc = layer_of(shape, dtype);
         desc.experts.activation = activation;
         for (const LayerDesc& with : by_source(GetParam(), op_of(GetParam()), desc, runs)) {
@@ -279,7 +279,7 @@ TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
   }
   const GemmOp op = op_of(GetParam());
   constexpr std::int64_t kRows = 300;
-  for_layers({3, 136, 1032, 1, kRows}, activations(), [&](const LayerDesc& desc) {
+  for_layers({3, 136, 1032, 1, kRows}, [&](const LayerDesc& desc) {
     Routing lists;
     lists.tokens.assign(kRows, 1);
     lists.experts.assign(kRows, 0);
@@ -288,8 +288,8 @@ TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
     for (Tensor* values : {&inputs.x, &inputs.dout, &inputs.w1, &inputs.w2, &inputs.preact}) {
       *values = uneven(values->size(), desc.experts.dtype, ++seed);
     }
-    const bool silu = desc.experts.activation == Activation::swiglu ||
-                      desc.experts.activation == Activation::silu;
+    const bool silu = desc.experts.activation.kind == Activation::swiglu ||
+                      desc.experts.activation.kind == Activation::silu;
     if (op == GemmOp::up_proj && silu && desc.experts.dtype != DType::f32)
       put_on_midpoints(desc, &inputs);
     const std::int64_t width = desc.experts.preact_width();
@@ -313,8 +313,7 @@ TEST_P(ExactActivation, RowsOfOneTokenAreAlike) {
 // Gates that no model has, but that numbers of 16 bits may be: what they let through is nearly 0.
 TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
   constexpr std::int32_t kTokens = 20;
-  constexpr Activation kSilus[] = {Activation::swiglu, Activation::silu};
-  for_layers({kTokens, 16, 136, 1, kTokens}, kSilus, [&](const LayerDesc& desc) {
+  for_layers({kTokens, 16, 136, 1, kTokens}, [&](const LayerDesc& desc) {
     const auto [lists, first] = counted(
         1, [&](auto) { return kTokens; }, [](auto i, auto) { return i; });
     GemmInputs inputs = integer_inputs(desc, lists, 4);

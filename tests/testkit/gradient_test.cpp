@@ -6,6 +6,7 @@
 
 #include "testkit/inputs.h"
 #include "testkit/oracle.h"
+#include "tests/test_names.h"
 
 namespace sonicmoe::testkit {
 namespace {
@@ -68,7 +69,7 @@ struct Fixture {
   }
 };
 
-LayerDesc tiny(Activation activation, RouterMode router, bool norm,
+LayerDesc tiny(const ActivationSpec& activation, RouterMode router, bool norm,
                RouterInput input = RouterInput::projection) {
   LayerDesc desc;
   desc.tokens = 5;
@@ -88,8 +89,8 @@ LayerDesc tiny(Activation activation, RouterMode router, bool norm,
 
 std::vector<Case> cases() {
   std::vector<LayerDesc> descs;
-  for (const Activation activation : activations()) {
-    descs.push_back(tiny(activation, RouterMode::softmax_over_topk, false));
+  for (const NamedActivation& activation : tested_activations()) {
+    descs.push_back(tiny(activation.spec, RouterMode::softmax_over_topk, false));
   }
   descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, false));
   descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, true));
@@ -108,7 +109,7 @@ std::vector<Case> cases() {
   std::vector<Case> out;
   for (const LayerDesc& desc : descs) {
     Case c;
-    c.name = to_string(desc.experts.activation) + "_" + name(desc.router.input) + "_" +
+    c.name = label_of(to_string(desc.experts.activation)) + "_" + name(desc.router.input) + "_" +
              name(desc.router.mode) + (desc.router.norm_topk_probs ? "_norm" : "") +
              (desc.experts.bias ? "_bias" : "");
     c.desc = desc;
