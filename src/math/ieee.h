@@ -59,6 +59,16 @@ SONICMOE_HD float at_least(float x, float low) {
 #endif
 }
 
+/// The smaller of x and high. A NaN x stays a NaN.
+SONICMOE_HD float at_most(float x, float high) {
+#if defined(__CUDA_ARCH__)
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(high));
+  return x;
+#else
+  return x > high ? high : x;
+#endif
+}
+
 SONICMOE_HD std::uint32_t bits(float x) {
 #if defined(__CUDA_ARCH__)
   return __float_as_uint(x);

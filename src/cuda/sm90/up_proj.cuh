@@ -16,10 +16,11 @@ template <class T, RowSource kSource, class Activations, bool kBias, int kTileN,
 struct UpProj : Traits<T, kRowsAlongM<kSource>, Major::k, kTileN, Schedule::cooperative, kStages,
                        StoreActivation<Activations, kBias>, kWide<kTileN>> {};
 
-/// Is there a kernel with a bias? In wide tiles for SwiGLU alone, as models with biases have it.
+/// Is there a kernel with a bias? In wide tiles for the activations of models with biases: SwiGLU
+/// and those with members.
 template <int kTileN, class Activations>
-constexpr bool kCompiledWithBias =
-    !kWide<kTileN> || std::is_same_v<Activations, OneActivation<SwigluFn>>;
+constexpr bool kCompiledWithBias = !kWide<kTileN> || Activations::kHasMembers ||
+                                   std::is_same_v<Activations, OneActivation<SwigluFn>>;
 
 template <RowSource kSource, class T, int kTileN, int kStages>
 struct UpProjFamily {

@@ -19,6 +19,7 @@ constexpr bool kIsAlone = std::is_same_v<Fn, SwigluFn> || !std::is_empty_v<Fn>;
 template <class Fn>
 struct OneActivation {
   static constexpr bool kGated = Fn::kIsGlu;
+  static constexpr bool kHasMembers = !std::is_empty_v<Fn>;
   Fn fn;
 
   static OneActivation of(const ActivationSpec& spec) {
@@ -40,6 +41,7 @@ struct OneActivation {
 template <bool kGated_>
 struct AnyActivation {
   static constexpr bool kGated = kGated_;
+  static constexpr bool kHasMembers = false;
   Activation kind;
 
   static AnyActivation of(const ActivationSpec& spec) { return {spec.kind}; }
