@@ -8,10 +8,9 @@ import numbers
 
 import torch
 
-from .enums import ActivationType, is_glu
+from .enums import ActivationType, allowed_activations, is_glu, parse_activation
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ACTIVATIONS = {a.value: a for a in ActivationType}
 _OPTIONAL = ("b1", "b2", "w1_up", "b1_up", "w1_main_grad", "w2_main_grad", "w1_up_main_grad")
 
 
@@ -113,14 +112,29 @@ def integer(name: str, value: int) -> None:
         raise TypeError(f"{name}: got {value!r}, allowed: an int")
 
 
-def activation(name: str, value: ActivationType | str) -> ActivationType:
-    """The activation, by its value or its name."""
+@torch.compiler.assume_constant_result
+def _activation(name: str, value: object) -> ActivationType | str | Exception:
+    """Returns the exception to raise: a function whose result is a constant may not raise."""
     if isinstance(value, ActivationType):
         return value
-    if isinstance(value, str) and value in _ACTIVATIONS:
-        return _ACTIVATIONS[value]
-    kind = ValueError if isinstance(value, str) else TypeError
-    raise kind(f"{name}: got {value!r}, allowed: {', '.join(map(str, ActivationType))}")
+    allowed = f"allowed: an ActivationType, {allowed_activations()}"
+    if not isinstance(value, str):
+        return TypeError(f"{name}: got {value!r}, {allowed}")
+    try:
+        kind, _ = parse_activation(value)
+    except KeyError:
+        return ValueError(f"{name}: got {value!r}, {allowed}")
+    except ValueError as error:
+        return ValueError(f"{name}.{error}")
+    return kind if value == kind.value else value
+
+
+def activation(name: str, value: ActivationType | str) -> ActivationType | str:
+    """An ActivationType for itself or its name; a text with parameters as it is."""
+    known = _activation(name, value)
+    if isinstance(known, Exception):
+        raise known
+    return known
 
 
 def layer_sizes(hidden: int, intermediate: int, experts: int, top_k: int) -> None:

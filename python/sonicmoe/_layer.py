@@ -15,9 +15,10 @@ def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bo
 
 
 def _expert_options(
-    activation: ActivationType, layout: str, inference: bool
+    activation: ActivationType | str, layout: str, inference: bool
 ) -> dict[str, str | bool]:
-    return {"activation": activation.value, "w1_layout": layout, "inference": inference}
+    text = activation.value if isinstance(activation, ActivationType) else activation
+    return {"activation": text, "w1_layout": layout, "inference": inference}
 
 
 def topk_layer(
@@ -28,7 +29,7 @@ def topk_layer(
     w2: torch.Tensor,
     b2: torch.Tensor | None,
     top_k: int,
-    activation: ActivationType,
+    activation: ActivationType | str,
     is_inference_mode: bool,
     softmax_over_topk: bool,
     norm_topk_probs: bool,
@@ -85,7 +86,7 @@ def routed_layer(
     b1: torch.Tensor | None,
     w2: torch.Tensor,
     b2: torch.Tensor | None,
-    activation: ActivationType,
+    activation: ActivationType | str,
     is_inference_mode: bool,
     layout: str,
     w1_main_grad: torch.Tensor | None = None,

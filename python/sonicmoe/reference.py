@@ -10,16 +10,19 @@ import torch.nn.functional as F
 
 from . import _check
 from ._autocast import autocast
-from .enums import ActivationType, is_glu
+from .enums import ActivationType, is_glu, parse_activation
 from .reference_routing import route, token_rounding, wide_type
 
 __all__ = ["route", "routed_layer", "switch_loss", "token_rounding", "topk_layer"]
 
-_POINTWISE = {
-    ActivationType.SWIGLU: F.silu,
-    ActivationType.GEGLU: F.gelu,
-    ActivationType.GEGLU_TANH: lambda g: F.gelu(g, approximate="tanh"),
-    ActivationType.REGLU: F.relu,
+# Of gate, up and the parameters, each by its name.
+_GATED = {
+    ActivationType.SWIGLU: lambda g, u: F.silu(g) * u,
+    ActivationType.GEGLU: lambda g, u: F.gelu(g) * u,
+    ActivationType.GEGLU_TANH: lambda g, u: F.gelu(g, approximate="tanh") * u,
+    ActivationType.REGLU: lambda g, u: F.relu(g) * u,
+}
+_PLAIN = {
     ActivationType.RELU: F.relu,
     ActivationType.RELU_SQ: lambda h: F.relu(h).square(),
     ActivationType.GELU: F.gelu,
@@ -28,16 +31,16 @@ _POINTWISE = {
 }
 
 
-def _activate(h: torch.Tensor, activation: ActivationType, layout: str) -> torch.Tensor:
+def _activate(h: torch.Tensor, activation: ActivationType | str, layout: str) -> torch.Tensor:
     wide = h.to(wide_type(h.dtype))
-    function = _POINTWISE[activation]
-    if not is_glu(activation):
-        return function(wide).to(h.dtype)
+    kind, parameters = parse_activation(activation)
+    if not is_glu(kind):
+        return _PLAIN[kind](wide).to(h.dtype)
     if layout == "interleaved":
         gate, up = wide[..., 0::2], wide[..., 1::2]
     else:
         gate, up = wide.chunk(2, dim=-1)
-    return (function(gate) * up).to(h.dtype)
+    return _GATED[kind](gate, up, **parameters).to(h.dtype)
 
 
 def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, layout, w1_up, b1_up):
@@ -82,7 +85,7 @@ def topk_layer(
     w2: torch.Tensor,
     b2: torch.Tensor | None,
     top_k: int,
-    activation: ActivationType = ActivationType.SWIGLU,
+    activation: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode: bool = False,
     softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
@@ -127,7 +130,7 @@ def routed_layer(
     b1: torch.Tensor | None,
     w2: torch.Tensor,
     b2: torch.Tensor | None,
-    activation: ActivationType = ActivationType.SWIGLU,
+    activation: ActivationType | str = ActivationType.SWIGLU,
     is_inference_mode: bool = False,
     layout: str = "interleaved",
     w1_up: torch.Tensor | None = None,

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu, reference
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, enums, functional, is_glu, reference
 
 T, D, N, E, L = 6, 16, 8, 4, 5
-ACTIVATIONS = ", ".join(f"ActivationType.{a.name}" for a in ActivationType)
+ACTIVATIONS = f"an ActivationType, {enums.allowed_activations()}"
 
 
 def view(*shape, dtype=torch.float32):
@@ -347,8 +347,8 @@ def test_operators_refuse_in_the_same_words():
     tensors = x, router_w, w1, None, w2, None
     with refused(ValueError, "top_k: got 9, allowed: 1 to experts (4)"):
         forward(*tensors, "top_k=9")
-    with refused(ValueError, "activation.limit: got 7, allowed: inf (swiglu has no limit)"):
-        forward(*tensors, "top_k=2 activation=swiglu(limit=7)")
+    with refused(ValueError, "activation.limit: got 7, allowed: inf (geglu has no limit)"):
+        forward(*tensors, "top_k=2 activation=geglu(limit=7)")
     with refused(ValueError, "top_k: got 'two', allowed: an integer"):
         forward(*tensors, "top_k=two")
     with refused(ValueError, "layer: got 'topk=2', allowed: KEY=VALUE with a key of layer_fields(): tokens, hidden, ..."):
