@@ -55,8 +55,16 @@ class CaseList {
   std::vector<Case> cases_;
 };
 
+ActivationSpec limited(Activation kind, float limit) {
+  ActivationSpec spec = kind;
+  spec.limit = limit;
+  return spec;
+}
+
 /// Activations with parameters that numbers of size one notice.
-std::vector<NamedActivation> with_parameters() { return {}; }
+std::vector<NamedActivation> with_parameters() {
+  return {{"swiglu-limit", limited(Activation::swiglu, 0.75f)}};
+}
 
 /// Is every layout, with a bias and without, tested with this kind? The others have one in turn.
 bool is_crossed(Activation kind) {
@@ -429,6 +437,7 @@ std::vector<NamedActivation> tested_activations() {
 std::vector<ActivationSpec> exact_activations() {
   std::vector<ActivationSpec> all;
   for (const Activation kind : activations()) all.emplace_back(kind);
+  all.push_back(limited(Activation::swiglu, 48));
   return all;
 }
 

@@ -91,9 +91,15 @@ Activated<Real> activate(const ActivationSpec& activation, Real gate, Real up, R
     return {f.value * up, da * up * f.slope, da * f.value};
   };
   const auto plain = [&](Curve<Real> f) -> Activated<Real> { return {f.value, da * f.slope, 0}; };
+  const Real limit = static_cast<Real>(activation.limit);
+  const auto clamped = [&](Curve<Real> f, bool gate_inside) -> Activated<Real> {
+    const Real clamped_up = std::clamp(up, -limit, limit);
+    return {f.value * clamped_up, gate_inside ? da * clamped_up * f.slope : 0,
+            clamped_up == up ? da * f.value : 0};
+  };
   switch (activation.kind) {
     case Activation::swiglu:
-      return gated(silu(gate));
+      return clamped(silu(std::min(gate, limit)), gate <= limit);
     case Activation::geglu:
       return gated(gelu(gate));
     case Activation::geglu_tanh:

@@ -17,7 +17,9 @@ namespace sonicmoe {
 enum class DType : std::int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
 /// A gated activation has h = [g, u]: swiglu is silu(g) u, geglu is gelu(g) u, reglu is relu(g) u.
-/// relu_sq is relu(h)^2. gelu and geglu use erf, the _tanh kinds the tanh form. relu'(0) = 0.
+/// With a finite `limit` swiglu is silu(min(g, limit)) clamp(u, -limit, limit). relu_sq is
+/// relu(h)^2. gelu and geglu use erf, the _tanh kinds the tanh form. relu'(0) = 0. The slope of min
+/// and clamp is 1 inside and at the limit, 0 beyond it.
 enum class Activation : std::int32_t {
   swiglu = 0,
   geglu = 1,

@@ -46,7 +46,9 @@ _POSITIVE_OR_INF = ("numbers above 0, or inf", lambda value: value > 0)
 _POSITIVE = ("finite numbers above 0", lambda value: 0 < value < math.inf)
 _FINITE = ("finite numbers", math.isfinite)
 #: Of each kind that has any: parameter, default, allowed values.
-_PARAMETERS: dict[ActivationType, dict[str, tuple]] = {}
+_PARAMETERS = {
+    ActivationType.SWIGLU: {"limit": (math.inf, _POSITIVE_OR_INF)},
+}
 
 
 def is_glu(activation_type: ActivationType | str) -> bool:

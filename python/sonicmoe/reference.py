@@ -17,7 +17,9 @@ __all__ = ["route", "routed_layer", "switch_loss", "token_rounding", "topk_layer
 
 # Of gate, up and the parameters, each by its name.
 _GATED = {
-    ActivationType.SWIGLU: lambda g, u: F.silu(g) * u,
+    ActivationType.SWIGLU: lambda g, u, limit: (
+        F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
+    ),
     ActivationType.GEGLU: lambda g, u: F.gelu(g) * u,
     ActivationType.GEGLU_TANH: lambda g, u: F.gelu(g, approximate="tanh") * u,
     ActivationType.REGLU: lambda g, u: F.relu(g) * u,

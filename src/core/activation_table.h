@@ -1,5 +1,6 @@
 #pragma once
 
+#include <limits>
 #include <span>
 #include <string>
 
@@ -26,8 +27,11 @@ struct ActivationRow {
 
 using ActivationTable = std::span<const ActivationRow>;
 
+inline constexpr ActivationParameter kLimit[] = {
+    {&ActivationSpec::limit, std::numeric_limits<float>::infinity(), Allowed::positive_or_inf}};
+
 inline constexpr ActivationRow kActivationTable[] = {
-    {Activation::swiglu, "swiglu", true},
+    {Activation::swiglu, "swiglu", true, kLimit},
     {Activation::geglu, "geglu", true},
     {Activation::geglu_tanh, "geglu_tanh", true},
     {Activation::reglu, "reglu", true},

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "math/exp.h"
 #include "math/ieee.h"
@@ -147,12 +148,34 @@ struct Plain : F {
   }
 };
 
+/// a = silu(min(g, limit)) clamp(u, -limit, limit). At the limit the slope is 1, beyond it 0.
+struct ClampedGlu {
+  static constexpr bool kIsGlu = true;
+  float limit;
+
+  SONICMOE_HD float clamp(float up) const { return at_least(at_most(up, limit), -limit); }
+
+  SONICMOE_HD float forward(float gate, float up) const {
+    return Silu::value(at_most(gate, limit)) * clamp(up);
+  }
+  SONICMOE_HD float forward_by_newton(float gate, float up) const {
+    return Silu::value_by_newton(at_most(gate, limit)) * clamp(up);
+  }
+  SONICMOE_HD Gradients backward(float gate, float up, float da) const {
+    const ValueSlope f = Silu::both(at_most(gate, limit));
+    const float u = clamp(up);
+    return {f.value * u, gate > limit ? 0.0f : da * u * f.slope,
+            fabsf(up) > limit ? 0.0f : da * f.value};
+  }
+};
+
 /// Calls f with the object that computes an activation and returns f's result. An enumerator
 /// without a case does not compile. make_plan() refuses a value that is no enumerator.
 template <class F>
 SONICMOE_HD auto visit_activation(const ActivationSpec& spec, F&& f) {
   switch (spec.kind) {
     case Activation::swiglu:
+      if (spec.limit < std::numeric_limits<float>::infinity()) return f(ClampedGlu{spec.limit});
       return f(Gated<Silu>{});
     case Activation::geglu:
       return f(Gated<Gelu>{});
