@@ -61,9 +61,24 @@ ActivationSpec limited(Activation kind, float limit) {
   return spec;
 }
 
+ActivationSpec scaled(float alpha, float beta) {
+  ActivationSpec spec = Activation::situ_glu;
+  spec.alpha = alpha;
+  spec.beta = beta;
+  return spec;
+}
+
 /// Activations with parameters that numbers of size one notice.
 std::vector<NamedActivation> with_parameters() {
-  return {{"swiglu-limit", limited(Activation::swiglu, 0.75f)}};
+  ActivationSpec oai = limited(Activation::swiglu_oai, 0.75f);
+  oai.alpha = 1.25f;
+  return {{"swiglu-limit", limited(Activation::swiglu, 0.75f)},
+          {"swiglu_clamp_after-limit", limited(Activation::swiglu_clamp_after, 0.5f)},
+          {"swiglu_oai", Activation::swiglu_oai},
+          {"swiglu_oai-alpha-limit", oai},
+          {"situ_glu", Activation::situ_glu},
+          {"situ_glu-scales", scaled(0.75f, 1.5f)},
+          {"quick_geglu", Activation::quick_geglu}};
 }
 
 /// Is every layout, with a bias and without, tested with this kind? The others have one in turn.
@@ -436,8 +451,15 @@ std::vector<NamedActivation> tested_activations() {
 
 std::vector<ActivationSpec> exact_activations() {
   std::vector<ActivationSpec> all;
-  for (const Activation kind : activations()) all.emplace_back(kind);
+  for (const Activation kind : activations()) {
+    // The defaults of these saturate nowhere.
+    if (kind != Activation::swiglu_oai && kind != Activation::situ_glu) all.emplace_back(kind);
+  }
   all.push_back(limited(Activation::swiglu, 48));
+  all.push_back(limited(Activation::swiglu_clamp_after, 48));
+  all.push_back(limited(Activation::swiglu_oai, 32));
+  all.back().alpha = 2;
+  all.push_back(scaled(1, 1 / 32.0f));
   return all;
 }
 

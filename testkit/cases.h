@@ -43,8 +43,8 @@ struct NamedActivation {
 /// Activations for numbers of size one: every kind with its defaults, then kinds with parameters
 /// that such numbers notice.
 std::vector<NamedActivation> tested_activations();
-/// Activations whose values and slopes are exact for integer_inputs(): every kind once without a
-/// finite limit, where it has no other parameter, and each formula with parameters that saturate.
+/// Activations whose values and slopes are exact for integer_inputs(): kinds with their defaults,
+/// and with a limit, an alpha or scales at which these inputs saturate.
 std::vector<ActivationSpec> exact_activations();
 /// A listed case of every tested activation but SwiGLU, the layouts in turn; names without the
 /// type.

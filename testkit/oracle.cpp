@@ -50,6 +50,18 @@ Curve<Real> silu(Real x) {
 }
 
 template <class Real>
+Curve<Real> sigmoid_times(Real x, Real alpha) {  // x sigmoid(alpha x)
+  const Real s = 1 / (1 + std::exp(-alpha * x));
+  return {x * s, s + alpha * x * s * (1 - s)};
+}
+
+template <class Real>
+Curve<Real> scaled_tanh(Real x, Real scale) {  // scale tanh(x / scale)
+  const Real t = std::tanh(x / scale);
+  return {scale * t, 1 - t * t};
+}
+
+template <class Real>
 Curve<Real> gelu(Real x) {
   const Real cdf = std::erfc(-x * std::numbers::sqrt2_v<Real> / 2) / 2;
   const Real pdf =
@@ -92,10 +104,10 @@ Activated<Real> activate(const ActivationSpec& activation, Real gate, Real up, R
   };
   const auto plain = [&](Curve<Real> f) -> Activated<Real> { return {f.value, da * f.slope, 0}; };
   const Real limit = static_cast<Real>(activation.limit);
-  const auto clamped = [&](Curve<Real> f, bool gate_inside) -> Activated<Real> {
-    const Real clamped_up = std::clamp(up, -limit, limit);
-    return {f.value * clamped_up, gate_inside ? da * clamped_up * f.slope : 0,
-            clamped_up == up ? da * f.value : 0};
+  const auto clamped = [&](Curve<Real> f, bool gate_inside, Real offset = 0) -> Activated<Real> {
+    const Real inside = std::clamp(up, -limit, limit), factor = inside + offset;
+    return {f.value * factor, gate_inside ? da * factor * f.slope : 0,
+            inside == up ? da * f.value : 0};
   };
   switch (activation.kind) {
     case Activation::swiglu:
@@ -116,6 +128,22 @@ Activated<Real> activate(const ActivationSpec& activation, Real gate, Real up, R
       return plain(gelu_tanh(gate));
     case Activation::silu:
       return plain(silu(gate));
+    case Activation::swiglu_clamp_after: {
+      const Curve<Real> f = silu(gate);
+      return clamped({std::min(f.value, limit), f.slope}, f.value <= limit);
+    }
+    case Activation::swiglu_oai:
+      return clamped(sigmoid_times(std::min(gate, limit), static_cast<Real>(activation.alpha)),
+                     gate <= limit, 1);
+    case Activation::situ_glu: {
+      const Curve<Real> g = scaled_tanh(gate, static_cast<Real>(activation.alpha));
+      const Curve<Real> u = scaled_tanh(up, static_cast<Real>(activation.beta));
+      const Real s = 1 / (1 + std::exp(-gate));
+      return {g.value * s * u.value, da * u.value * (g.slope * s + g.value * s * (1 - s)),
+              da * g.value * s * u.slope};
+    }
+    case Activation::quick_geglu:
+      return gated(sigmoid_times(gate, static_cast<Real>(1.702)));
   }
   return {};
 }

@@ -30,7 +30,7 @@ constexpr int kRows = std::size(kActivationTable);
 static_assert(is_enumerator<static_cast<Activation>(kRows - 1)>(), "a row too many");
 static_assert(!is_enumerator<static_cast<Activation>(kRows)>(), "an enumerator without a row");
 
-/// Rows as activations with parameters will have them.
+/// Rows with every kind of parameter.
 constexpr ActivationParameter kClamped[] = {
     {&ActivationSpec::alpha, 1.702f, Allowed::finite},
     {&ActivationSpec::limit, 7.0f, Allowed::positive_or_inf}};
@@ -91,9 +91,11 @@ TEST(Activations, ObjectsAgreeWithTheTable) {
       EXPECT_EQ(Fn::kIsGlu, is_glu(kind)) << name(kind);
       EXPECT_EQ(is_glu(ActivationSpec(kind)), is_glu(kind));
       const ActivationRow& row = *find_row(kind, kActivationTable);
-      EXPECT_TRUE(std::is_empty_v<Fn> || !row.parameters.empty()) << name(kind);
+      // QuickGEGLU is another activation's object with fixed parameters.
+      EXPECT_TRUE(std::is_empty_v<Fn> || !row.parameters.empty() || kind == Activation::quick_geglu)
+          << name(kind);
       const float a = fn.forward(0.75f, -2.0f);
-      EXPECT_EQ(fn.backward(0.75f, -2.0f, 1.0f).act, a) << name(kind);
+      EXPECT_FLOAT_EQ(fn.backward(0.75f, -2.0f, 1.0f).act, a) << name(kind);
       EXPECT_NEAR(fn.forward_by_newton(0.75f, -2.0f), a, 1e-6f) << name(kind);
     });
   }
@@ -195,6 +197,33 @@ TEST(Activations, RefusalsNameTheParameter) {
   }
   EXPECT_EQ(refused(Activation::silu, 1, 1, kInf),
             "activation: got 8, allowed: swiglu, clamped, clamped_more, relu");
+}
+
+TEST(Activations, LimitsAndScalesArePositive) {
+  const auto refused = [](const char* text) {
+    ActivationSpec spec;
+    EXPECT_TRUE(parse(text, &spec)) << text;
+    return refusal(spec);
+  };
+  for (const char* text :
+       {"swiglu(limit=7)", "swiglu(limit=inf)", "swiglu_clamp_after(limit=1e-3)",
+        "swiglu_oai(alpha=-2,limit=inf)", "swiglu_oai(alpha=0)", "situ_glu(alpha=1,beta=2)"}) {
+    EXPECT_EQ(refused(text), "") << text;
+  }
+  const std::string limit = "activation.limit: got ",
+                    positive = ", allowed: numbers above 0, or inf";
+  EXPECT_EQ(refused("swiglu(limit=0)"), limit + "0" + positive);
+  EXPECT_EQ(refused("swiglu_clamp_after(limit=-7)"), limit + "-7" + positive);
+  EXPECT_EQ(refused("swiglu_oai(limit=nan)"), limit + "nan" + positive);
+  EXPECT_EQ(refused("swiglu_oai(alpha=inf)"), "activation.alpha: got inf, allowed: finite numbers");
+  EXPECT_EQ(refused("situ_glu(alpha=0)"),
+            "activation.alpha: got 0, allowed: finite numbers above 0");
+  EXPECT_EQ(refused("situ_glu(beta=inf)"),
+            "activation.beta: got inf, allowed: finite numbers above 0");
+  EXPECT_EQ(refused("situ_glu(limit=7)"),
+            "activation.limit: got 7, allowed: inf (situ_glu has no limit)");
+  EXPECT_EQ(refused("quick_geglu(alpha=2)"),
+            "activation.alpha: got 2, allowed: 1 (quick_geglu has no alpha)");
 }
 
 // Every descriptor with an activation asks the table.

@@ -353,6 +353,13 @@ TEST(Kernels, CudaRefusesABiasInWideTiles) {
         std::string("bias: got true, allowed: false for ") + name(activation);
     EXPECT_NE(choose().walk.find(reason), std::string::npos) << choose().walk;
   }
+  for (const Activation activation : {Activation::swiglu_clamp_after, Activation::swiglu_oai,
+                                      Activation::situ_glu, Activation::quick_geglu}) {
+    desc.activation = activation;
+    EXPECT_NE(choose().kernel, nullptr) << choose().walk;
+    desc.activation.limit = activation == Activation::situ_glu ? HUGE_VALF : 7;
+    if (activation != Activation::quick_geglu) EXPECT_NE(choose().kernel, nullptr);
+  }
 }
 
 // Over all six products the choice is within 5 % of the best of all compiled tiles.

@@ -327,20 +327,27 @@ TEST(Layers, OnlyWantedGradientsAreMade) {
 // The oracle rounds where a backend must and nowhere else, so that a backend's error is its error
 // up to the order of fp32 sums: nothing is rounded twice or too early.
 TEST(Layers, Bf16ErrorIsThatOfTheDocumentedRoundings) {
-  const Case c = *find_case("shape/large/bf16");
-  const Problem p = make_problem(c);
-  const LayerRun run = run_layer(p, kDevice);
-  ASSERT_TRUE(run.status.ok()) << run.status.message();
-  const auto layer = [&](Precision precision) {
-    LayerTensors out = oracle_forward(p, run.routing, precision);
-    oracle_backward(p, run.routing, precision, &out);
-    return out;
-  };
-  const LayerTensors exact = layer(Precision::exact), rounded = layer(Precision::rounded);
-  for (const auto member : {&LayerTensors::o, &LayerTensors::dx, &LayerTensors::dw1,
-                            &LayerTensors::dw2, &LayerTensors::drouter_w}) {
-    EXPECT_LE(error_norm(run.tensors.*member, exact.*member).error,
-              1.01 * error_norm(rounded.*member, exact.*member).error);
+  for (const NamedActivation& activation : tested_activations()) {
+    SCOPED_TRACE(activation.name);
+    Case c = *find_case("shape/large/bf16");
+    c.desc.experts.activation = activation.spec;
+    const Problem p = make_problem(c);
+    const LayerRun run = run_layer(p, kDevice);
+    ASSERT_TRUE(run.status.ok()) << run.status.message();
+    const auto layer = [&](Precision precision) {
+      LayerTensors out = oracle_forward(p, run.routing, precision);
+      oracle_backward(p, run.routing, precision, &out);
+      return out;
+    };
+    const LayerTensors exact = layer(Precision::exact), rounded = layer(Precision::rounded);
+    // Beyond a limit the slope is 0: the order of a sum may round an H to the limit's other side,
+    // and an element of the gradient comes or goes.
+    const double factor = std::isfinite(activation.spec.limit) ? 1.05 : 1.01;
+    for (const auto member : {&LayerTensors::o, &LayerTensors::dx, &LayerTensors::dw1,
+                              &LayerTensors::dw2, &LayerTensors::drouter_w}) {
+      EXPECT_LE(error_norm(run.tensors.*member, exact.*member).error,
+                factor * error_norm(rounded.*member, exact.*member).error);
+    }
   }
 }
 

@@ -80,7 +80,7 @@ TEST(LayerText, RefusesByName) {
   EXPECT_EQ(
       refusal("activation=swiglu(7)"),
       "activation: got 'swiglu(7)', allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, "
-      "gelu, gelu_tanh, silu");
+      "gelu, gelu_tanh, silu, swiglu_clamp_after, swiglu_oai, situ_glu, quick_geglu");
   EXPECT_EQ(refusal("tokens=" + std::string(300, '7')),
             "tokens: got '" + std::string(60, '7') + "...', allowed: an integer");
 }

@@ -197,6 +197,162 @@ TEST(Activation, ByNewtonIsTheSameFunction) {
   EXPECT_EQ(gelu.forward_by_newton(0.7f, kNan), gelu.forward(0.7f, kNan));
 }
 
+TEST(OneMinusExp2, KeepsItsRelativeAccuracy) {
+  EXPECT_EQ(math::one_minus_exp2(0.0f), 0.0f);
+  EXPECT_EQ(math::one_minus_exp2(30.0f), 1.0f);
+  EXPECT_EQ(math::one_minus_exp2(3e38f), 1.0f);
+  EXPECT_EQ(math::one_minus_exp2(kInf), 1.0f);
+  EXPECT_TRUE(std::isnan(math::one_minus_exp2(kNan)));
+  double worst = 0;
+  const auto check = [&](float t) {
+    const double exact = -std::expm1(-t * std::log(2.0));
+    worst = std::fmax(worst, std::fabs(math::one_minus_exp2(t) / exact - 1));
+  };
+  sweep(1e-6f, 40.0f, 400000, check);
+  for (float t = 1e-30f; t < 1; t *= 1.01f) check(t);
+  EXPECT_LE(worst, 0x1p-23);
+}
+
+/// An activation with parameters in fp64, inside its limits and beyond; slopes by differences.
+struct Parametrized {
+  ActivationSpec spec;
+  double (*value)(const ActivationSpec& spec, double gate, double up);
+};
+
+ActivationSpec spec_of(Activation kind, float alpha, float beta, float limit) {
+  ActivationSpec spec = kind;
+  spec.alpha = alpha, spec.beta = beta, spec.limit = limit;
+  return spec;
+}
+
+double clamped(double x, double limit) { return std::fmin(std::fmax(x, -limit), limit); }
+
+const Parametrized kParametrized[] = {
+    {spec_of(Activation::swiglu, 1, 1, 1.5f),
+     [](const ActivationSpec& s, double g, double u) {
+       return kSilu.value(std::fmin(g, s.limit)) * clamped(u, s.limit);
+     }},
+    {spec_of(Activation::swiglu_clamp_after, 1, 1, 1.5f),
+     [](const ActivationSpec& s, double g, double u) {
+       return std::fmin(kSilu.value(g), s.limit) * clamped(u, s.limit);
+     }},
+    {spec_of(Activation::swiglu_oai, 1.702f, 1, 7),
+     [](const ActivationSpec& s, double g, double u) {
+       const double c = std::fmin(g, s.limit);
+       return c / (1 + std::exp(-s.alpha * c)) * (clamped(u, s.limit) + 1);
+     }},
+    {spec_of(Activation::swiglu_oai, -0.5f, 1, 3),
+     [](const ActivationSpec& s, double g, double u) {
+       const double c = std::fmin(g, s.limit);
+       return c / (1 + std::exp(-s.alpha * c)) * (clamped(u, s.limit) + 1);
+     }},
+    {spec_of(Activation::situ_glu, 4, 25, kInf),
+     [](const ActivationSpec& s, double g, double u) {
+       return s.alpha * std::tanh(g / s.alpha) / (1 + std::exp(-g)) * s.beta *
+              std::tanh(u / s.beta);
+     }},
+    {spec_of(Activation::situ_glu, 1000, 0.01f, kInf),
+     [](const ActivationSpec& s, double g, double u) {
+       return s.alpha * std::tanh(g / s.alpha) / (1 + std::exp(-g)) * s.beta *
+              std::tanh(u / s.beta);
+     }},
+    {Activation::quick_geglu,
+     [](const ActivationSpec&, double g, double u) { return g / (1 + std::exp(-1.702 * g)) * u; }}};
+
+TEST(Activation, ParametersAgreeWithFp64) {
+  constexpr double h = 1e-6;
+  for (const Parametrized& p : kParametrized) {
+    SCOPED_TRACE(to_string(p.spec));
+    math::visit_activation(p.spec, [&](auto fn) {
+      for (float g = -30; g <= 30; g += 0.37f) {
+        for (float u = -30; u <= 30; u += 0.41f) {
+          const auto value = [&](double gate, double up) { return p.value(p.spec, gate, up); };
+          // The exponential turns a rounding of its argument into a relative error.
+          const double exact = value(g, u);
+          const double small = (0x1p-21 + 0x1p-23 * std::fabs(g)) * std::fabs(exact) + 1e-30;
+          ASSERT_NEAR(fn.forward(g, u), exact, small) << g << " " << u;
+          ASSERT_NEAR(fn.forward_by_newton(g, u), exact, small) << g << " " << u;
+          const math::Gradients r = fn.backward(g, u, 2.0f);
+          ASSERT_NEAR(r.act, exact, small) << g << " " << u;
+          const double dgate = (value(g + h, u) - value(g - h, u)) / h;
+          const double dup = (value(g, u + h) - value(g, u - h)) / h;
+          // Of differences, and of 1 - tanh^2 at up to 1,000 times the scale.
+          const double noise = 1e-6 * (1 + std::fabs(g) * (1 + std::fabs(u)) + std::fabs(exact));
+          ASSERT_NEAR(r.dgate, dgate, noise + 1e-6 * std::fabs(dgate)) << g << " " << u;
+          ASSERT_NEAR(r.dup, dup, noise + 1e-6 * std::fabs(dup)) << g << " " << u;
+        }
+      }
+    });
+  }
+}
+
+// The slopes of min and clamp: 1 at the limit, 0 beyond it, whatever the gradient is.
+TEST(Activation, SlopesAtTheLimit) {
+  const float above = std::nextafter(2.0f, 3.0f);
+  for (const Activation kind : {Activation::swiglu, Activation::swiglu_oai}) {
+    math::visit_activation(spec_of(kind, kind == Activation::swiglu ? 1 : 3, 1, 2), [&](auto fn) {
+      EXPECT_GT(fn.backward(2.0f, 2.0f, 1.0f).dgate, 0.5f);
+      EXPECT_GT(fn.backward(2.0f, 2.0f, 1.0f).dup, 1.0f);
+      EXPECT_GT(fn.backward(2.0f, -2.0f, 1.0f).dup, 1.0f);
+      EXPECT_EQ(fn.backward(above, 2.0f, kInf).dgate, 0.0f);
+      EXPECT_GT(fn.backward(above, 2.0f, 1.0f).dup, 1.0f);
+      EXPECT_EQ(fn.backward(2.0f, above, kNan).dup, 0.0f);
+      EXPECT_EQ(fn.backward(2.0f, -above, kInf).dup, 0.0f);
+    });
+  }
+  constexpr math::GluClampedAfter after{40.0f};  // silu(40) is 40
+  EXPECT_EQ(after.backward(40.0f, 40.0f, 2.0f).dgate, 80.0f);
+  EXPECT_EQ(after.backward(40.0f, -40.0f, 2.0f).dup, 80.0f);
+  EXPECT_EQ(after.backward(41.0f, 2.0f, kInf).dgate, 0.0f);
+  EXPECT_EQ(after.backward(41.0f, 2.0f, 2.0f).dup, 80.0f);
+  EXPECT_EQ(after.backward(2.0f, 41.0f, kInf).dup, 0.0f);
+}
+
+TEST(Activation, ParametersAtTheEndsOfTheRange) {
+  for (const Parametrized& p : kParametrized) {
+    SCOPED_TRACE(to_string(p.spec));
+    math::visit_activation(p.spec, [&](auto fn) {
+      EXPECT_TRUE(std::isnan(fn.forward(kNan, 1.0f)) && std::isnan(fn.forward(1.0f, kNan)));
+      EXPECT_TRUE(std::isnan(fn.forward_by_newton(kNan, 1.0f)));
+      EXPECT_TRUE(std::isnan(fn.forward_by_newton(1.0f, kNan)));
+      EXPECT_TRUE(std::isnan(fn.backward(kNan, 1.0f, 1.0f).dgate));
+      EXPECT_TRUE(std::isnan(fn.backward(1.0f, kNan, 1.0f).dgate));
+      for (const float g : {-3e38f, -1e30f, -1000.0f, -88.0f, 88.0f, 1000.0f, 3e38f, kInf}) {
+        for (const float u : {-30.0f, 0.5f, 30.0f}) {
+          const double exact = p.value(p.spec, g, u);
+          if (std::fabs(exact) > 3e38) continue;
+          const double small = 0x1p-21 * std::fabs(exact) + 1e-30;
+          EXPECT_NEAR(fn.forward(g, u), exact, small) << g << " " << u;
+          EXPECT_NEAR(fn.forward_by_newton(g, u), exact, small) << g << " " << u;
+          if (g < 1e30) EXPECT_TRUE(std::isfinite(fn.backward(g, u, 1.0f).dgate)) << g << " " << u;
+        }
+      }
+      if (p.spec.limit < kInf || p.spec.kind == Activation::situ_glu) {
+        EXPECT_TRUE(std::isfinite(fn.forward(kInf, kInf)));
+        EXPECT_TRUE(std::isfinite(fn.forward_by_newton(kInf, -kInf)));
+        EXPECT_EQ(fn.backward(kInf, kInf, 1.0f).dgate, 0.0f);
+        EXPECT_EQ(fn.backward(kInf, -kInf, 1.0f).dup, 0.0f);
+      }
+    });
+  }
+  // Scales at the ends of the range make a sign and the identity.
+  const math::SituGlu sign = math::SituGlu::of(1e-45f, 1e-45f);
+  EXPECT_EQ(sign.forward(0.0f, 1.0f), 0.0f);
+  EXPECT_EQ(sign.forward(1.0f, 0.0f), 0.0f);
+  const math::SituGlu identity = math::SituGlu::of(1e30f, 1e30f);
+  EXPECT_NEAR(identity.forward(1.5f, -2.0f), -2 * kSilu.value(1.5), 1e-6);
+  EXPECT_NEAR(identity.forward_by_newton(1.5f, -2.0f), -2 * kSilu.value(1.5), 1e-6);
+}
+
+// Without a limit it is the object, and so the kernel, that it always was.
+TEST(Activation, NoLimitIsSwiglu) {
+  const auto is_swiglu = [](auto fn) {
+    return std::is_same_v<decltype(fn), math::Gated<math::Silu>>;
+  };
+  EXPECT_TRUE(math::visit_activation(Activation::swiglu, is_swiglu));
+  EXPECT_FALSE(math::visit_activation(spec_of(Activation::swiglu, 1, 1, 3e38f), is_swiglu));
+}
+
 // The documented order, written out: 32 lanes, then pairs at distance 16, 8, 4, 2, 1.
 TEST(LaneSum, AddsInTheDocumentedOrder) {
   for (const int n : {0, 1, 5, 31, 32, 33, 100, 128}) {

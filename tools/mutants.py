@@ -56,6 +56,12 @@ MUTANTS = [
         "x = at_least(x, -100.0f);",
     ),
     Mutant(
+        "a clamp without its zero gradient",
+        "src/math/activation.h",
+        "return {v * u, gate > limit ? 0.0f : da * u * slope, fabsf(up) > limit ? 0.0f : da * v};",
+        "return {v * u, gate > limit ? 0.0f : da * u * slope, da * v};",
+    ),
+    Mutant(
         "A' without the score s",
         "src/cpu/down_proj_dgrad.cpp",
         "scaled_act[j] = from_float<T>(score * r.act);",

@@ -19,7 +19,10 @@ COMMON = (
     "--seed, --json, --multiprocessors"
 )
 RULES = "nearest, stochastic, nearest_scores, balance, up, down"
-ACTIVATIONS = "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu"
+ACTIVATIONS = (
+    "swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, gelu_tanh, silu, swiglu_clamp_after, "
+    "swiglu_oai, situ_glu, quick_geglu"
+)
 
 
 def layer(shape, rest=""):
@@ -115,6 +118,11 @@ BAD = [
         "check --thiek 16,8,8,4,2 --activation geglu(limit=7)",
         f"{layer('16,8,8,4,2', ' activation=geglu(limit=7)')}: "
         "activation.limit: got 7, allowed: inf (geglu has no limit)",
+    ),
+    (
+        "check --thiek 16,8,8,4,2 --activation swiglu(limit=-7)",
+        f"{layer('16,8,8,4,2', ' activation=swiglu(limit=-7)')}: "
+        "activation.limit: got -7, allowed: numbers above 0, or inf",
     ),
     ("info --thiek 16,8,8,4,5", f"{layer('16,8,8,4,5')}: top_k: got 5, allowed: 1 to experts (4)"),
     (

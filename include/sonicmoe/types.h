@@ -30,6 +30,11 @@ enum class Activation : std::int32_t {
   gelu = 6,
   gelu_tanh = 7,
   silu = 8,
+  swiglu_clamp_after = 9,  ///< min(silu(g), limit) clamp(u, -limit, limit); limit inf
+  swiglu_oai = 10,         ///< g' sigmoid(alpha g') (clamp(u, -limit, limit) + 1), g' = min(g,
+                           ///< limit); alpha 1.702, limit 7
+  situ_glu = 11,           ///< alpha tanh(g / alpha) sigmoid(g) beta tanh(u / beta); 4 and 25
+  quick_geglu = 12,        ///< g sigmoid(1.702 g) u
 };
 
 /// An activation and its parameters. An Activation converts to a spec with that kind's defaults. A

@@ -22,6 +22,11 @@ class ActivationType(Enum):
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
 
+    SWIGLU_CLAMP_AFTER = "swiglu_clamp_after"
+    SWIGLU_OAI = "swiglu_oai"
+    SITU_GLU = "situ_glu"
+    QUICK_GEGLU = "quick_geglu"
+
 
 class KernelBackendMoE(Enum):
     """What computes a :class:`sonicmoe.MoE`: `torch` is the plain PyTorch reference."""
@@ -37,6 +42,10 @@ _GATED = frozenset(
         ActivationType.GEGLU,
         ActivationType.GEGLU_TANH,
         ActivationType.REGLU,
+        ActivationType.SWIGLU_CLAMP_AFTER,
+        ActivationType.SWIGLU_OAI,
+        ActivationType.SITU_GLU,
+        ActivationType.QUICK_GEGLU,
     }
 )
 _KINDS = {kind.value: kind for kind in ActivationType}
@@ -48,6 +57,9 @@ _FINITE = ("finite numbers", math.isfinite)
 #: Of each kind that has any: parameter, default, allowed values.
 _PARAMETERS = {
     ActivationType.SWIGLU: {"limit": (math.inf, _POSITIVE_OR_INF)},
+    ActivationType.SWIGLU_CLAMP_AFTER: {"limit": (math.inf, _POSITIVE_OR_INF)},
+    ActivationType.SWIGLU_OAI: {"alpha": (1.702, _FINITE), "limit": (7.0, _POSITIVE_OR_INF)},
+    ActivationType.SITU_GLU: {"alpha": (4.0, _POSITIVE), "beta": (25.0, _POSITIVE)},
 }
 
 

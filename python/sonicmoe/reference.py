@@ -15,6 +15,11 @@ from .reference_routing import route, token_rounding, wide_type
 
 __all__ = ["route", "routed_layer", "switch_loss", "token_rounding", "topk_layer"]
 
+
+def _sigmoid_times(g: torch.Tensor, alpha: float) -> torch.Tensor:
+    return g * torch.sigmoid(alpha * g)
+
+
 # Of gate, up and the parameters, each by its name.
 _GATED = {
     ActivationType.SWIGLU: lambda g, u, limit: (
@@ -23,6 +28,16 @@ _GATED = {
     ActivationType.GEGLU: lambda g, u: F.gelu(g) * u,
     ActivationType.GEGLU_TANH: lambda g, u: F.gelu(g, approximate="tanh") * u,
     ActivationType.REGLU: lambda g, u: F.relu(g) * u,
+    ActivationType.SWIGLU_CLAMP_AFTER: lambda g, u, limit: (
+        F.silu(g).clamp(max=limit) * u.clamp(-limit, limit)
+    ),
+    ActivationType.SWIGLU_OAI: lambda g, u, alpha, limit: (
+        _sigmoid_times(g.clamp(max=limit), alpha) * (u.clamp(-limit, limit) + 1)
+    ),
+    ActivationType.SITU_GLU: lambda g, u, alpha, beta: (
+        alpha * torch.tanh(g / alpha) * torch.sigmoid(g) * (beta * torch.tanh(u / beta))
+    ),
+    ActivationType.QUICK_GEGLU: lambda g, u: _sigmoid_times(g, 1.702) * u,
 }
 _PLAIN = {
     ActivationType.RELU: F.relu,

@@ -8,6 +8,7 @@ from sonicmoe import ActivationType, functional
 
 # relu's kinks would make differences wrong; its derivative is compared with PyTorch's elsewhere.
 SMOOTH = [a for a in ActivationType if "RELU" not in a.name and a is not ActivationType.REGLU]
+SMOOTH += ["situ_glu(alpha=1.5,beta=2)", "swiglu_oai(alpha=-1,limit=inf)"]
 EPS = torch.finfo(torch.float32).eps
 
 

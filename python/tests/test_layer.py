@@ -1,5 +1,6 @@
 """The layer against plain PyTorch: every activation, router mode, layout, bias and dtype."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +18,7 @@ from helpers import (
     run_plain,
 )
 
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, is_glu, reference
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, enums, functional, is_glu, reference
 from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,6 +41,53 @@ def compare(layer, k, activation, router, layout="interleaved", form=permuted):
     assert_as_good("logits", logits, plain_logits, exact_logits)
     for name, leaf in leaves.items():
         assert_as_good(f"d{name}", leaf.grad, plain_leaves[name].grad, exact_leaves[name].grad)
+
+
+PARAMETRIZED = [
+    "swiglu(limit=0.75)",
+    "swiglu_clamp_after(limit=0.5)",
+    "swiglu_oai(alpha=1.25,limit=0.75)",
+    "swiglu_oai(alpha=-0.5,limit=inf)",
+    "situ_glu(beta=1.5,alpha=0.75)",
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("concat_layout", [False, True])
+@pytest.mark.parametrize("activation", PARAMETRIZED)
+def test_parameters_match_plain_pytorch(activation, concat_layout, bias, dtype):
+    layer = make_layer(activation, bias, DTYPES[dtype])
+    compare(layer, 2, activation, "softmax_over_topk", concat_layout)
+    defaults = run(layer, 2, activation.partition("(")[0], "softmax_over_topk", concat_layout)[0]
+    got = run(layer, 2, activation, "softmax_over_topk", concat_layout)[0]
+    assert not torch.equal(got, defaults)
+
+
+@pytest.mark.parametrize("activation", PARAMETRIZED)
+@pytest.mark.parametrize("routing", ["top_k", "token_rounding"])
+def test_parameters_of_the_module(activation, routing):
+    torch._dynamo.reset()
+    moe = MoE(6, 2, 24, 16, activation, True, 0.5, routing=routing, tile=8)
+    assert moe.activation_function == activation and activation in repr(moe)
+    x, dout = torch.randn(48, 24), torch.randn(48, 24)
+    eager = everything_of(moe, moe, x, dout)
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for a, b in zip(eager, everything_of(compiled, moe, x, dout), strict=True):
+        assert torch.equal(a, b)
+    plain = everything_of(lambda leaf: moe(leaf, KernelBackendMoE.torch), moe, x, dout)
+    for a, b in zip(eager, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_text_of_the_defaults_is_the_name():
+    """The defaults that Python knows are those of the library, of every kind with parameters."""
+    texts = [text for text in re.findall(r"\w+(?:\([^)]*\))?", enums.allowed_activations())]
+    assert [text.partition("(")[0] for text in texts] == [a.value for a in ActivationType]
+    for text, activation in zip(texts, ActivationType, strict=True):
+        layer = make_layer(activation)
+        by_text = run(layer, 2, text, "softmax_over_topk")[0]
+        assert torch.equal(by_text, run(layer, 2, activation, "softmax_over_topk")[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -391,6 +391,39 @@ def test_activations_are_those_of_the_library():
         assert gated == is_glu(activation), activation
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["swiglu()", "swiglu(limit=7", "swiglu(limit= 7)", "swiglu(limit=7,limit=7)", "swiglu(alpha=2)",
+     "geglu(limit=7)", "swiglu(limit=1e99)", "swiglu(limit=1_0)", "swiglu(limit=+7)", "swiglu(7)",
+     "swiglu(limit=7)x", "swiglu(limit=x)", "Swiglu(limit=7)", "(limit=7)", ""],
+)  # fmt: skip
+def test_texts_that_are_no_activation(text):
+    with refused(ValueError, f"activation_function: got {text!r}, allowed: {ACTIVATIONS}"):
+        MoE(4, 2, D, N, text, False, 0.1)
+    with refused(ValueError, f"activation_type: got {text!r}, allowed: {ACTIVATIONS}"):
+        functional.moe_TC_softmax_topk_layer(**topk_inputs(), activation_type=text)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("swiglu(limit=0)", "limit: got 0, allowed: numbers above 0, or inf"),
+        ("swiglu_clamp_after(limit=-inf)", "limit: got -inf, allowed: numbers above 0, or inf"),
+        ("swiglu_oai(alpha=1,limit=nan)", "limit: got nan, allowed: numbers above 0, or inf"),
+        ("swiglu_oai(alpha=inf)", "alpha: got inf, allowed: finite numbers"),
+        ("situ_glu(alpha=0)", "alpha: got 0, allowed: finite numbers above 0"),
+        ("situ_glu(beta=-1)", "beta: got -1, allowed: finite numbers above 0"),
+    ],
+)
+def test_parameters_that_are_not_allowed(text, message):
+    """In Python's words and in the library's, which are the same."""
+    with refused(ValueError, f"activation_type.{message}"):
+        functional.moe_TC_softmax_topk_layer(**topk_inputs(), activation_type=text)
+    tensors = torch.ones(T, D), torch.ones(E, D), torch.ones(E, 2 * N, D), None, torch.ones(E, D, N)
+    with refused(ValueError, f"activation.{message}"):
+        torch.ops.sonicmoe.layer_forward(*tensors, None, f"top_k=2 activation={text}")
+
+
 def test_compiled_code_refuses_too():
     torch._dynamo.reset()
     compiled = torch.compile(functional.moe_TC_softmax_topk_layer, backend="aot_eager")

@@ -29,6 +29,11 @@ using ActivationTable = std::span<const ActivationRow>;
 
 inline constexpr ActivationParameter kLimit[] = {
     {&ActivationSpec::limit, std::numeric_limits<float>::infinity(), Allowed::positive_or_inf}};
+inline constexpr ActivationParameter kOai[] = {
+    {&ActivationSpec::alpha, 1.702f, Allowed::finite},
+    {&ActivationSpec::limit, 7.0f, Allowed::positive_or_inf}};
+inline constexpr ActivationParameter kSitu[] = {{&ActivationSpec::alpha, 4.0f, Allowed::positive},
+                                                {&ActivationSpec::beta, 25.0f, Allowed::positive}};
 
 inline constexpr ActivationRow kActivationTable[] = {
     {Activation::swiglu, "swiglu", true, kLimit},
@@ -40,6 +45,10 @@ inline constexpr ActivationRow kActivationTable[] = {
     {Activation::gelu, "gelu", false},
     {Activation::gelu_tanh, "gelu_tanh", false},
     {Activation::silu, "silu", false},
+    {Activation::swiglu_clamp_after, "swiglu_clamp_after", true, kLimit},
+    {Activation::swiglu_oai, "swiglu_oai", true, kOai},
+    {Activation::situ_glu, "situ_glu", true, kSitu},
+    {Activation::quick_geglu, "quick_geglu", true},
 };
 
 // The public functions call these with kActivationTable. Tests call them with other tables.

@@ -148,34 +148,120 @@ struct Plain : F {
   }
 };
 
-/// a = silu(min(g, limit)) clamp(u, -limit, limit). At the limit the slope is 1, beyond it 0.
+SONICMOE_HD float clamp(float x, float limit) { return at_least(at_most(x, limit), -limit); }
+
+/// a = g' sigmoid(alpha g') (u' + offset) with g' = min(g, limit) and u' = clamp(u, -limit, limit).
+/// At the limit the slopes of min and clamp are 1, beyond it 0. alpha = 1 and offset = 0 are exact.
 struct ClampedGlu {
   static constexpr bool kIsGlu = true;
   float limit;
+  float alpha;
+  float offset;
+  float newton_low, newton_high;  ///< gates where sigmoid_by_newton() works: alpha g >= -86.6
 
-  SONICMOE_HD float clamp(float up) const { return at_least(at_most(up, limit), -limit); }
+  static SONICMOE_HD ClampedGlu of(float limit, float alpha = 1.0f, float offset = 0.0f) {
+    constexpr float kInf = std::numeric_limits<float>::infinity();
+    const float bound = -86.6f / alpha;
+    return {limit, alpha, offset, alpha > 0.0f ? bound : -kInf,
+            alpha < 0.0f ? at_most(limit, bound) : limit};
+  }
 
   SONICMOE_HD float forward(float gate, float up) const {
-    return Silu::value(at_most(gate, limit)) * clamp(up);
+    const float g = at_most(gate, limit);
+    return g * sigmoid(alpha * g) * (clamp(up, limit) + offset);
   }
+  /// A gate out of sigmoid_by_newton()'s range counts as the last one inside: see
+  /// Silu::value_by_newton().
   SONICMOE_HD float forward_by_newton(float gate, float up) const {
-    return Silu::value_by_newton(at_most(gate, limit)) * clamp(up);
+    const float g = at_least(at_most(gate, newton_high), newton_low);
+    return g * sigmoid_by_newton(alpha * g) * (clamp(up, limit) + offset);
   }
   SONICMOE_HD Gradients backward(float gate, float up, float da) const {
-    const ValueSlope f = Silu::both(at_most(gate, limit));
-    const float u = clamp(up);
-    return {f.value * u, gate > limit ? 0.0f : da * u * f.slope,
-            fabsf(up) > limit ? 0.0f : da * f.value};
+    const float g = at_most(gate, limit), u = clamp(up, limit) + offset;
+    const float s = sigmoid(alpha * g), v = g * s;
+    const float slope = fma(alpha * v, 1.0f - s, s);
+    return {v * u, gate > limit ? 0.0f : da * u * slope, fabsf(up) > limit ? 0.0f : da * v};
   }
 };
 
-/// Calls f with the object that computes an activation and returns f's result. An enumerator
-/// without a case does not compile. make_plan() refuses a value that is no enumerator.
+/// a = min(silu(g), limit) clamp(u, -limit, limit), with slopes as in ClampedGlu.
+struct GluClampedAfter {
+  static constexpr bool kIsGlu = true;
+  float limit;
+
+  SONICMOE_HD float forward(float gate, float up) const {
+    return at_most(Silu::value(gate), limit) * clamp(up, limit);
+  }
+  SONICMOE_HD float forward_by_newton(float gate, float up) const {
+    return at_most(Silu::value_by_newton(gate), limit) * clamp(up, limit);
+  }
+  SONICMOE_HD Gradients backward(float gate, float up, float da) const {
+    const ValueSlope f = Silu::both(gate);
+    const float v = at_most(f.value, limit), u = clamp(up, limit);
+    return {v * u, f.value > limit ? 0.0f : da * u * f.slope, fabsf(up) > limit ? 0.0f : da * v};
+  }
+};
+
+/// a = alpha tanh(g / alpha) sigmoid(g) beta tanh(u / beta).
+///
+/// tanh |x| = n / (2 - n) with n = 1 - e^-2|x|, so that one reciprocal serves both tanh and the
+/// sigmoid, and small |x| keep their relative accuracy. 2 sigmoid(2x) - 1 would lose it.
+struct SituGlu {
+  static constexpr bool kIsGlu = true;
+  float alpha, beta;
+  float gate_rate, up_rate;  ///< 2 log2(e) / alpha and / beta: e^-2|g / alpha| = 2^-(rate |g|)
+
+  static SONICMOE_HD SituGlu of(float alpha, float beta) {
+    constexpr float kTwoLog2E = 2.8853900817779268f, kLargest = 3.40282347e38f;
+    // The bound keeps the rate of the smallest scales finite, so that a gate of 0 gives 0.
+    return {alpha, beta, at_most(kTwoLog2E / alpha, kLargest), at_most(kTwoLog2E / beta, kLargest)};
+  }
+
+  SONICMOE_HD float forward(float gate, float up) const {
+    const Parts p = parts(gate, up);
+    return product(p, fast_reciprocal(p.denominator), gate, up);
+  }
+  /// Any gate below -84 counts as that, see Silu::value_by_newton(). The bound keeps the
+  /// denominator below 2^125.
+  SONICMOE_HD float forward_by_newton(float gate, float up) const {
+    const Parts p = parts(at_least(gate, -84.0f), up);
+    return product(p, reciprocal_by_newton(p.denominator), gate, up);
+  }
+  SONICMOE_HD Gradients backward(float gate, float up, float da) const {
+    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
+    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
+    const float r = fast_reciprocal((2.0f - n_g) * (2.0f - n_u));
+    const float tanh_g = with_sign(n_g * ((2.0f - n_u) * r), bits(gate));
+    const float tanh_u = with_sign(n_u * ((2.0f - n_g) * r), bits(up));
+    const float s = sigmoid(gate), g = alpha * tanh_g, u = beta * tanh_u, v = g * s;
+    // d(g s) = (1 - tanh^2) s + g s (1 - s)
+    const float slope = s * fma(g, 1.0f - s, fma(-tanh_g, tanh_g, 1.0f));
+    return {v * u, da * u * slope, da * v * fma(-tanh_u, tanh_u, 1.0f)};
+  }
+
+ private:
+  struct Parts {
+    float n_g, n_u, denominator;
+  };
+  SONICMOE_HD Parts parts(float gate, float up) const {
+    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
+    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
+    return {n_g, n_u, (2.0f - n_g) * (2.0f - n_u) * (1.0f + fast_exp(-gate))};
+  }
+  SONICMOE_HD float product(const Parts& p, float reciprocal, float gate, float up) const {
+    return with_sign(alpha * p.n_g * (beta * p.n_u) * reciprocal, bits(gate) ^ bits(up));
+  }
+  static SONICMOE_HD float with_sign(float x, std::uint32_t sign) {
+    return from_bits(bits(x) ^ (sign & 0x80000000u));
+  }
+};
+
+/// visit_activation() of a kind whose object has no members. Kernels that choose an activation at
+/// run time carry its kind alone, and call this.
 template <class F>
-SONICMOE_HD auto visit_activation(const ActivationSpec& spec, F&& f) {
-  switch (spec.kind) {
+SONICMOE_HD auto visit_without_members(Activation kind, F&& f) {
+  switch (kind) {
     case Activation::swiglu:
-      if (spec.limit < std::numeric_limits<float>::infinity()) return f(ClampedGlu{spec.limit});
       return f(Gated<Silu>{});
     case Activation::geglu:
       return f(Gated<Gelu>{});
@@ -192,9 +278,43 @@ SONICMOE_HD auto visit_activation(const ActivationSpec& spec, F&& f) {
     case Activation::gelu_tanh:
       return f(Plain<GeluTanh>{});
     case Activation::silu:
+    case Activation::swiglu_clamp_after:  // these four have members, so nobody asks for them here
+    case Activation::swiglu_oai:
+    case Activation::situ_glu:
+    case Activation::quick_geglu:
       break;
   }
   return f(Plain<Silu>{});
+}
+
+/// Calls f with the object that computes an activation and returns f's result. An enumerator
+/// without a case does not compile. make_plan() refuses a value that is no enumerator.
+template <class F>
+SONICMOE_HD auto visit_activation(const ActivationSpec& spec, F&& f) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  switch (spec.kind) {
+    case Activation::swiglu:
+      if (spec.limit < kInf) return f(ClampedGlu::of(spec.limit));
+      break;
+    case Activation::swiglu_clamp_after:
+      return f(GluClampedAfter{spec.limit});
+    case Activation::swiglu_oai:
+      return f(ClampedGlu::of(spec.limit, spec.alpha, 1.0f));
+    case Activation::situ_glu:
+      return f(SituGlu::of(spec.alpha, spec.beta));
+    case Activation::quick_geglu:
+      return f(ClampedGlu::of(kInf, 1.702f));
+    case Activation::geglu:
+    case Activation::geglu_tanh:
+    case Activation::reglu:
+    case Activation::relu:
+    case Activation::relu_sq:
+    case Activation::gelu:
+    case Activation::gelu_tanh:
+    case Activation::silu:
+      break;
+  }
+  return visit_without_members(spec.kind, f);
 }
 
 }  // namespace sonicmoe::math

@@ -120,12 +120,12 @@ TEST(BadLayer, EnumsAndCombinations) {
        {kUnsupported, "dtype: got f16, allowed: f32, bf16 (on the CPU)",
         [](Request* r) { r->desc.experts.dtype = DType::f16; }},
        {kArgument,
-        "activation: got 9, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
-        "gelu_tanh, silu",
-        [](Request* r) { r->desc.experts.activation = static_cast<Activation>(9); }},
+        "activation: got 13, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
+        "gelu_tanh, silu, swiglu_clamp_after, swiglu_oai, situ_glu, quick_geglu",
+        [](Request* r) { r->desc.experts.activation = static_cast<Activation>(13); }},
        {kArgument,
         "activation: got -1, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
-        "gelu_tanh, silu",
+        "gelu_tanh, silu, swiglu_clamp_after, swiglu_oai, situ_glu, quick_geglu",
         [](Request* r) { r->desc.experts.activation = static_cast<Activation>(-1); }},
        {kArgument, "w1_layout: got 3, allowed: interleaved, concatenated, separate",
         [](Request* r) { r->desc.experts.w1_layout = static_cast<W1Layout>(3); }},

@@ -77,9 +77,9 @@ std::vector<BadDesc<Desc>> bad_grouped() {
       {"dtype: got -1, allowed: f32, bf16, f16",
        [](Desc* d) { d->dtype = static_cast<DType>(-1); }},
       {"dtype: got f16, allowed: f32, bf16 (on the CPU)", [](Desc* d) { d->dtype = DType::f16; }},
-      {"activation: got 12, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
-       "gelu_tanh, silu",
-       [](Desc* d) { d->activation = static_cast<Activation>(12); }},
+      {"activation: got 13, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
+       "gelu_tanh, silu, swiglu_clamp_after, swiglu_oai, situ_glu, quick_geglu",
+       [](Desc* d) { d->activation = static_cast<Activation>(13); }},
       {"w1_layout: got 3, allowed: interleaved, concatenated, separate",
        [](Desc* d) { d->w1_layout = static_cast<W1Layout>(3); }},
       {"w1_layout: got separate, allowed: interleaved or concatenated for an activation without a "

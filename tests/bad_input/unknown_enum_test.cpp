@@ -80,7 +80,7 @@ TEST(UnknownEnum, PlansOfALayer) {
   EXPECT_KNOWN(RoutingDesc, "router_input", 5, input);
   EXPECT_KNOWN(RoutingDesc, "rounding_rule", 6, rounding.rule);
   EXPECT_KNOWN(GroupedDesc, "dtype", 3, dtype);
-  EXPECT_KNOWN(GroupedDesc, "activation", 9, activation.kind);
+  EXPECT_KNOWN(GroupedDesc, "activation", kActivations, activation.kind);
   EXPECT_KNOWN(GroupedDesc, "w1_layout", 3, w1_layout);
   EXPECT_KNOWN(GroupedDesc, "row_source", 2, row_source);
   EXPECT_KNOWN(GroupedDesc, "score_at", 4, score_at);

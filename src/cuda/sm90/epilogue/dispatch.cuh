@@ -47,9 +47,7 @@ struct AnyActivation {
   static AnyActivation of(const ActivationSpec& spec) { return {spec.kind}; }
   template <class F>
   __device__ __forceinline__ void visit(F&& f) const {
-    ActivationSpec spec;
-    spec.kind = kind;
-    math::visit_activation(spec, [&](auto fn) {
+    math::visit_without_members(kind, [&](auto fn) {
       using Fn = decltype(fn);
       if constexpr (Fn::kIsGlu == kGated && !kIsAlone<Fn>) f(fn);
     });
