@@ -9,6 +9,7 @@
 #include "cli/tensors.h"
 #include "cublas_bound.h"
 #include "device_clock.h"
+#include "experts_alone.h"
 #include "openblas_bound.h"
 #include "operations.h"
 #include "testkit/cases.h"
@@ -27,8 +28,9 @@ constexpr const char* kHelp =
     "cuBLASLt's heuristics propose. On the CPU forward and backward are the whole layer. On\n"
     "CUDA they start from given scores and experts: metadata, all kernels and all gradients,\n"
     "but no products of the router and no top-K, which layer_forward, layer_backward and layer\n"
-    "add. Where the sum of dX adds the router's part, backward has it. 'host' is how long the\n"
-    "calls of layer keep the host, 'routing' all from logits to metadata. Times on CUDA are\n"
+    "add. Where the sum of dX adds the router's part, backward has it. rows_forward and\n"
+    "rows_backward are the experts alone, on contiguous rows with scores. 'host' is how long\n"
+    "the calls of layer keep the host, 'routing' all from logits to metadata. Times on CUDA are\n"
     "between two events.\n"
     "--steady-state times in thermal steady state: each operation by itself, the one with most\n"
     "work first, after that one has kept the chip busy for 5 s. A GEMM then runs at the clock\n"
@@ -234,6 +236,7 @@ class Bench {
     };
     add(layer_);
     add(experts_);
+    if (alone_) add(alone_->groups());
     if (bound_) add(bound_->groups());
     if (operations_ && settings_.operations) add(operations_->groups());
     add(others_);
@@ -307,6 +310,7 @@ class Bench {
       }
       return Status();
     };
+    alone_ = std::make_unique<ExpertsAlone>(settings_, tensors_);
     others_.push_back({.tasks = {{.name = "host", .run = call, .on_host = true}}});
     others_.push_back({.tasks = {operations_->routing()}});
     constexpr std::size_t kGigabyte = std::size_t{1} << 30;
@@ -352,6 +356,7 @@ class Bench {
     };
     add(experts_, "total", forward, backward);
     add(layer_, settings_.on_cuda() ? "layer" : "total", forward, backward);
+    if (alone_) add(alone_->groups(), "rows", forward, backward);
     if (operations_ && settings_.operations) {
       for (const Group& group : operations_->groups()) rows.push_back(operation_row(group));
     }
@@ -377,6 +382,7 @@ class Bench {
   std::vector<Group> experts_;  // CUDA: without the router
   std::vector<Group> others_;   // CUDA: host time, routing, copy
   std::unique_ptr<Operations> operations_;
+  std::unique_ptr<ExpertsAlone> alone_;  // CUDA
   std::unique_ptr<DenseBound> bound_;
   std::string no_bound_;
 };
