@@ -50,11 +50,13 @@ NOT_ON_GPU = ("src/cpu/", "cli/tests/")
 GPU_PYTHON_TESTS = (
     "python/tests/test_cuda.py",
     "python/tests/test_cuda_error.py",
+    "python/tests/test_cuda_grouped.py",
     "python/tests/test_cuda_shapes.py",
 )
 BESIDE = (
     *GPU_PYTHON_TESTS,
     "python/tests/helpers.py",
+    "python/tests/test_grouped.py",
     "benchmarks/arguments.py",
     "benchmarks/dense_bound.py",
     "benchmarks/moe-cute.py",

@@ -178,9 +178,9 @@ LayerDesc options_of(const std::string& layer) {
            "projection (lists have an operator)");
   }
   // What the tensors and the other arguments say, whatever value the text has for it.
-  for (const char* key :
-       {"tokens", "hidden", "intermediate", "experts", "dtype", "list_length", "bias",
-        "f32_weight_grads", "accumulate_weight_grads", "dpreact_in_workspace"}) {
+  for (const char* key : {"tokens", "hidden", "intermediate", "experts", "dtype", "list_length",
+                          "bias", "f32_weight_grads", "accumulate_weight_grads",
+                          "dpreact_in_workspace", "row_source", "index_type"}) {
     if ((" " + layer).find(std::string(" ") + key + "=") != std::string::npos) {
       refuse("layer", key, "options, for the other arguments say that");
     }

@@ -49,8 +49,9 @@ void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, c
 DType dtype_of(const char* argument, const Tensor& tensor);
 
 /// The options that an operator's `layer` gives in the text form of a description (layer.h). Sizes,
-/// dtype and biases are its tensors': a text that gives one of those is refused, and so is a router
-/// that is given, which no operator takes. Texts of recent calls are read once.
+/// dtypes, biases and the source of rows follow from its tensors: a text that gives one of those is
+/// refused. So is a router that is given, which no operator takes. Texts of recent calls are read
+/// once.
 LayerDesc options_of(const std::string& layer);
 
 /// Where a tensor is, and the stream that torch is using there.

@@ -31,6 +31,28 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up)");
+  library.def(
+      "grouped_forward(Tensor rows, Tensor? counts, Tensor? offsets, Tensor? scores, "
+      "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
+      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None, "
+      "Tensor? dx_out=None) -> (Tensor out, Tensor preact, Tensor segments)");
+  library.def(
+      "grouped_forward_out(Tensor(a!) out, Tensor rows, Tensor? counts, Tensor? offsets, Tensor? "
+      "scores, "
+      "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
+      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None, "
+      "Tensor? dx_out=None) -> (Tensor preact, Tensor segments)");
+  library.def(
+      "grouped_backward(Tensor dout, Tensor rows, Tensor? scores, Tensor w1, Tensor w2, "
+      "Tensor? b2, Tensor preact, Tensor segments, str layer, "
+      "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
+      "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
+      "Tensor(e!)? dx_out=None) -> "
+      "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
+      "Tensor dw1_up, Tensor db1_up)");
   library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
   library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");
   library.def(
@@ -54,6 +76,9 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("layer_backward", TORCH_BOX(&python::layer_backward));
   library.impl("routed_forward", TORCH_BOX(&python::routed_forward));
   library.impl("routed_backward", TORCH_BOX(&python::routed_backward));
+  library.impl("grouped_forward", TORCH_BOX(&python::grouped_forward));
+  library.impl("grouped_forward_out", TORCH_BOX(&python::grouped_forward_out));
+  library.impl("grouped_backward", TORCH_BOX(&python::grouped_backward));
   library.impl("aux_loss", TORCH_BOX(&python::aux_loss));
   library.impl("aux_loss_backward", TORCH_BOX(&python::aux_loss_backward));
   library.impl("top_k", TORCH_BOX(&python::top_k));

@@ -49,6 +49,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route
     OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
     OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
+/// The experts alone on rows (R, d) that are in expert order: counts (E) or offsets (E+1) or both,
+/// int32 or int64, as ExpertsForwardArgs says; scores (R) float32 exactly if `layer` has a score_at
+/// other than none. out (R, d), preact (R, W) and segments (3E) int32; preact is empty if
+/// `inference`. dx_out is backward's, as the main_grads are. On the CPU bad counts are refused.
+std::tuple<Tensor, Tensor, Tensor> grouped_forward(
+    Tensor rows, OptionalTensor counts, OptionalTensor offsets, OptionalTensor scores, Tensor w1,
+    OptionalTensor b1, Tensor w2, OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad,
+    OptionalTensor w2_main_grad, OptionalTensor w1_up, OptionalTensor b1_up,
+    OptionalTensor w1_up_main_grad, OptionalTensor dx_out);
+
+/// The same into `out` (R, d), which starts at a multiple of 16 bytes: preact and segments.
+std::tuple<Tensor, Tensor> grouped_forward_out(
+    Tensor out, Tensor rows, OptionalTensor counts, OptionalTensor offsets, OptionalTensor scores,
+    Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2, std::string layer,
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor w1_up,
+    OptionalTensor b1_up, OptionalTensor w1_up_main_grad, OptionalTensor dx_out);
+
+/// dx, dscores (R) float32, empty without scores, and the gradients of weights and biases as above.
+/// With dx_out (R, d) at a multiple of 16 bytes dx is written there and comes back empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> grouped_backward(
+    Tensor dout, Tensor rows, OptionalTensor scores, Tensor w1, Tensor w2, OptionalTensor b2,
+    Tensor preact, Tensor segments, std::string layer, OptionalTensor w1_main_grad,
+    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
+    bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+    OptionalTensor dx_out);
+
 /// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
 Tensor aux_loss(Tensor logits, Tensor counts);
 /// dlogits (T, E) from the loss's gradient () float32.

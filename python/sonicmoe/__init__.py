@@ -2,7 +2,12 @@
 
 from . import enums, functional
 from .enums import ActivationType, KernelBackendMoE, is_glu
-from .functional import count_cumsum, moe_general_routing_inputs, moe_TC_softmax_topk_layer
+from .functional import (
+    count_cumsum,
+    grouped_experts,
+    moe_general_routing_inputs,
+    moe_TC_softmax_topk_layer,
+)
 from .moe import MoE
 
 __version__ = "0.1.0"
@@ -14,6 +19,7 @@ __all__ = [
     "count_cumsum",
     "enums",
     "functional",
+    "grouped_experts",
     "is_glu",
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",

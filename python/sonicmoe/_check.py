@@ -26,18 +26,20 @@ def supported(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
 
 
-def alike(x: torch.Tensor, **others: torch.Tensor | None) -> None:
+def alike(x: torch.Tensor, name_of_x: str = "x", **others: torch.Tensor | None) -> None:
     """One floating type, one device."""
     dtype, device = x.dtype, x.device
-    supported("x", dtype)
+    supported(name_of_x, dtype)
     if device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"x: got a tensor on {device}, allowed: cpu, cuda")
+        raise ValueError(f"{name_of_x}: got a tensor on {device}, allowed: cpu, cuda")
     for name, tensor in others.items():
         if tensor is None:
             continue
         if tensor.dtype != dtype:
-            raise TypeError(f"{name}: got {tensor.dtype}, allowed: {dtype}, the dtype of x")
-        on_device(name, tensor, device)
+            raise TypeError(
+                f"{name}: got {tensor.dtype}, allowed: {dtype}, the dtype of {name_of_x}"
+            )
+        on_device(name, tensor, device, name_of_x)
 
 
 def main_grad(name: str, value: torch.Tensor | None, weight: torch.Tensor) -> None:
@@ -69,9 +71,63 @@ def main_grads(*named: tuple[str, torch.Tensor | None, torch.Tensor | None]) -> 
             )
 
 
-def on_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+def on_device(
+    name: str, tensor: torch.Tensor, device: torch.device, name_of_x: str = "x"
+) -> None:
     if tensor.device != device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, allowed: {device}, where x is")
+        raise ValueError(
+            f"{name}: got a tensor on {tensor.device}, allowed: {device}, where {name_of_x} is"
+        )
+
+
+def memory(name: str, value: torch.Tensor | None, rows: torch.Tensor) -> None:
+    """Memory of the caller's for a result like `rows`, or None."""
+    if value is None:
+        return
+    tensors(**{name: value})
+    if value.dtype != rows.dtype:
+        raise TypeError(f"{name}: got {value.dtype}, allowed: {rows.dtype}, the result's dtype")
+    on_device(name, value, rows.device, "rows")
+    if value.shape != rows.shape:
+        raise ValueError(
+            f"{name}: got shape {tuple(value.shape)}, allowed: (R, H) = {tuple(rows.shape)}"
+        )
+    if not value.is_contiguous():
+        raise ValueError(f"{name}: got strides {value.stride()}, allowed: a contiguous (R, H)")
+    if value.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires grad, allowed: one that does not")
+
+
+def segments(
+    counts: torch.Tensor | None, offsets: torch.Tensor | None, device: torch.device
+) -> None:
+    """Which rows each expert owns: at least one of the two, on the rows' device."""
+    if counts is None and offsets is None:
+        raise ValueError("counts: got None, allowed: a tensor, or None with offsets")
+    for name, tensor in (("counts", counts), ("offsets", offsets)):
+        if tensor is not None:
+            ids(name, tensor)
+            on_device(name, tensor, device, "rows")
+
+
+#: Where the rows' scores may enter, by the library's names.
+SCORES_AT = ("before_down", "after_down")
+
+
+def score_at(name: str, value: str) -> None:
+    if value not in SCORES_AT:
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name}: got {value!r}, allowed: {', '.join(map(repr, SCORES_AT))}")
+
+
+def expected_rows(name: str, value: int | None) -> int:
+    """The library's number: 0 for None."""
+    if value is None:
+        return 0
+    integer(name, value)
+    if not 0 <= value < 2**31:
+        raise ValueError(f"{name}: got {value}, allowed: 0 to {2**31 - 1}")
+    return int(value)
 
 
 def ids(name: str, tensor: torch.Tensor) -> None:
@@ -215,17 +271,22 @@ def _separate(layout: str | None, concat_layout: bool, activation: ActivationTyp
     return "separate"
 
 
-def width(name: str, tensor: torch.Tensor) -> int:
-    """H of a tensor (T, H)."""
+def width(name: str, tensor: torch.Tensor, shape: str = "(T, H)") -> int:
+    """H of a tensor (T, H) or (R, H)."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
     if tensor.dim() != 2:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: (T, H)")
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {shape}")
     return tensor.size(1)
 
 
 def expert_weights(
-    name: str, weights: torch.Tensor | None, rows: str, columns: str, hidden: int
+    name: str,
+    weights: torch.Tensor | None,
+    rows: str,
+    columns: str,
+    hidden: int,
+    name_of_x: str = "x",
 ) -> torch.Tensor | None:
     """The weights as they are stored: a contiguous (E, rows, columns), without a copy.
 
@@ -247,5 +308,5 @@ def expert_weights(
     raise ValueError(
         f"{name}: got shape {tuple(weights.shape)} with strides {weights.stride()}, allowed: a "
         f"contiguous (E, {rows}, {columns}), or its view ({rows}, {columns}, E) by "
-        f".permute(1, 2, 0), where H is {hidden}, the width of x"
+        f".permute(1, 2, 0), where H is {hidden}, the width of {name_of_x}"
     )

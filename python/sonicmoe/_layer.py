@@ -133,6 +133,74 @@ def routed_layer(
     return o, counts
 
 
+def grouped_experts(
+    rows: torch.Tensor,
+    counts: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    activation: ActivationType,
+    layout: str,
+    score_at: str,
+    zero_tail: bool,
+    expected_rows: int,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    dx_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y (R, d) of rows (R, d) in expert order."""
+    _ops.require()
+    _check.tensors(rows=rows, w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
+    _check.segments(counts, offsets, rows.device)
+    if scores is not None:
+        _check.scores("scores", scores)
+        _check.on_device("scores", scores, rows.device, "rows")
+    rows, w1, b1, w2, b2, w1_up, b1_up = autocast(rows, w1, b1, w2, b2, w1_up, b1_up)
+    _check.alike(rows, "rows", w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
+    _check.memory("out", out, rows)
+    _check.memory("dx_out", dx_out, rows)
+    inference = _keeps_nothing(False, rows, scores, w1, b1, w2, b2, w1_up, b1_up)
+    if inference:
+        w1_main_grad = w2_main_grad = w1_up_main_grad = dx_out = None
+    _check.main_grads(
+        ("w1", w1, w1_main_grad), ("w1_up", w1_up, w1_up_main_grad), ("w2", w2, w2_main_grad)
+    )
+    layer = _ops.layer_text(
+        **_expert_options(activation, layout, inference),
+        score_at="none" if scores is None else score_at,
+        zero_tail=zero_tail,
+        expected_rows=expected_rows,
+    )
+    if counts is not None and offsets is not None and counts.dtype != offsets.dtype:
+        counts, offsets = counts.long(), offsets.long()
+    with torch.set_grad_enabled(not inference):
+        return _ops.grouped_forward(
+            rows.contiguous(),
+            None if counts is None else counts.contiguous(),
+            None if offsets is None else offsets.contiguous(),
+            None if scores is None else scores.float().contiguous(),
+            w1,
+            b1,
+            w2,
+            b2,
+            layer,
+            w1_main_grad,
+            w2_main_grad,
+            w1_up,
+            b1_up,
+            w1_up_main_grad,
+            dx_out,
+            out=out,
+        )
+
+
 def token_rounding(
     logits: torch.Tensor,
     top_k: int,

@@ -4,11 +4,11 @@ The operators themselves, `torch.ops.sonicmoe.*`, are described in `csrc/operato
 """
 
 import functools
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from . import _autograd
 
 _LIBRARY = Path(__file__).parent / "lib" / "libsonicmoe_torch.so"
 
@@ -151,6 +151,35 @@ def _routed_backward_fake(
     return _wanted_fake(wants_dx, x), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
 
 
+def _grouped_forward_out_fake(
+    out, rows, counts, offsets, scores, w1, b1, w2, b2, layer, w1_main_grad=None,
+    w2_main_grad=None, w1_up=None, b1_up=None, w1_up_main_grad=None, dx_out=None,
+):  # fmt: skip
+    inference = _options(layer).get("inference") == "true"
+    return (
+        _empty(rows, 0 if inference else rows.shape[0], _preact_width(w1, w1_up)),
+        _empty(rows, 3 * w2.shape[0], dtype=torch.int32),
+    )
+
+
+def _grouped_forward_fake(rows, *others, **named):
+    out = _empty(rows, *rows.shape)
+    return out, *_grouped_forward_out_fake(out, rows, *others, **named)
+
+
+def _grouped_backward_fake(
+    dout, rows, scores, w1, w2, b2, preact, segments, layer, w1_main_grad=None, w2_main_grad=None,
+    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
+    w1_up_main_grad=None, wants_dw1_up=True, dx_out=None,
+):  # fmt: skip
+    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
+    gradients = _weight_gradients_fake(
+        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+    )
+    dscores = _empty(rows, 0 if scores is None else rows.shape[0], dtype=torch.float32)
+    return _wanted_fake(wants_dx and dx_out is None, rows), dscores, *gradients
+
+
 def _aux_loss_fake(logits, counts):
     return _empty(logits, dtype=torch.float32)
 
@@ -191,79 +220,7 @@ def _token_rounding_backward_fake(dscores, logits, token_ids, expert_ids, layer)
 
 
 # Derivatives. Only x, H and the routing block are kept besides the parameters, and the logits where
-# a gradient needs the probabilities of all experts. What the weights' gradients are added to is
-# passed on as it is: another backward may add to it in between, which is no mistake.
-
-
-def _keep_optional(ctx, inputs, indices):
-    """Which inputs' gradients backward can do without: their indices, and those that autograd
-    gives them, which counts tensors only. None for an input that is not there."""
-    tensors = [isinstance(value, torch.Tensor) for value in inputs]
-    places = list(itertools.accumulate(tensors, initial=0))
-    ctx.optional = [(i, places[i]) if tensors[i] else None for i in indices]
-
-
-def _wants(ctx):
-    """For each of those, whether this backward is asked for its gradient."""
-    if torch.compiler.is_compiling():
-        return [pair is not None and ctx.needs_input_grad[pair[0]] for pair in ctx.optional]
-    return [pair is not None and _reaches(ctx, pair[1]) for pair in ctx.optional]
-
-
-def _reaches(ctx, index):
-    """Whether this backward goes on to what made the tensor input `index`: not where only other
-    gradients were asked for (`autograd.grad`, `backward(inputs=...)`)."""
-    node = ctx.next_functions[index][0]
-    try:
-        return node is not None and _will_execute(node)
-    except RuntimeError:  # a leaf whose gradient autograd.grad was asked for; or nobody can tell
-        return True
-
-
-def _returned(ctx, wants, has_bias, dw1, db1, dw2, db2, dw1_up, db1_up):
-    """Gradients for autograd of w1, b1, w2, b2 and, behind three others, of w1_up and b1_up. Where
-    those of the weights were added to main_grads, it hears of that; tracing finds out from the
-    schema."""
-    wanted = wants[-3:]
-    if any(t is not None for t in ctx.main_grads):
-        written = [t for t, wants_it in zip(ctx.main_grads, wanted, strict=True) if wants_it]
-        if written and not torch.compiler.is_compiling():
-            torch.autograd.graph.increment_version(written)
-        wanted = False, False, False
-    return (
-        dw1 if wanted[0] else None,
-        db1 if has_bias else None,
-        dw2 if wanted[1] else None,
-        db2 if has_bias else None,
-        None,
-        None,
-        None,
-        dw1_up if wanted[2] else None,
-        db1_up if has_bias and ctx.optional[-1] is not None else None,
-    )
-
-
-def _gradients(ctx, *gradients):
-    """Of the forward's inputs: those of the first ones, and None of the others."""
-    return *gradients, *[None] * (ctx.inputs - len(gradients))
-
-
-# Missing in a torch that we do not know: then every backward reaches everything ...
-_will_execute = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
-
-# ... and may be followed by another.
-_keeps_graph = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
-)
-
-
-def _place_of_dpreact(ctx, preact):
-    """H itself where nobody reads it after this backward: dH takes its place, in eager calls whose
-    graph is not kept (retain_graph). None: dH is one more tensor of that size, for a while."""
-    if torch.compiler.is_compiling() or not getattr(ctx, "owns_preact", False) or _keeps_graph():
-        return None
-    torch.autograd.graph.increment_version(preact)
-    return preact
+# a gradient needs the probabilities of all experts.
 
 
 def _save_for_layer_backward(ctx, inputs, output):
@@ -275,16 +232,16 @@ def _save_for_layer_backward(ctx, inputs, output):
     ctx.save_for_backward(x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up)
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
-    _keep_optional(ctx, inputs, (0, 1, 2, 4, 9))
+    _autograd.keep_optional(ctx, inputs, (0, 1, 2, 4, 9))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
 
 def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     if dout is None and dlogits is None:
-        return _gradients(ctx)
+        return _autograd.padded(ctx)
     x, router_w, w1, w2, b2, logits, preact, routing, w1_up = ctx.saved_tensors
-    wants = _wants(ctx)
+    wants = _autograd.asked_for(ctx)
     dx, drouter_w, *of_experts = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
@@ -298,14 +255,15 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         routing,
         ctx.layer,
         *ctx.main_grads[:2],
-        _place_of_dpreact(ctx, preact),
+        _autograd.place_of_dpreact(ctx, preact),
         *wants[:-1],
         w1_up,
         ctx.main_grads[2],
         wants[-1],
     )
-    gradients = _returned(ctx, wants, b2 is not None, *of_experts)
-    return _gradients(ctx, dx if wants[0] else None, drouter_w if wants[1] else None, *gradients)
+    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
+    of_inputs = dx if wants[0] else None, drouter_w if wants[1] else None
+    return _autograd.padded(ctx, *of_inputs, *gradients)
 
 
 def _save_for_routed_backward(ctx, inputs, output):
@@ -314,16 +272,16 @@ def _save_for_routed_backward(ctx, inputs, output):
     ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up)
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
-    _keep_optional(ctx, inputs, (0, 4, 6, 11))
+    _autograd.keep_optional(ctx, inputs, (0, 4, 6, 11))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
 
 def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
-        return _gradients(ctx)
+        return _autograd.padded(ctx)
     x, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
-    wants = _wants(ctx)
+    wants = _autograd.asked_for(ctx)
     dx, dscores, *of_experts = torch.ops.sonicmoe.routed_backward(
         dout.contiguous(),
         x,
@@ -334,14 +292,94 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
         routing,
         ctx.layer,
         *ctx.main_grads[:2],
-        _place_of_dpreact(ctx, preact),
+        _autograd.place_of_dpreact(ctx, preact),
         *wants[:-1],
         w1_up,
         ctx.main_grads[2],
         wants[-1],
     )
-    gradients = _returned(ctx, wants, b2 is not None, *of_experts)
-    return _gradients(ctx, dx if wants[0] else None, dscores, None, None, *gradients)
+    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
+    return _autograd.padded(ctx, dx if wants[0] else None, dscores, None, None, *gradients)
+
+
+def _save_for_grouped_backward(ctx, inputs, output):
+    rows, _, _, scores, w1, _, w2, b2, layer, *others = inputs
+    w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad, ctx.dx_out, *out = others
+    _, preact, segments = output
+    ctx.save_for_backward(rows, scores, w1, w2, b2, preact, segments, w1_up)
+    ctx.layer, ctx.inputs = layer, len(inputs)
+    ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
+    _autograd.keep_optional(ctx, inputs, (0, 4, 6, 11))
+    ctx.mark_dirty(*out)
+    ctx.mark_non_differentiable(preact, segments)
+    ctx.set_materialize_grads(False)
+
+
+def _grouped_backward(ctx, dout, dpreact, dsegments):
+    if dout is None:
+        return _autograd.padded(ctx)
+    rows, scores, w1, w2, b2, preact, segments, w1_up = ctx.saved_tensors
+    wants = _autograd.asked_for(ctx)
+    dx_out = ctx.dx_out if wants[0] else None
+    dx, dscores, *of_experts = torch.ops.sonicmoe.grouped_backward(
+        dout.contiguous(),
+        rows,
+        scores,
+        w1,
+        w2,
+        b2,
+        preact,
+        segments,
+        ctx.layer,
+        *ctx.main_grads[:2],
+        _autograd.place_of_dpreact(ctx, preact),
+        *wants[:-1],
+        w1_up,
+        ctx.main_grads[2],
+        wants[-1],
+        dx_out,
+    )
+    if dx_out is not None:
+        dx = dx_out
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(dx_out)
+    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
+    return _autograd.padded(
+        ctx,
+        dx if wants[0] else None,
+        None,
+        None,
+        None if scores is None else dscores,
+        *gradients,
+    )
+
+
+def _forward_into(*inputs):
+    """The last input is the output's memory."""
+    *others, out = inputs
+    return out, *torch.ops.sonicmoe.grouped_forward_out(out, *others)
+
+
+def grouped_forward(*inputs, out=None):
+    """The operator's output, in the memory of `out` if that is given. Compiled calls copy it there:
+    tracing loses the history of a result that is a view of an input.
+
+    `out` itself gets no history. Memory that serves every step would keep the graphs of all.
+    """
+    if out is None or torch.compiler.is_compiling():
+        result = _grouped_forward(*inputs)[0]
+        if out is not None:
+            with torch.no_grad():
+                out.copy_(result)
+        return result
+    result = out.detach()
+    if torch.is_grad_enabled():
+        return _GroupedForwardInto.apply(*inputs, result)[0]
+    with torch._C._AutoDispatchBelowAutograd():
+        _forward_into(*inputs, result)
+    if not result.is_inference():
+        torch.autograd.graph.increment_version(result)
+    return result
 
 
 def _save_for_aux_loss_backward(ctx, inputs, output):
@@ -363,49 +401,11 @@ def _save_for_token_rounding_backward(ctx, inputs, output):
 
 def _token_rounding_backward(ctx, dscores, *dlists):
     if dscores is None:
-        return _gradients(ctx)
+        return _autograd.padded(ctx)
     dlogits = torch.ops.sonicmoe.token_rounding_backward(
         dscores.contiguous(), *ctx.saved_tensors, ctx.layer
     )
-    return _gradients(ctx, dlogits)
-
-
-def _differentiable(name: str, save: Callable, backward: Callable) -> Callable:
-    """The operator with its derivative; a derivative of that is refused.
-
-    Tracing sees the registered derivative. Eager calls take the same functions through an
-    autograd.Function of our own, which costs about half the host time.
-    """
-    operator = getattr(torch.ops.sonicmoe, name).default
-
-    def backward_once(ctx, *gradients):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"sonicmoe::{name} has no second derivative: got create_graph=True, allowed: False"
-            )
-        return backward(ctx, *gradients)
-
-    torch.library.register_autograd(operator, backward_once, setup_context=save)
-
-    def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            output = operator(*inputs)
-        save(ctx, inputs, output)
-        ctx.owns_preact = True  # no caller of ours hands it out
-        return output
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
-    function = type(name, (torch.autograd.Function,), members)
-
-    def call(*inputs):
-        if torch.compiler.is_compiling():
-            return operator(*inputs)
-        if torch.is_grad_enabled():
-            return function.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():  # nothing to save
-            return operator(*inputs)
-
-    return call
+    return _autograd.padded(ctx, dlogits)
 
 
 if AVAILABLE:
@@ -415,6 +415,9 @@ if AVAILABLE:
         ("layer_backward", _layer_backward_fake),
         ("routed_forward", _routed_forward_fake),
         ("routed_backward", _routed_backward_fake),
+        ("grouped_forward", _grouped_forward_fake),
+        ("grouped_forward_out", _grouped_forward_out_fake),
+        ("grouped_backward", _grouped_backward_fake),
         ("aux_loss", _aux_loss_fake),
         ("aux_loss_backward", _aux_loss_backward_fake),
         ("top_k", _top_k_fake),
@@ -423,9 +426,21 @@ if AVAILABLE:
         ("token_rounding_backward", _token_rounding_backward_fake),
     ):
         torch.library.register_fake(f"sonicmoe::{_name}", _fake)
-    layer_forward = _differentiable("layer_forward", _save_for_layer_backward, _layer_backward)
-    routed_forward = _differentiable("routed_forward", _save_for_routed_backward, _routed_backward)
-    token_rounding = _differentiable(
+    layer_forward = _autograd.differentiable(
+        "layer_forward", _save_for_layer_backward, _layer_backward
+    )
+    routed_forward = _autograd.differentiable(
+        "routed_forward", _save_for_routed_backward, _routed_backward
+    )
+    _grouped_forward = _autograd.differentiable(
+        "grouped_forward", _save_for_grouped_backward, _grouped_backward
+    )
+    _GroupedForwardInto = _autograd.function(
+        "grouped_forward_out", _forward_into, _save_for_grouped_backward, _grouped_backward
+    )
+    token_rounding = _autograd.differentiable(
         "token_rounding", _save_for_token_rounding_backward, _token_rounding_backward
     )
-    aux_loss = _differentiable("aux_loss", _save_for_aux_loss_backward, _aux_loss_backward)
+    aux_loss = _autograd.differentiable(
+        "aux_loss", _save_for_aux_loss_backward, _aux_loss_backward
+    )

@@ -1,6 +1,7 @@
-"""The functional interface, call-compatible with the original SonicMoE.
+"""The functional interface, call-compatible with the original SonicMoE; and the experts alone.
 
-Symbols: T tokens, H hidden size, I intermediate size, E experts, K experts a token, L list length.
+Symbols: T tokens, H hidden size, I intermediate size, E experts, K experts a token, L list length,
+R rows.
 
 Weights come as frameworks store them: contiguous w1 (E, 2I, H) and w2 (E, H, I), or (E, I, H) for
 an activation without a gate; biases b1 (E, 2I or I) and b2 (E, H). Each weight may also be the view
@@ -33,17 +34,21 @@ def _stored(
     w2_main_grad: torch.Tensor | None,
     w1_up: torch.Tensor | None,
     w1_up_main_grad: torch.Tensor | None,
+    name: str = "x",
+    shape: str = "(T, H)",
 ) -> tuple[torch.Tensor | None, ...]:
-    """Weights and main_grads as they are stored, (E, out, in), in the order of the arguments."""
-    hidden = _check.width("x", x)
-    rows = "2I" if layout != "separate" and is_glu(activation) else "I"
+    """Weights and main_grads as they are stored, (E, out, in), in the order of the arguments.
+    `name` and `shape` are those of x."""
+    hidden = _check.width(name, x, shape)
+    w1_form = "2I" if layout != "separate" and is_glu(activation) else "I", "H", hidden, name
+    w2_form = "H", "I", hidden, name
     return (
-        _check.expert_weights("w1", w1, rows, "H", hidden),
-        _check.expert_weights("w2", w2, "H", "I", hidden),
-        _check.expert_weights("w1_main_grad", w1_main_grad, rows, "H", hidden),
-        _check.expert_weights("w2_main_grad", w2_main_grad, "H", "I", hidden),
-        _check.expert_weights("w1_up", w1_up, rows, "H", hidden),
-        _check.expert_weights("w1_up_main_grad", w1_up_main_grad, rows, "H", hidden),
+        _check.expert_weights("w1", w1, *w1_form),
+        _check.expert_weights("w2", w2, *w2_form),
+        _check.expert_weights("w1_main_grad", w1_main_grad, *w1_form),
+        _check.expert_weights("w2_main_grad", w2_main_grad, *w2_form),
+        _check.expert_weights("w1_up", w1_up, *w1_form),
+        _check.expert_weights("w1_up_main_grad", w1_up_main_grad, *w1_form),
     )
 
 
@@ -164,6 +169,85 @@ def moe_general_routing_inputs(
         w1_up,
         b1_up,
         w1_up_main_grad,
+    )
+
+
+def grouped_experts(
+    rows: torch.Tensor,
+    counts: torch.Tensor | None,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    scores: torch.Tensor | None = None,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    offsets: torch.Tensor | None = None,
+    activation: ActivationType | str = ActivationType.SWIGLU,
+    layout: str | None = None,
+    score_at: str = "after_down",
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    dx_out: torch.Tensor | None = None,
+    zero_tail: bool = True,
+    rows_hint: int | None = None,
+) -> torch.Tensor:
+    """The experts alone, on rows (R, H) that a dispatcher has put in expert order: output (R, H).
+
+    `counts` (E) and `offsets` (E+1), int32 or int64 on the rows' device, say which rows an expert
+    owns. Counts alone: rows follow each other from row 0 on. Offsets alone: expert e owns rows
+    offsets[e] to offsets[e+1]-1. Both: counts[e] rows from offsets[e] on, so that segments may be
+    padded. Segments that overlap an earlier one, or reach past R, raise ValueError on the CPU; on
+    CUDA they lose those rows. Nothing waits for the device, and a CUDA graph may capture the call.
+
+    Rows that no expert owns are never read. With `zero_tail` their output and gradients are zero,
+    otherwise that memory is left as it was. An idle expert's gradients are zero.
+
+    `scores` (R), of any float dtype, are raised to fp32; their gradient comes back in their dtype.
+    s multiplies the activation, (s A) W2^T + b2, with `score_at="before_down"`, and the output,
+    s (A W2^T + b2), with "after_down".
+
+    Weights, biases, layouts and `main_grad` tensors as above; w1 has 2I rows with a gate, else I.
+
+    `out` (R, H): the result is written there, and a view of it with the result's history returned.
+    `dx_out` (R, H): backward writes the gradient of rows there and returns that tensor. Both are
+    contiguous, of the result's dtype, and share no memory with other arguments. `rows_hint`: the
+    number of rows to expect where R is a worst case; it guides the choice of tiles.
+    """
+    kind = _check.activation("activation", activation)
+    w1_layout = _check.w1_layout(
+        layout, False, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
+    )
+    w1, w2, *others = _stored(
+        rows, kind, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad,
+        "rows", "(R, H)",
+    )  # fmt: skip
+    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
+    _check.score_at("score_at", score_at)
+    return _layer.grouped_experts(
+        rows,
+        counts,
+        offsets,
+        scores,
+        w1,
+        b1,
+        w2,
+        b2,
+        kind,
+        w1_layout,
+        score_at,
+        bool(zero_tail),
+        _check.expected_rows("rows_hint", rows_hint),
+        w1_main_grad,
+        w2_main_grad,
+        w1_up,
+        b1_up,
+        w1_up_main_grad,
+        out,
+        dx_out,
     )
 
 

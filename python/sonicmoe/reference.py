@@ -13,7 +13,14 @@ from ._autocast import autocast
 from .enums import ActivationType, is_glu, parse_activation
 from .reference_routing import route, token_rounding, wide_type
 
-__all__ = ["route", "routed_layer", "switch_loss", "token_rounding", "topk_layer"]
+__all__ = [
+    "grouped_experts",
+    "route",
+    "routed_layer",
+    "switch_loss",
+    "token_rounding",
+    "topk_layer",
+]
 
 
 def _sigmoid_times(g: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -159,6 +166,60 @@ def routed_layer(
         return _experts(
             x, token_ids, expert_ids, scores, w1, b1, w2, b2, activation, layout, w1_up, b1_up
         )
+
+
+def _segments(counts, offsets):
+    """First row and number of rows of each expert."""
+    if offsets is None:
+        begins = counts.cumsum(0) - counts
+    else:
+        begins = offsets[:-1]
+        counts = offsets.diff() if counts is None else counts
+    return list(zip(begins.tolist(), counts.tolist(), strict=True))
+
+
+def grouped_experts(
+    rows: torch.Tensor,
+    counts: torch.Tensor | None,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    scores: torch.Tensor | None = None,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    offsets: torch.Tensor | None = None,
+    activation: ActivationType = ActivationType.SWIGLU,
+    layout: str = "interleaved",
+    score_at: str = "after_down",
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y (R, d) of rows (R, d) in expert order; zeros where no expert owns a row.
+
+    Products by W2, biases and scores are in the wide type: y is rounded once.
+    """
+    rows, w1, b1, w2, b2, w1_up, b1_up = autocast(rows, w1, b1, w2, b2, w1_up, b1_up)
+    layout = _check.w1_layout(layout, False, activation, w1_up, b1_up=b1_up)
+    if layout == "separate":
+        w1 = torch.cat([w1, w1_up], dim=1)
+        b1 = None if b1 is None else torch.cat([b1, b1_up], dim=1)
+    wide = wide_type(rows.dtype)
+    pieces, end = [], 0
+    for e, (begin, count) in enumerate(_segments(counts, offsets)):
+        pieces.append(rows.new_zeros(begin - end, rows.shape[1]))
+        end = begin + count
+        h = F.linear(rows[begin:end], w1[e], None if b1 is None else b1[e])
+        y = F.linear(_activate(h, activation, layout).to(wide), w2[e].to(wide))
+        s = None if scores is None else scores[begin:end].to(wide).unsqueeze(-1)
+        if s is not None and score_at == "before_down":
+            y = y * s
+        if b2 is not None:
+            y = y + b2[e].to(wide)
+        if s is not None and score_at == "after_down":
+            y = y * s
+        pieces.append(y.to(rows.dtype))
+    pieces.append(rows.new_zeros(rows.shape[0] - end, rows.shape[1]))
+    return torch.cat(pieces)
 
 
 def switch_loss(logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

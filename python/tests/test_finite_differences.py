@@ -86,3 +86,37 @@ def test_list_scores():
         lambda s: (forward(s).double() * weight).sum().item(), scores.detach(), scores.grad, scale
     )
     assert limit < 0.05 * derivative
+
+
+@pytest.mark.parametrize("score_at", ["before_down", "after_down"])
+@pytest.mark.parametrize("activation", SMOOTH)
+def test_grouped_experts(activation, score_at):
+    layer = make_layer(activation, bias=True, tokens=24)
+    counts, offsets = torch.tensor([5, 0, 7, 1, 4, 2]), torch.tensor([0, 5, 6, 13, 15, 20, 24])
+    weight = torch.randn(24, 24, dtype=torch.double)
+
+    def forward(leaves):
+        return functional.grouped_experts(
+            leaves["x"], counts, leaves["w1"], leaves["w2"], leaves["scores"], leaves["b1"],
+            leaves["b2"], offsets=offsets, activation=activation, score_at=score_at,
+        )  # fmt: skip
+
+    leaves = layer.leaves() | {"scores": torch.rand(24, requires_grad=True)}
+    del leaves["router_w"]
+    o = forward(leaves)
+    o.backward(weight.float())
+    scale = (o * weight).abs().sum().item()
+    limits, derivatives = [], []
+    for name, leaf in leaves.items():
+        for _ in range(3):
+            limit, derivative = check_directional(
+                lambda value, name=name: (
+                    (forward(leaves | {name: value}).double() * weight).sum().item()
+                ),
+                leaf.detach(),
+                leaf.grad,
+                scale,
+            )
+            limits.append(limit)
+            derivatives.append(derivative)
+    assert sum(limits) < 0.05 * sum(derivatives)

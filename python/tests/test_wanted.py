@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sonicmoe import ActivationType, MoE, functional
 
 K = 2
-# The inputs of the layer, and of lists, whose gradients can be left out.
+# The inputs of the layer, of lists, and of the experts alone, whose gradients can be left out.
 OPTIONAL = {
     "layer": ("x", "router_w", "w1", "w2"),
     "lists": ("x", "w1", "w2"),
     "layer_separate": ("x", "router_w", "w1", "w2", "w1_up"),
     "lists_separate": ("x", "w1", "w2", "w1_up"),
+    "grouped": ("x", "w1", "w2"),
+    "grouped_separate": ("x", "w1", "w2", "w1_up"),
 }
 
 
@@ -24,7 +26,7 @@ class Backwards(TorchDispatchMode):
     """What the backward operators were asked for, by the arguments that say so."""
 
     supports_higher_order_operators = True  # compiled graphs call ours through one
-    names = ("sonicmoe::layer_backward", "sonicmoe::routed_backward")
+    names = tuple(f"sonicmoe::{kind}_backward" for kind in ("layer", "routed", "grouped"))
 
     def __init__(self):
         super().__init__()
@@ -42,12 +44,16 @@ class Backwards(TorchDispatchMode):
 
 
 def call(kind, leaves, ids):
-    """The loss of a layer; `lists`: of one whose scores need gradients too."""
+    """The loss of a layer; `lists`, `grouped`: of one whose scores need gradients too."""
     x, router_w, w1, b1, w2, b2 = map(leaves.get, ("x", "router_w", "w1", "b1", "w2", "b2"))
     args = permuted(w1), b1, permuted(w2), b2
     up = {name: leaves[name] for name in ("w1_up", "b1_up") if name in leaves}
     if kind.startswith("lists"):
         o = functional.moe_general_routing_inputs(x, leaves["scores"], *ids, *args, **up)[0]
+    elif kind.startswith("grouped"):
+        w1, b1, w2, b2 = args
+        counts = torch.tensor([9, 0, 20, 1, 13, 2])
+        o = functional.grouped_experts(x, counts, w1, w2, leaves["scores"], b1, b2, **up)
     else:
         o, logits, _ = functional.moe_TC_softmax_topk_layer(x, router_w, *args, K, **up)
         o = torch.cat([o, logits], 1)
@@ -57,9 +63,10 @@ def call(kind, leaves, ids):
 def inputs(kind, bias, dtype):
     layer = make_layer(bias=bias, dtype=dtype, separate=kind.endswith("separate"))
     leaves = layer.leaves()
-    if kind.startswith("lists"):
+    if not kind.startswith("layer"):
         del leaves["router_w"]
-        leaves["scores"] = torch.rand(70, requires_grad=True)
+        length = 70 if kind.startswith("lists") else 48
+        leaves["scores"] = torch.rand(length, requires_grad=True)
     return leaves, (torch.randint(0, 48, (70,)), torch.randint(0, 6, (70,)))
 
 

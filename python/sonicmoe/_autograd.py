@@ -1,0 +1,128 @@
+"""What the derivatives of the operators share.
+
+What the weights' gradients are added to is passed on as it is: another backward may add to it in
+between, which is no mistake.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+
+def keep_optional(ctx, inputs, indices):
+    """Which inputs' gradients backward can do without: their indices, and those that autograd
+    gives them, which counts tensors only. None for an input that is not there."""
+    tensors = [isinstance(value, torch.Tensor) for value in inputs]
+    places = list(itertools.accumulate(tensors, initial=0))
+    ctx.optional = [(i, places[i]) if tensors[i] else None for i in indices]
+
+
+def asked_for(ctx):
+    """For each of those, whether this backward is asked for its gradient."""
+    if torch.compiler.is_compiling():
+        return [pair is not None and ctx.needs_input_grad[pair[0]] for pair in ctx.optional]
+    return [pair is not None and _reaches(ctx, pair[1]) for pair in ctx.optional]
+
+
+def _reaches(ctx, index):
+    """Whether this backward goes on to what made the tensor input `index`: not where only other
+    gradients were asked for (`autograd.grad`, `backward(inputs=...)`)."""
+    node = ctx.next_functions[index][0]
+    try:
+        return node is not None and _will_execute(node)
+    except RuntimeError:  # a leaf whose gradient autograd.grad was asked for; or nobody can tell
+        return True
+
+
+def returned(ctx, wants, has_bias, dw1, db1, dw2, db2, dw1_up, db1_up):
+    """Gradients for autograd of w1, b1, w2, b2 and, behind three others, of w1_up and b1_up. Where
+    those of the weights were added to main_grads, it hears of that; tracing finds out from the
+    schema."""
+    wanted = wants[-3:]
+    if any(t is not None for t in ctx.main_grads):
+        written = [t for t, wants_it in zip(ctx.main_grads, wanted, strict=True) if wants_it]
+        if written and not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(written)
+        wanted = False, False, False
+    return (
+        dw1 if wanted[0] else None,
+        db1 if has_bias else None,
+        dw2 if wanted[1] else None,
+        db2 if has_bias else None,
+        None,
+        None,
+        None,
+        dw1_up if wanted[2] else None,
+        db1_up if has_bias and ctx.optional[-1] is not None else None,
+    )
+
+
+def padded(ctx, *gradients):
+    """Of the forward's inputs: those of the first ones, and None of the others."""
+    return *gradients, *[None] * (ctx.inputs - len(gradients))
+
+
+# Missing in a torch that we do not know: then every backward reaches everything ...
+_will_execute = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
+
+# ... and may be followed by another.
+_keeps_graph = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def place_of_dpreact(ctx, preact):
+    """H itself where nobody reads it after this backward: dH takes its place, in eager calls whose
+    graph is not kept (retain_graph). None: dH is one more tensor of that size, for a while."""
+    if torch.compiler.is_compiling() or not getattr(ctx, "owns_preact", False) or _keeps_graph():
+        return None
+    torch.autograd.graph.increment_version(preact)
+    return preact
+
+
+def function(name: str, operator: Callable, save: Callable, backward: Callable) -> type:
+    """An autograd.Function of `operator`, for eager calls; a derivative of its backward is refused.
+    """
+
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = operator(*inputs)
+        save(ctx, inputs, output)
+        ctx.owns_preact = True  # no caller of ours hands it out
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(_once(name, backward))}
+    return type(name, (torch.autograd.Function,), members)
+
+
+def _once(name: str, backward: Callable) -> Callable:
+    def backward_once(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"sonicmoe::{name} has no second derivative: got create_graph=True, allowed: False"
+            )
+        return backward(ctx, *gradients)
+
+    return backward_once
+
+
+def differentiable(name: str, save: Callable, backward: Callable) -> Callable:
+    """The operator with its derivative.
+
+    Tracing sees the registered derivative. Eager calls take the same functions through an
+    autograd.Function of our own, which costs about half the host time.
+    """
+    operator = getattr(torch.ops.sonicmoe, name).default
+    torch.library.register_autograd(operator, _once(name, backward), setup_context=save)
+    eager = function(name, operator, save, backward)
+
+    def call(*inputs):
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        if torch.is_grad_enabled():
+            return eager.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():  # nothing to save
+            return operator(*inputs)
+
+    return call
