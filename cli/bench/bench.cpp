@@ -38,6 +38,7 @@ constexpr const char* kHelp =
     "With --ops 'aggregate_o.in_layer' and 'aggregate_dx.in_layer' are (on CUDA) the sums right\n"
     "behind the products before them, as in a layer, instead of right behind a flush, and\n"
     "'aggregate_o.copy' is a copy that moves as many bytes as the sum, rows and out.\n"
+    "'rows.up_proj' and the like are (on CUDA) operations of the experts alone.\n"
     "Caches are flushed before each timing. ms: median, +-: median absolute deviation;\n"
     "TFLOP/s counts the GEMMs of the experts (6Rnd forward, 12Rnd backward, R rows, which is\n"
     "TK without token rounding; 4 and 8 without a gate; the router's own for router_*); GB/s\n"
@@ -239,6 +240,7 @@ class Bench {
     if (alone_) add(alone_->groups());
     if (bound_) add(bound_->groups());
     if (operations_ && settings_.operations) add(operations_->groups());
+    if (alone_ && settings_.operations) add(alone_->operations());
     add(others_);
     if (settings_.steady_state > 0) {
       time_in_steady_state(groups, settings_.steady_state * 1e-3, settings_.device);
@@ -359,6 +361,9 @@ class Bench {
     if (alone_) add(alone_->groups(), "rows", forward, backward);
     if (operations_ && settings_.operations) {
       for (const Group& group : operations_->groups()) rows.push_back(operation_row(group));
+    }
+    if (alone_ && settings_.operations) {
+      for (const Group& group : alone_->operations()) rows.push_back({group.tasks[0]});
     }
     for (const Group& group : others_) rows.push_back({group.tasks[0]});
     return rows;

@@ -1,6 +1,5 @@
 #include "experts_alone.h"
 
-#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -44,8 +43,7 @@ ExpertsAlone::ExpertsAlone(const Settings& settings, const LayerTensors& tensors
   }
 
   const auto plan = std::make_shared<const ExpertsPlan>(std::move(made).value());
-  const auto workspace = std::make_shared<const Buffer>(
-      std::max(plan->forward_workspace_bytes(), plan->backward_workspace_bytes()), device);
+  const auto workspace = std::make_shared<const Buffer>(plan->forward_workspace_bytes(), device);
   const double flops = 2.0 * static_cast<double>(R) * static_cast<double>(desc.hidden) *
                        static_cast<double>(desc.preact_width() + desc.intermediate);
   groups_.push_back({.tasks = {{.name = "rows_forward",
@@ -57,17 +55,34 @@ ExpertsAlone::ExpertsAlone(const Settings& settings, const LayerTensors& tensors
                                 .bytes = total_bytes({&rows_, &scores_, &l_.w1, &l_.b1, &l_.w2,
                                                       &l_.b2, &out_, &preact_})}}});
   run(groups_[0].tasks[0]);
+  const auto add_operations = [&](const std::vector<const char*>& names, auto call) {
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      operations_.push_back({.tasks = {{.name = std::string("rows.") + names[i], .run = [call, i] {
+                                          return call(OperationMask{1} << i);
+                                        }}}});
+    }
+  };
+  add_operations(plan->forward_operations(),
+                 [plan, workspace, args = forward_args()](OperationMask mask) {
+                   return plan->forward(args, workspace->workspace(), {}, mask);
+                 });
   if (desc.inference) return;
+  const auto backward_workspace =
+      std::make_shared<const Buffer>(plan->backward_workspace_bytes(), device);
   groups_.push_back(
       {.tasks = {{.name = "rows_backward",
                   .run =
-                      [plan, workspace, args = backward_args()] {
-                        return plan->backward(args, workspace->workspace());
+                      [plan, backward_workspace, args = backward_args()] {
+                        return plan->backward(args, backward_workspace->workspace());
                       },
                   .flops = 2 * flops,
                   .bytes = total_bytes({&rows_, &scores_, &l_.w1, &l_.w2, &l_.b2, &dout_, &preact_,
                                         &dx_, &dscores_, &l_.dw1, &l_.db1, &l_.dw2, &l_.db2})}}});
   run(groups_[1].tasks[0]);
+  add_operations(plan->backward_operations(),
+                 [plan, backward_workspace, args = backward_args()](OperationMask mask) {
+                   return plan->backward(args, backward_workspace->workspace(), {}, mask);
+                 });
 }
 
 ExpertsForwardArgs ExpertsAlone::forward_args() const {

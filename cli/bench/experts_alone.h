@@ -13,6 +13,8 @@ class ExpertsAlone {
   ExpertsAlone(const Settings& settings, const LayerTensors& tensors);
   /// "rows_forward" and, unless for inference, "rows_backward".
   std::vector<Group>& groups() { return groups_; }
+  /// Each operation of both by itself: "rows.up_proj", ...
+  std::vector<Group>& operations() { return operations_; }
 
  private:
   ExpertsForwardArgs forward_args() const;
@@ -20,7 +22,7 @@ class ExpertsAlone {
 
   const LayerTensors& l_;
   Buffer rows_, out_, scores_, segments_, preact_, dout_, dx_, dscores_;
-  std::vector<Group> groups_;
+  std::vector<Group> groups_, operations_;
 };
 
 }  // namespace sonicmoe::cli

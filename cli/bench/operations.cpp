@@ -34,7 +34,11 @@ Operations::Operations(const Settings& settings, const LayerPlan& plan, const La
       groups_.push_back({.tasks = {task(layer_, name, {name})}});
       if (every_kernel) add_every_kernel(name);
       if (name == "aggregate_o") add_in_layer(name, {"down_proj"});
-      if (name == "aggregate_dx") add_in_layer(name, {"up_proj_dgrad", "router_wgrad"});
+      if (name == "aggregate_dx") {
+        const bool projects = settings.desc.router.projects();
+        add_in_layer(name, projects ? std::vector<std::string>{"up_proj_dgrad", "router_wgrad"}
+                                    : std::vector<std::string>{"up_proj_dgrad"});
+      }
     }
   }
 }
