@@ -20,7 +20,10 @@ struct Family {
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
       using T = decltype(type);
-      if (applies_scores(d)) return f(DownProj<T, false, true, kTileN, kSchedule, kStages>{});
+      if (applies_scores(d)) {
+        if (!d.bias) return f(DownProj<T, false, true, kTileN, kSchedule, kStages>{});
+        return f(DownProj<T, true, true, kTileN, kSchedule, kStages>{});
+      }
       if (!d.bias) return f(DownProj<T, false, false, kTileN, kSchedule, kStages>{});
       return f(DownProj<T, true, false, kTileN, kSchedule, kStages>{});
     });

@@ -13,7 +13,7 @@ struct StoreParams {
   std::int64_t expert_stride;  ///< elements; unused where the experts share one matrix by rows
   std::int64_t row_stride;     ///< elements. Not a multiple of 8: no boxes, one element at a time
   int rows, columns;           ///< of one expert's matrix (rows: unused where experts share one)
-  const void* bias;            ///< (E, columns), or null
+  const void* bias;            ///< (E, columns): with kBias
   const float* row_scores;     ///< (R): with kScores
   bool scores_bias;            ///< with kScores: the score multiplies the bias, too
   // A plain epilogue ignores these two. Without their code dW2 takes 1 to 2 % less time, so weight
@@ -111,13 +111,12 @@ struct LoadsNothing {
 };
 
 /// kBias: the accumulators start at the bias. kScores: rows are multiplied by their scores at the
-/// end, and the bias, if there is one, comes then.
+/// end, and a bias comes then. A kernel that looks for a bias there takes up to 1.5 times as long
+/// (docs/findings/contiguous-rows.md).
 template <class At, bool kBias, bool kScores = false>
 struct StoreTile : LoadsNothing {
-  static_assert(!kBias || !kScores);
-
   using Params = StoreParams;
-  static constexpr bool kAdds = kBias;
+  static constexpr bool kAdds = kBias && !kScores;
   static constexpr int kBuffers = 2;
   static constexpr int kStagingBytes = kBuffers * WarpTile::kBytes;
 
@@ -169,7 +168,7 @@ struct StoreTile : LoadsNothing {
       return bias + static_cast<std::int64_t>(tile.expert) * e.columns;
     }
     __device__ __forceinline__ void begin(float (&acc)[Traits::kM64][kCount]) {
-      if constexpr (!kBias) return;
+      if constexpr (!kAdds) return;
       const ColumnBias<T> columns{bias(), 1, e.columns};
       columns.template start<0, Traits::kTileN>(acc, tile.n_block * Traits::kTileN);
     }
@@ -223,18 +222,22 @@ struct StoreTile : LoadsNothing {
 
     /// s acc + b2, or s (acc + b2).
     __device__ __forceinline__ void apply_scores(float (&acc)[Traits::kM64][kCount]) const {
-      const T* const b2 = bias();
+      const T* const b2 = kBias ? bias() : nullptr;
       const int column =
           tile.n_block * Traits::kTileN + here(static_cast<int>(threadIdx.x)) % 4 * 2;
       static_for<kCount / 4>([&](auto index) {
         constexpr int j = decltype(index)::value;
-        const bool inside = b2 != nullptr && column + j * 8 < e.columns;
+        float b[2] = {};
+        if (kBias && column + j * 8 < e.columns) {
+          b[0] = static_cast<float>(b2[column + j * 8]);
+          b[1] = static_cast<float>(b2[column + j * 8 + 1]);
+        }
 #pragma unroll
         for (int i = 0; i < 4 * Traits::kM64; ++i) {
-          const float b = inside ? static_cast<float>(b2[column + j * 8 + i % 2]) : 0.0f;
           const float s = scores[i / 4][i / 2 % 2];
           float* const a = &acc[i / 4][4 * j + i % 4];
-          *a = e.scores_bias ? s * (*a + b) : s * *a + b;
+          *a *= s;
+          if (kBias) *a += e.scores_bias ? s * b[i % 2] : b[i % 2];
         }
       });
     }
