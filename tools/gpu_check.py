@@ -51,12 +51,14 @@ NOT_ON_GPU = ("src/cpu/", "cli/tests/")
 GPU_PYTHON_TESTS = (
     "python/tests/test_cuda.py",
     "python/tests/test_cuda_error.py",
+    "python/tests/test_cuda_experts.py",
     "python/tests/test_cuda_grouped.py",
     "python/tests/test_cuda_shapes.py",
 )
 BESIDE = (
     *GPU_PYTHON_TESTS,
     "python/tests/helpers.py",
+    "python/tests/test_experts.py",
     "python/tests/test_grouped.py",
     "benchmarks/arguments.py",
     "benchmarks/dense_bound.py",

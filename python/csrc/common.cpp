@@ -175,7 +175,7 @@ LayerDesc options_of(const std::string& layer) {
   check(options.status());
   if (!options.value().router.projects()) {
     refuse("router_input", name(options.value().router.input),
-           "projection (lists have an operator)");
+           "projection (other inputs have operators)");
   }
   // What the tensors and the other arguments say, whatever value the text has for it.
   for (const char* key : {"tokens", "hidden", "intermediate", "experts", "dtype", "list_length",

@@ -50,7 +50,7 @@ DType dtype_of(const char* argument, const Tensor& tensor);
 
 /// The options that an operator's `layer` gives in the text form of a description (layer.h). Sizes,
 /// dtypes, biases and the source of rows follow from its tensors: a text that gives one of those is
-/// refused. So is a router that is given, which no operator takes. Texts of recent calls are read
+/// refused. So is a `router_input`, which the operator's name says. Texts of recent calls are read
 /// once.
 LayerDesc options_of(const std::string& layer);
 

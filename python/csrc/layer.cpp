@@ -25,11 +25,6 @@ LayerDesc describe(const std::string& layer, const Tensor& x, const OptionalTens
   return desc;
 }
 
-void choose_by_lists(LayerDesc* desc, std::int64_t length) {
-  desc->router.input = RouterInput::lists;
-  desc->router.list_length = length;
-}
-
 /// The checks that every layer operator makes on what it reads; the plan has checked the sizes.
 class Inputs : public ExpertInputs {
  public:
@@ -59,6 +54,149 @@ class Inputs : public ExpertInputs {
 
 Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
   return empty(x, {Inputs::routing_ints(plan)}, ScalarType::Int);
+}
+
+/// Routing of the caller, by RouterInput. What another input means is not there.
+struct Given {
+  OptionalTensor logits = {};                                   // (T, E)
+  OptionalTensor ids = {}, weights = {};                        // (T, K)
+  OptionalTensor token_ids = {}, expert_ids = {}, scores = {};  // (L)
+};
+
+using GivenForward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using GivenBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+void choose_by_ids(LayerDesc* desc, std::int64_t top_k) {
+  if (desc->router.top_k != 0) {
+    check(Status::error(StatusCode::invalid_argument,
+                        "layer: got top_k, allowed: options, for the other arguments say that"));
+  }
+  desc->router.input = RouterInput::ids_and_weights;
+  desc->router.top_k = top_k;
+}
+
+void choose_by_lists(LayerDesc* desc, std::int64_t length) {
+  desc->router.input = RouterInput::lists;
+  desc->router.list_length = length;
+}
+
+void score_by_logits(LayerDesc* desc, bool ids) {
+  desc->router.input = ids ? RouterInput::logits_and_ids : RouterInput::logits;
+}
+
+void check_given(const LayerDesc& desc, const Inputs& inputs, const Tensor& x, const Given& given) {
+  const auto check_given_tensor = [&x](const char* argument, const OptionalTensor& tensor,
+                                       ScalarType dtype, Shape shape, const char* meaning) {
+    if (tensor) check_tensor(argument, *tensor, x, dtype, shape, meaning);
+  };
+  const Shape slots = {desc.tokens, desc.router.top_k};
+  inputs.logits("logits", given.logits);
+  check_given_tensor("ids", given.ids, ScalarType::Int, slots, "(T, K)");
+  check_given_tensor("weights", given.weights, ScalarType::Float, slots, "(T, K)");
+  const Shape list = {desc.router.list_length};
+  check_given_tensor("scores", given.scores, ScalarType::Float, list, "(L)");
+  check_given_tensor("token_ids", given.token_ids, ScalarType::Int, list, "(L)");
+  check_given_tensor("expert_ids", given.expert_ids, ScalarType::Int, list, "(L)");
+}
+
+/// Forward of every operator whose caller routes.
+GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const Tensor& w1,
+                           const OptionalTensor& b1, const Tensor& w2, const OptionalTensor& b2,
+                           const OptionalTensor& w1_up, const OptionalTensor& b1_up,
+                           const MainGrads& main_grads) {
+  check_biases(desc.experts, b1, b1_up, b2);
+  desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
+  const LayerPlan plan = plans().get(desc, x);
+  const Inputs inputs(desc, x);
+  inputs.rows("x", x);
+  check_given(desc, inputs, x, given);
+  inputs.weights(w1, w1_up, w2, main_grads);
+  inputs.biases(b1, b1_up, b2);
+  x = aligned(x);
+  const OptionalTensor logits = aligned(given.logits);
+
+  const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
+  const Tensor counts = empty(x, {desc.router.experts}, ScalarType::Int);
+  const Tensor preact = empty_preact(x, desc.grouped());
+  const Tensor routing = empty_routing(x, plan);
+  check(plan.forward({.x = input<void>(x),
+                      .w1 = input<void>(w1),
+                      .w1_up = input<void>(w1_up),
+                      .b1 = input<void>(b1),
+                      .b1_up = input<void>(b1_up),
+                      .w2 = input<void>(w2),
+                      .b2 = input<void>(b2),
+                      .given_logits = input<void>(logits),
+                      .given_ids = input<std::int32_t>(given.ids),
+                      .given_weights = input<float>(given.weights),
+                      .list_tokens = input<std::int32_t>(given.token_ids),
+                      .list_experts = input<std::int32_t>(given.expert_ids),
+                      .list_scores = input<float>(given.scores),
+                      .o = output<void>(o),
+                      .counts = output<std::int32_t>(counts),
+                      .preact = output<void>(preact),
+                      .routing = output<void>(routing)},
+                     Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
+  return {o, counts, preact, routing};
+}
+
+/// Which gradients a backward is asked for, and memory for dH.
+struct Asked {
+  bool dx;
+  Wanted weights;
+  const OptionalTensor& dpreact;
+};
+
+/// Their backward. The second result, of this shape, is the gradient of the logits if there are
+/// any, else of the weights or scores.
+GivenBackward given_backward(LayerDesc desc, Shape shape, const OptionalTensor& given_logits,
+                             Tensor dout, Tensor x, const Tensor& w1, const Tensor& w2,
+                             const OptionalTensor& b2, const Tensor& preact, const Tensor& routing,
+                             const OptionalTensor& w1_up, const MainGrads& main_grads,
+                             const Asked& asked) {
+  main_grads.check_wanted(asked.weights);
+  desc.experts.inference = false;
+  desc.experts.dpreact_in_workspace = !asked.dpreact.has_value();
+  const LayerPlan plan = plans().get(desc, x);
+  const Inputs inputs(desc, x);
+  inputs.rows("dout", dout);
+  inputs.rows("x", x);
+  inputs.weights(w1, w1_up, w2, main_grads);
+  inputs.b2(b2);
+  inputs.logits("logits", given_logits);
+  inputs.saved(plan, preact, routing);
+  inputs.dpreact(asked.dpreact);
+  x = aligned(x);
+  dout = aligned(dout);
+  const OptionalTensor logits = aligned(given_logits);
+
+  const bool of_logits = desc.router.has_logits();
+  const Tensor dx = empty(x, {asked.dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
+  const Tensor dgiven = empty(x, shape, of_logits ? x.scalar_type() : ScalarType::Float);
+  const WeightGradients gradients(x, desc.grouped(), asked.weights);
+  BackwardArgs args{.x = input<void>(x),
+                    .w1 = input<void>(w1),
+                    .w1_up = input<void>(w1_up),
+                    .w2 = input<void>(w2),
+                    .b2 = input<void>(b2),
+                    .logits = input<void>(logits),
+                    .preact = input<void>(preact),
+                    .routing = input<void>(routing),
+                    .dout = input<void>(dout),
+                    .dx = asked.dx ? output<void>(dx) : nullptr,
+                    .dgiven_logits = of_logits ? output<void>(dgiven) : nullptr,
+                    .dscores = of_logits ? nullptr : output<float>(dgiven),
+                    .dpreact = output<void>(asked.dpreact)};
+  gradients.add_to(&args, main_grads);
+  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
+  return {dx,
+          dgiven,
+          gradients.dw1,
+          gradients.db1,
+          gradients.dw2,
+          gradients.db2,
+          gradients.dw1_up,
+          gradients.db1_up};
 }
 
 }  // namespace
@@ -166,39 +304,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
   check_dims("scores", scores, 1, "(L)");
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
-  check_biases(desc.experts, b1, b1_up, b2);
   choose_by_lists(&desc, scores.size(0));
-  desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
-  const LayerPlan plan = plans().get(desc, x);
-  const Inputs inputs(desc, x);
-  inputs.rows("x", x);
-  check_tensor("scores", scores, x, ScalarType::Float, {desc.router.list_length}, "(L)");
-  check_tensor("token_ids", token_ids, x, ScalarType::Int, {desc.router.list_length}, "(L)");
-  check_tensor("expert_ids", expert_ids, x, ScalarType::Int, {desc.router.list_length}, "(L)");
-  inputs.weights(w1, w1_up, w2, main_grads);
-  inputs.biases(b1, b1_up, b2);
-  x = aligned(x);
-
-  const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
-  const Tensor counts = empty(x, {desc.router.experts}, ScalarType::Int);
-  const Tensor preact = empty_preact(x, desc.grouped());
-  const Tensor routing = empty_routing(x, plan);
-  check(plan.forward({.x = input<void>(x),
-                      .w1 = input<void>(w1),
-                      .w1_up = input<void>(w1_up),
-                      .b1 = input<void>(b1),
-                      .b1_up = input<void>(b1_up),
-                      .w2 = input<void>(w2),
-                      .b2 = input<void>(b2),
-                      .list_tokens = input<std::int32_t>(token_ids),
-                      .list_experts = input<std::int32_t>(expert_ids),
-                      .list_scores = input<float>(scores),
-                      .o = output<void>(o),
-                      .counts = output<std::int32_t>(counts),
-                      .preact = output<void>(preact),
-                      .routing = output<void>(routing)},
-                     Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
-  return {o, counts, preact, routing};
+  return given_forward(desc, {.token_ids = token_ids, .expert_ids = expert_ids, .scores = scores},
+                       x, w1, b1, w2, b2, w1_up, b1_up, main_grads);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
@@ -209,46 +317,60 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route
   check_dims("preact", preact, 2, "(L, 2n or n)");
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
-  main_grads.check_wanted(wanted);
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
   choose_by_lists(&desc, preact.size(0));
-  desc.experts.inference = false;
-  desc.experts.dpreact_in_workspace = !dpreact.has_value();
-  const LayerPlan plan = plans().get(desc, x);
-  const Inputs inputs(desc, x);
-  inputs.rows("dout", dout);
-  inputs.rows("x", x);
-  inputs.weights(w1, w1_up, w2, main_grads);
-  inputs.b2(b2);
-  inputs.saved(plan, preact, routing);
-  inputs.dpreact(dpreact);
-  x = aligned(x);
-  dout = aligned(dout);
+  return given_backward(desc, {desc.router.list_length}, {}, dout, x, w1, w2, b2, preact, routing,
+                        w1_up, main_grads, {wants_dx, wanted, dpreact});
+}
 
-  const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
-  const Tensor dscores = empty(x, {desc.router.list_length}, ScalarType::Float);
-  const WeightGradients gradients(x, desc.grouped(), wanted);
-  BackwardArgs args{.x = input<void>(x),
-                    .w1 = input<void>(w1),
-                    .w1_up = input<void>(w1_up),
-                    .w2 = input<void>(w2),
-                    .b2 = input<void>(b2),
-                    .preact = input<void>(preact),
-                    .routing = input<void>(routing),
-                    .dout = input<void>(dout),
-                    .dx = wants_dx ? output<void>(dx) : nullptr,
-                    .dscores = output<float>(dscores),
-                    .dpreact = output<void>(dpreact)};
-  gradients.add_to(&args, main_grads);
-  check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
-  return {dx,
-          dscores,
-          gradients.dw1,
-          gradients.db1,
-          gradients.dw2,
-          gradients.db2,
-          gradients.dw1_up,
-          gradients.db1_up};
+std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
+    Tensor x, Tensor ids, Tensor weights, Tensor w1, OptionalTensor b1, Tensor w2,
+    OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad) {
+  check_dims("ids", ids, 2, "(T, K)");
+  const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
+  LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
+  choose_by_ids(&desc, ids.size(1));
+  return given_forward(desc, {.ids = ids, .weights = weights}, x, w1, b1, w2, b2, w1_up, b1_up,
+                       main_grads);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ids_backward(
+    Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2, OptionalTensor b2,
+    Tensor preact, Tensor routing, std::string layer, OptionalTensor w1_main_grad,
+    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
+    bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+  const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
+  const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
+  LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
+  choose_by_ids(&desc, top_k);
+  return given_backward(desc, {desc.tokens, top_k}, {}, dout, x, w1, w2, b2, preact, routing, w1_up,
+                        main_grads, {wants_dx, wanted, dpreact});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
+    Tensor x, Tensor logits, OptionalTensor ids, Tensor w1, OptionalTensor b1, Tensor w2,
+    OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad) {
+  const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
+  LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
+  score_by_logits(&desc, ids.has_value());
+  return given_forward(desc, {.logits = logits, .ids = ids}, x, w1, b1, w2, b2, w1_up, b1_up,
+                       main_grads);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> logits_backward(
+    Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1, Tensor w2,
+    OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+    bool wants_dw1, bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad,
+    bool wants_dw1_up) {
+  const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
+  const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
+  LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
+  score_by_logits(&desc, has_ids);
+  return given_backward(desc, {desc.tokens, desc.router.experts}, logits, dout, x, w1, w2, b2,
+                        preact, routing, w1_up, main_grads, {wants_dx, wanted, dpreact});
 }
 
 }  // namespace sonicmoe::python

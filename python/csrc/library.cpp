@@ -32,6 +32,34 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up)");
   library.def(
+      "ids_forward(Tensor x, Tensor ids, Tensor weights, "
+      "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
+      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None) -> "
+      "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
+  library.def(
+      "ids_backward(Tensor dout, Tensor x, int top_k, "
+      "Tensor w1, Tensor w2, Tensor? b2, Tensor preact, Tensor routing, str layer, "
+      "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
+      "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "(Tensor dx, Tensor dweights, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
+      "Tensor dw1_up, Tensor db1_up)");
+  library.def(
+      "logits_forward(Tensor x, Tensor logits, Tensor? ids, "
+      "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
+      "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None) -> "
+      "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
+  library.def(
+      "logits_backward(Tensor dout, Tensor x, Tensor? logits, bool has_ids, "
+      "Tensor w1, Tensor w2, Tensor? b2, Tensor preact, Tensor routing, str layer, "
+      "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
+      "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "(Tensor dx, Tensor dlogits, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
+      "Tensor dw1_up, Tensor db1_up)");
+  library.def(
       "grouped_forward(Tensor rows, Tensor? counts, Tensor? offsets, Tensor? scores, "
       "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
       "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
@@ -76,6 +104,10 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("layer_backward", TORCH_BOX(&python::layer_backward));
   library.impl("routed_forward", TORCH_BOX(&python::routed_forward));
   library.impl("routed_backward", TORCH_BOX(&python::routed_backward));
+  library.impl("ids_forward", TORCH_BOX(&python::ids_forward));
+  library.impl("ids_backward", TORCH_BOX(&python::ids_backward));
+  library.impl("logits_forward", TORCH_BOX(&python::logits_forward));
+  library.impl("logits_backward", TORCH_BOX(&python::logits_backward));
   library.impl("grouped_forward", TORCH_BOX(&python::grouped_forward));
   library.impl("grouped_forward_out", TORCH_BOX(&python::grouped_forward_out));
   library.impl("grouped_backward", TORCH_BOX(&python::grouped_backward));

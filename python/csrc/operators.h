@@ -49,6 +49,36 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> route
     OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
     OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
+/// The caller's router has chosen: ids (T, K) int32, weights (T, K) float32. K is a size of ids.
+/// o (T, d), counts (E) int32, preact (R, W), routing.
+std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
+    Tensor x, Tensor ids, Tensor weights, Tensor w1, OptionalTensor b1, Tensor w2,
+    OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
+
+/// dx, dweights (T, K) float32, and the gradients of weights and biases as above.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ids_backward(
+    Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2, OptionalTensor b2,
+    Tensor preact, Tensor routing, std::string layer, OptionalTensor w1_main_grad,
+    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
+    bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+
+/// Logits (T, E) of the caller; ids (T, K) int32 too, unless the layer is to choose. `layer` has
+/// the router's options, with top_k. o (T, d), counts (E) int32, preact (R, W), routing.
+std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
+    Tensor x, Tensor logits, OptionalTensor ids, Tensor w1, OptionalTensor b1, Tensor w2,
+    OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
+
+/// dx, dlogits (T, E), and the gradients of weights and biases as above. logits: where
+/// RouterDesc::reaches_all_experts(). has_ids: whether forward got ids.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> logits_backward(
+    Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1, Tensor w2,
+    OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
+    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+    bool wants_dw1, bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad,
+    bool wants_dw1_up);
+
 /// The experts alone on rows (R, d) that are in expert order: counts (E) or offsets (E+1) or both,
 /// int32 or int64, as ExpertsForwardArgs says; scores (R) float32 exactly if `layer` has a score_at
 /// other than none. out (R, d), preact (R, W) and segments (3E) int32; preact is empty if

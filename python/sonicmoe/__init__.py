@@ -4,6 +4,8 @@ from . import enums, functional
 from .enums import ActivationType, KernelBackendMoE, is_glu
 from .functional import (
     count_cumsum,
+    experts,
+    experts_from_logits,
     grouped_experts,
     moe_general_routing_inputs,
     moe_TC_softmax_topk_layer,
@@ -18,6 +20,8 @@ __all__ = [
     "MoE",
     "count_cumsum",
     "enums",
+    "experts",
+    "experts_from_logits",
     "functional",
     "grouped_experts",
     "is_glu",

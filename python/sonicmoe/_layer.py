@@ -1,5 +1,8 @@
 """The layer on weights as they are stored, (E, out, in). `reference.py` has the same functions."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from . import _check, _ops
@@ -104,21 +107,98 @@ def routed_layer(
     _check.on_device("router_scores", scores, x.device)
     _check.on_device("token_indices", token_ids, x.device)
     _check.on_device("expert_indices", expert_ids, x.device)
+    return _given_layer(
+        _ops.routed_forward,
+        x,
+        (scores.float().contiguous(), int32(token_ids), int32(expert_ids)),
+        {},
+        w1,
+        b1,
+        w2,
+        b2,
+        activation,
+        is_inference_mode,
+        layout,
+        w1_main_grad,
+        w2_main_grad,
+        w1_up,
+        b1_up,
+        w1_up_main_grad,
+    )
+
+
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (T, d) and counts (E) int32 of ids and weights (T, K). `others` as _given_layer has them,
+    from w1 on."""
+    _ops.require()
+    _check.tensors(x=x)
+    _check.ids("ids", ids)
+    _check.scores("weights", weights)
+    _check.on_device("ids", ids, x.device)
+    _check.on_device("weights", weights, x.device)
+    given = int32(ids), weights.float().contiguous()
+    return _given_layer(_ops.ids_forward, x, given, {}, *others)
+
+
+def experts_from_logits(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor | None,
+    top_k: int,
+    softmax_over_topk: bool,
+    norm_topk_probs: bool,
+    *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of logits (T, E), with ids (T, K) or without."""
+    _ops.require()
+    _check.integer("K", top_k)
+    _check.tensors(x=x, logits=logits)
+    if ids is not None:
+        _check.ids("ids", ids)
+        _check.on_device("ids", ids, x.device)
+        ids = int32(ids)
+    _check.alike(x, logits=logits)
+    x, logits = autocast(x, logits)
+    options = {"top_k": int(top_k)} | _ops.router_options(softmax_over_topk, norm_topk_probs)
+    given = logits.contiguous(), ids
+    return _given_layer(_ops.logits_forward, x, given, options, *others)
+
+
+def _given_layer(
+    operator: Callable,
+    x: torch.Tensor,
+    given: tuple[torch.Tensor | None, ...],
+    router_options: dict[str, int | str | bool],
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    activation: ActivationType | str,
+    is_inference_mode: bool,
+    layout: str,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator whose caller routes: `given` are its arguments behind x."""
+    _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
     x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
     _check.alike(x, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
-    inference = _keeps_nothing(is_inference_mode, x, scores, w1, b1, w2, b2, w1_up, b1_up)
+    inference = _keeps_nothing(is_inference_mode, x, *given, w1, b1, w2, b2, w1_up, b1_up)
     if inference:
         w1_main_grad = w2_main_grad = w1_up_main_grad = None
     _check.main_grads(
         ("w1", w1, w1_main_grad), ("w1_up", w1_up, w1_up_main_grad), ("w2", w2, w2_main_grad)
     )
-    layer = _ops.layer_text(**_expert_options(activation, layout, inference))
+    layer = _ops.layer_text(**router_options, **_expert_options(activation, layout, inference))
     with torch.set_grad_enabled(not inference):
-        o, counts, _, _ = _ops.routed_forward(
+        o, counts, _, _ = operator(
             x.contiguous(),
-            scores.float().contiguous(),
-            int32(token_ids),
-            int32(expert_ids),
+            *given,
             w1,
             b1,
             w2,

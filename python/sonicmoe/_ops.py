@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from . import _autograd
+from . import _autograd, _fakes
+from ._fakes import options_of
 
 _LIBRARY = Path(__file__).parent / "lib" / "libsonicmoe_torch.so"
 
@@ -45,12 +46,6 @@ def _written(value: int | bool | str) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@functools.lru_cache(maxsize=256)
-def _options(layer: str) -> dict[str, str]:
-    """The items of such a text. Only the C++ library judges them."""
-    return dict(item.partition("=")[::2] for item in layer.split())
-
-
 def router_options(softmax_over_topk: bool, norm_topk_probs: bool) -> dict[str, str | bool]:
     """The two arguments of the original SonicMoE, as options."""
     router = "softmax_over_topk" if softmax_over_topk else "topk_over_softmax"
@@ -63,162 +58,6 @@ def _keeps_logits(options: dict[str, str]) -> bool:
     return topk_over_softmax and options.get("norm_topk_probs") != "true"
 
 
-# Shapes, dtypes and devices of what the operators return. The routing block is 20 bytes a row and
-# 4(2E+1), or 16 bytes a row and 4(2E+1) + 4(T+1) for lists; the operators check that it is so.
-
-
-def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return like.new_empty(shape, dtype=dtype)
-
-
-def _preact_width(w1, w1_up):
-    return w1.shape[1] if w1_up is None else 2 * w1.shape[1]
-
-
-def _layer_forward_fake(
-    x, router_w, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
-    w1_up=None, b1_up=None, w1_up_main_grad=None,
-):  # fmt: skip
-    options = _options(layer)
-    inference = options.get("inference") == "true"
-    tokens, experts = x.shape[0], router_w.shape[0]
-    rows = 0 if inference else tokens * int(options.get("top_k", 0))
-    return (
-        _empty(x, *x.shape),
-        _empty(x, tokens, experts),
-        _empty(x, experts, dtype=torch.int32),
-        _empty(x, rows, _preact_width(w1, w1_up)),
-        _empty(x, 0 if inference else 5 * rows + 2 * experts + 1, dtype=torch.int32),
-    )
-
-
-def _routed_forward_fake(
-    x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
-    w1_up=None, b1_up=None, w1_up_main_grad=None,
-):  # fmt: skip
-    inference = _options(layer).get("inference") == "true"
-    tokens, experts = x.shape[0], w1.shape[0]
-    rows = 0 if inference else scores.shape[0]
-    return (
-        _empty(x, *x.shape),
-        _empty(x, experts, dtype=torch.int32),
-        _empty(x, rows, _preact_width(w1, w1_up)),
-        _empty(x, 0 if inference else 4 * rows + 2 * experts + tokens + 2, dtype=torch.int32),
-    )
-
-
-def _wanted_fake(wanted, like):
-    return _empty(like, like.shape[0] if wanted else 0, *like.shape[1:])
-
-
-def _weight_gradients_fake(
-    w1, w1_up, w2, has_bias, main_grads, wants_dw1, wants_dw1_up, wants_dw2
-):
-    returned = all(t is None for t in main_grads)
-    experts = w1.shape[0] if has_bias else 0
-    return (
-        _wanted_fake(returned and wants_dw1, w1),
-        _empty(w1, experts, w1.shape[1]),
-        _wanted_fake(returned and wants_dw2, w2),
-        _empty(w2, experts, w2.shape[1]),
-        # Without w1_up they have no experts, and the rows of w1.
-        _wanted_fake(returned and wants_dw1_up and w1_up is not None, w1),
-        _empty(w1, 0 if w1_up is None else experts, w1.shape[1]),
-    )
-
-
-def _layer_backward_fake(
-    dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, layer, w1_main_grad=None,
-    w2_main_grad=None, dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True,
-    wants_dw2=True, w1_up=None, w1_up_main_grad=None, wants_dw1_up=True,
-):  # fmt: skip
-    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
-    gradients = _weight_gradients_fake(
-        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
-    )
-    return _wanted_fake(wants_dx, x), _wanted_fake(wants_drouter_w, router_w), *gradients
-
-
-def _routed_backward_fake(
-    dout, x, w1, w2, b2, preact, routing, layer, w1_main_grad=None, w2_main_grad=None,
-    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
-    w1_up_main_grad=None, wants_dw1_up=True,
-):  # fmt: skip
-    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
-    gradients = _weight_gradients_fake(
-        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
-    )
-    return _wanted_fake(wants_dx, x), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
-
-
-def _grouped_forward_out_fake(
-    out, rows, counts, offsets, scores, w1, b1, w2, b2, layer, w1_main_grad=None,
-    w2_main_grad=None, w1_up=None, b1_up=None, w1_up_main_grad=None, dx_out=None,
-):  # fmt: skip
-    inference = _options(layer).get("inference") == "true"
-    return (
-        _empty(rows, 0 if inference else rows.shape[0], _preact_width(w1, w1_up)),
-        _empty(rows, 3 * w2.shape[0], dtype=torch.int32),
-    )
-
-
-def _grouped_forward_fake(rows, *others, **named):
-    out = _empty(rows, *rows.shape)
-    return out, *_grouped_forward_out_fake(out, rows, *others, **named)
-
-
-def _grouped_backward_fake(
-    dout, rows, scores, w1, w2, b2, preact, segments, layer, w1_main_grad=None, w2_main_grad=None,
-    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
-    w1_up_main_grad=None, wants_dw1_up=True, dx_out=None,
-):  # fmt: skip
-    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
-    gradients = _weight_gradients_fake(
-        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
-    )
-    dscores = _empty(rows, 0 if scores is None else rows.shape[0], dtype=torch.float32)
-    return _wanted_fake(wants_dx and dx_out is None, rows), dscores, *gradients
-
-
-def _aux_loss_fake(logits, counts):
-    return _empty(logits, dtype=torch.float32)
-
-
-def _aux_loss_backward_fake(dloss, logits, counts):
-    return _empty(logits, *logits.shape)
-
-
-def _top_k_fake(logits, layer):
-    tokens, k = logits.shape[0], int(_options(layer).get("top_k", 0))
-    return (
-        _empty(logits, tokens, k, dtype=torch.float32),
-        _empty(logits, tokens, k, dtype=torch.int32),
-    )
-
-
-def _count_cumsum_fake(ids, experts):
-    return _empty(ids, experts), _empty(ids, experts)
-
-
-def _token_rounding_fake(logits, draws, layer):
-    options = _options(layer)
-    tokens, experts = logits.shape
-    chosen = tokens * int(options.get("top_k", 0))
-    grown = chosen + torch.sym_min(experts, chosen) * (int(options.get("rounding_tile", 0)) - 1)
-    capacity = torch.sym_min(tokens * experts, grown)
-    return (
-        _empty(logits, capacity, dtype=torch.float32),
-        _empty(logits, capacity, dtype=torch.int32),
-        _empty(logits, capacity, dtype=torch.int32),
-        _empty(logits, experts, dtype=torch.int32),
-        _empty(logits, experts, dtype=torch.int32),
-    )
-
-
-def _token_rounding_backward_fake(dscores, logits, token_ids, expert_ids, layer):
-    return _empty(logits, *logits.shape)
-
-
 # Derivatives. Only x, H and the routing block are kept besides the parameters, and the logits where
 # a gradient needs the probabilities of all experts.
 
@@ -228,7 +67,7 @@ def _save_for_layer_backward(ctx, inputs, output):
         inputs
     )
     o, logits, counts, preact, routing = output
-    kept_logits = logits if _keeps_logits(_options(layer)) else None
+    kept_logits = logits if _keeps_logits(options_of(layer)) else None
     ctx.save_for_backward(x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up)
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
@@ -266,25 +105,27 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     return _autograd.padded(ctx, *of_inputs, *gradients)
 
 
-def _save_for_routed_backward(ctx, inputs, output):
-    x, _, _, _, w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad = inputs
+def _save_for_given_backward(ctx, inputs, output, given, logits=None):
+    """What the operators of a caller's routing keep; `given`: how many inputs say the routing."""
+    x, rest = inputs[0], inputs[1 + given :]
+    w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad = rest
     o, counts, preact, routing = output
-    ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up)
+    ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up, logits)
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
-    _autograd.keep_optional(ctx, inputs, (0, 4, 6, 11))
+    _autograd.keep_optional(ctx, inputs, (0, 1 + given, 3 + given, 8 + given))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
 
-def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
-    if dout is None:
-        return _autograd.padded(ctx)
-    x, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
+def _given_backward(ctx, dout, operator, *given):
+    """The gradients of x and of what the caller's router has made, and those of the experts."""
+    x, w1, w2, b2, preact, routing, w1_up, _ = ctx.saved_tensors
     wants = _autograd.asked_for(ctx)
-    dx, dscores, *of_experts = torch.ops.sonicmoe.routed_backward(
+    dx, dgiven, *of_experts = operator(
         dout.contiguous(),
         x,
+        *given,
         w1,
         w2,
         b2,
@@ -299,7 +140,47 @@ def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
         wants[-1],
     )
     gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
-    return _autograd.padded(ctx, dx if wants[0] else None, dscores, None, None, *gradients)
+    return dx if wants[0] else None, dgiven, gradients
+
+
+def _save_for_routed_backward(ctx, inputs, output):
+    _save_for_given_backward(ctx, inputs, output, 3)
+
+
+def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
+    if dout is None:
+        return _autograd.padded(ctx)
+    operator = torch.ops.sonicmoe.routed_backward
+    dx, dscores, gradients = _given_backward(ctx, dout, operator)
+    return _autograd.padded(ctx, dx, dscores, None, None, *gradients)
+
+
+def _save_for_ids_backward(ctx, inputs, output):
+    ctx.top_k = inputs[1].shape[1]
+    _save_for_given_backward(ctx, inputs, output, 2)
+
+
+def _ids_backward(ctx, dout, dcounts, dpreact, drouting):
+    if dout is None:
+        return _autograd.padded(ctx)
+    operator = torch.ops.sonicmoe.ids_backward
+    dx, dweights, gradients = _given_backward(ctx, dout, operator, ctx.top_k)
+    return _autograd.padded(ctx, dx, None, dweights, *gradients)
+
+
+def _save_for_logits_backward(ctx, inputs, output):
+    _, logits, ids, _, _, _, _, layer, *_ = inputs
+    ctx.has_ids = ids is not None
+    kept_logits = logits if _keeps_logits(options_of(layer)) else None
+    _save_for_given_backward(ctx, inputs, output, 2, kept_logits)
+
+
+def _logits_backward(ctx, dout, dcounts, dpreact, drouting):
+    if dout is None:
+        return _autograd.padded(ctx)
+    operator, logits = torch.ops.sonicmoe.logits_backward, ctx.saved_tensors[-1]
+    dx, dlogits, gradients = _given_backward(ctx, dout, operator, logits, ctx.has_ids)
+    return _autograd.padded(ctx, dx, dlogits, None, *gradients)
 
 
 def _save_for_grouped_backward(ctx, inputs, output):
@@ -410,27 +291,17 @@ def _token_rounding_backward(ctx, dscores, *dlists):
 
 if AVAILABLE:
     torch.ops.load_library(_LIBRARY)
-    for _name, _fake in (
-        ("layer_forward", _layer_forward_fake),
-        ("layer_backward", _layer_backward_fake),
-        ("routed_forward", _routed_forward_fake),
-        ("routed_backward", _routed_backward_fake),
-        ("grouped_forward", _grouped_forward_fake),
-        ("grouped_forward_out", _grouped_forward_out_fake),
-        ("grouped_backward", _grouped_backward_fake),
-        ("aux_loss", _aux_loss_fake),
-        ("aux_loss_backward", _aux_loss_backward_fake),
-        ("top_k", _top_k_fake),
-        ("count_cumsum", _count_cumsum_fake),
-        ("token_rounding", _token_rounding_fake),
-        ("token_rounding_backward", _token_rounding_backward_fake),
-    ):
+    for _name, _fake in _fakes.FAKES.items():
         torch.library.register_fake(f"sonicmoe::{_name}", _fake)
     layer_forward = _autograd.differentiable(
         "layer_forward", _save_for_layer_backward, _layer_backward
     )
     routed_forward = _autograd.differentiable(
         "routed_forward", _save_for_routed_backward, _routed_backward
+    )
+    ids_forward = _autograd.differentiable("ids_forward", _save_for_ids_backward, _ids_backward)
+    logits_forward = _autograd.differentiable(
+        "logits_forward", _save_for_logits_backward, _logits_backward
     )
     _grouped_forward = _autograd.differentiable(
         "grouped_forward", _save_for_grouped_backward, _grouped_backward

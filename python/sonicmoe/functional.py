@@ -137,7 +137,8 @@ def moe_general_routing_inputs(
 
     Token `token_indices[i]` goes to expert `expert_indices[i]` with weight `router_scores[i]`
     (any float dtype, raised to fp32; differentiable). Lists may be in any order; duplicates add;
-    an expert index of E or more is a sentinel that contributes nothing. `E` may be left out.
+    an expert index below 0 or from E on is a sentinel that contributes nothing. `E` may be left
+    out.
     Weights, biases and `main_grad` tensors as above.
     """
     activation = _check.activation("activation_type", activation_type)
@@ -163,6 +164,120 @@ def moe_general_routing_inputs(
         b2,
         activation,
         is_inference_mode_enabled,
+        w1_layout,
+        w1_main_grad,
+        w2_main_grad,
+        w1_up,
+        b1_up,
+        w1_up_main_grad,
+    )
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    activation: ActivationType | str = ActivationType.SWIGLU,
+    layout: str | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer whose router is the caller's: output (T, H) and frequency (E) int32.
+
+    Token t of x (T, H) goes to the experts `ids[t]` with the weights `weights[t]`, both (T, K) with
+    K from 1 to E. `ids` are int32 or int64; those below 0 or from E on are sentinels: not counted,
+    their contribution and gradient zero. Duplicates add. `weights`, of any float dtype, are raised
+    to fp32; their gradient comes back in their dtype. Frequency counts the tokens of each expert.
+
+    Weights, biases, layouts and `main_grad` tensors as above.
+    """
+    kind = _check.activation("activation", activation)
+    w1_layout = _check.w1_layout(
+        layout, False, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
+    )
+    w1, w2, *others = _stored(
+        x, kind, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
+    )
+    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
+    return _layer.experts(
+        x,
+        ids,
+        weights,
+        w1,
+        b1,
+        w2,
+        b2,
+        kind,
+        False,
+        w1_layout,
+        w1_main_grad,
+        w2_main_grad,
+        w1_up,
+        b1_up,
+        w1_up_main_grad,
+    )
+
+
+def experts_from_logits(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    K: int,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    ids: torch.Tensor | None = None,
+    softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+    activation: ActivationType | str = ActivationType.SWIGLU,
+    layout: str | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+    w1_main_grad: torch.Tensor | None = None,
+    w2_main_grad: torch.Tensor | None = None,
+    w1_up_main_grad: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer that scores the caller's logits (T, E): output (T, H) and frequency (E) int32.
+
+    Each token goes to the K experts of its largest logits, or to those of `ids` (T, K): int32 or
+    int64, sentinels and duplicates as in :func:`experts`. The softmax over the top-K runs over the
+    K logits of a token's experts, without those of sentinels. Logits have the dtype of x, and their
+    gradient too. A NaN, +inf, or a row of -inf raises ValueError on the CPU; so does, with ids and
+    the softmax over the top-K, a token whose experts all have -inf. See :class:`sonicmoe.MoE` for
+    the options.
+
+    Weights, biases, layouts and `main_grad` tensors as above.
+    """
+    kind = _check.activation("activation", activation)
+    w1_layout = _check.w1_layout(
+        layout, False, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
+    )
+    w1, w2, *others = _stored(
+        x, kind, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
+    )
+    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
+    return _layer.experts_from_logits(
+        x,
+        logits,
+        ids,
+        K,
+        softmax_over_topk,
+        norm_topk_probs,
+        w1,
+        b1,
+        w2,
+        b2,
+        kind,
+        False,
         w1_layout,
         w1_main_grad,
         w2_main_grad,
@@ -302,8 +417,8 @@ def count_cumsum(
 ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     """How often each expert 0 .. E-1 occurs in x, int32 or int64 of any shape.
 
-    Counts (E) int32 and their inclusive sums (E) int32, or the counts alone. Ids of E or more are
-    sentinels, which are not counted.
+    Counts (E) int32 and their inclusive sums (E) int32, or the counts alone. Ids below 0 or from E
+    on are sentinels, which are not counted.
     """
     _ops.require()
     _check.ids("x", x)

@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from . import _check
 from ._autocast import autocast
 from .enums import ActivationType, is_glu, parse_activation
-from .reference_routing import route, token_rounding, wide_type
+from .reference_routing import route, score_ids, token_rounding, wide_type
 
 __all__ = [
+    "experts",
+    "experts_from_logits",
     "grouped_experts",
     "route",
     "routed_layer",
+    "score_ids",
     "switch_loss",
     "token_rounding",
     "topk_layer",
@@ -74,8 +77,8 @@ def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, layout, w1_
         w1 = torch.cat([w1, w1_up], dim=1)
         b1 = None if b1 is None else torch.cat([b1, b1_up], dim=1)
     num_experts = w1.shape[0]
-    # Ids past the last expert are sentinels: one more bin, which is dropped.
-    experts = experts.clamp(max=num_experts)
+    # Ids of no expert are sentinels: one more bin, which is dropped.
+    experts = experts.masked_fill(experts < 0, num_experts).clamp(max=num_experts)
     counts = experts.bincount(minlength=num_experts + 1)[:num_experts]
     per_expert = counts.tolist()
     order = experts.argsort(stable=True)[: sum(per_expert)]
@@ -166,6 +169,66 @@ def routed_layer(
         return _experts(
             x, token_ids, expert_ids, scores, w1, b1, w2, b2, activation, layout, w1_up, b1_up
         )
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    activation: ActivationType | str = ActivationType.SWIGLU,
+    layout: str = "interleaved",
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (T, d) and counts (E) int32 of ids and weights (T, K)."""
+    tokens = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
+    return routed_layer(
+        x,
+        weights.flatten(),
+        tokens,
+        ids.flatten(),
+        w1,
+        b1,
+        w2,
+        b2,
+        activation,
+        layout=layout,
+        w1_up=w1_up,
+        b1_up=b1_up,
+    )
+
+
+def experts_from_logits(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    K: int,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    ids: torch.Tensor | None = None,
+    softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+    activation: ActivationType | str = ActivationType.SWIGLU,
+    layout: str = "interleaved",
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (T, d) and counts (E) int32 of logits (T, E), and of ids (T, K) if they are given."""
+    if ids is None:
+        weights, ids = route(logits, K, softmax_over_topk, norm_topk_probs)
+    else:
+        weights = score_ids(logits, ids, softmax_over_topk, norm_topk_probs)
+    return experts(
+        x, ids, weights, w1, w2, b1, b2, activation=activation, layout=layout, w1_up=w1_up,
+        b1_up=b1_up,
+    )  # fmt: skip
 
 
 def _segments(counts, offsets):

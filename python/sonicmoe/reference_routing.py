@@ -32,6 +32,27 @@ def route(
     return scores, ids
 
 
+def score_ids(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+) -> torch.Tensor:
+    """Scores (T, K), at least fp32, of ids (T, K) that the caller has chosen; 0 of sentinels."""
+    logits = logits.to(wide_type(logits.dtype))
+    sentinel = (ids < 0) | (ids >= logits.shape[-1])
+    values = logits if softmax_over_topk else logits.softmax(dim=-1)
+    scores = values.gather(1, ids.masked_fill(sentinel, 0).long())
+    if softmax_over_topk:  # a row of sentinels alone becomes NaN, and then zero
+        scores = scores.masked_fill(sentinel, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(sentinel, 0)
+    if norm_topk_probs and not softmax_over_topk:
+        scores = scores / scores.sum(dim=-1, keepdim=True).masked_fill(
+            sentinel.all(dim=-1, keepdim=True), 1
+        )
+    return scores
+
+
 def philox(seed: int, offset: int, index: int) -> int:
     """First word of Philox4x32-10 with key `seed` and counter (offset, index)."""
     word = 0xFFFFFFFF

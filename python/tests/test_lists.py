@@ -18,6 +18,9 @@ def lists():
     yield "unsorted", tokens, experts
     yield "sentinels", tokens, torch.where(torch.rand(60) < 0.4, EXPERTS, experts)
     yield "far_sentinels", tokens, torch.where(torch.rand(60) < 0.4, 2**31 - 1, experts)
+    some = torch.arange(60) % 5 < 2
+    yield "negative", tokens, torch.where(some, -1, experts)
+    yield "far_negative", tokens, torch.where(some, -(2**31), experts)
     yield "only_sentinels", tokens, torch.full((60,), EXPERTS)
     yield "duplicates", tokens.repeat(2), experts.repeat(2)
     yield "one_expert", tokens, torch.full((60,), 3)
@@ -29,7 +32,7 @@ def lists():
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", range(10), ids=[name for name, *_ in lists()])
+@pytest.mark.parametrize("case", range(12), ids=[name for name, *_ in lists()])
 def test_matches_plain_pytorch(case, dtype, ids_dtype):
     _, tokens, experts = list(lists())[case]
     layer = make_layer(bias=True, dtype=dtype, tokens=TOKENS, experts=EXPERTS)
@@ -62,7 +65,7 @@ def test_matches_plain_pytorch(case, dtype, ids_dtype):
     for name in ours:
         assert_as_good(name, ours[name], plain[name], exact[name])
     # Sentinels: no gradient at all, not just a small one.
-    assert not ours["dscores"][experts >= EXPERTS].any()
+    assert not ours["dscores"][(experts < 0) | (experts >= EXPERTS)].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -105,7 +108,7 @@ def test_count_cumsum(experts, size, dtype):
 
 
 def test_count_cumsum_skips_sentinels_in_any_shape():
-    x = torch.tensor([[0, 3, 9], [3, 2**40, 1]])
+    x = torch.tensor([[0, 3, 9, -1], [3, 2**40, 1, -(2**40)]])
     counts, cumsum = count_cumsum(x, 4)
     assert counts.tolist() == [1, 1, 0, 2] and cumsum.tolist() == [1, 2, 2, 4]
 

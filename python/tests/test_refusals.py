@@ -367,7 +367,8 @@ def test_operators_refuse_in_the_same_words():
         message = f"{name}: got a tensor, allowed: None, for w1_layout is concatenated"
         with refused(ValueError, message):
             forward(*tensors, "top_k=2 w1_layout=concatenated", **{name: w1})
-    with refused(ValueError, "router_input: got lists, allowed: projection (lists have an operator)"):
+    message = "router_input: got lists, allowed: projection (other inputs have operators)"
+    with refused(ValueError, message):
         forward(*tensors, "router_input=lists")
     with refused(ValueError, "layer: got top_k twice, allowed: once"):
         forward(*tensors, "top_k=2 top_k=2")

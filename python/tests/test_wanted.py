@@ -11,12 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sonicmoe import ActivationType, MoE, functional
 
 K = 2
-# The inputs of the layer, of lists, and of the experts alone, whose gradients can be left out.
+# The inputs of the layer, of routing of the caller, and of the experts alone, whose gradients can
+# be left out.
 OPTIONAL = {
     "layer": ("x", "router_w", "w1", "w2"),
     "lists": ("x", "w1", "w2"),
     "layer_separate": ("x", "router_w", "w1", "w2", "w1_up"),
     "lists_separate": ("x", "w1", "w2", "w1_up"),
+    "ids": ("x", "w1", "w2"),
+    "ids_separate": ("x", "w1", "w2", "w1_up"),
+    "logits": ("x", "w1", "w2"),
     "grouped": ("x", "w1", "w2"),
     "grouped_separate": ("x", "w1", "w2", "w1_up"),
 }
@@ -26,7 +30,9 @@ class Backwards(TorchDispatchMode):
     """What the backward operators were asked for, by the arguments that say so."""
 
     supports_higher_order_operators = True  # compiled graphs call ours through one
-    names = tuple(f"sonicmoe::{kind}_backward" for kind in ("layer", "routed", "grouped"))
+    names = tuple(
+        f"sonicmoe::{kind}_backward" for kind in ("layer", "routed", "ids", "logits", "grouped")
+    )
 
     def __init__(self):
         super().__init__()
@@ -44,12 +50,17 @@ class Backwards(TorchDispatchMode):
 
 
 def call(kind, leaves, ids):
-    """The loss of a layer; `lists`, `grouped`: of one whose scores need gradients too."""
+    """The loss of a layer; of one whose scores (or logits) need gradients too unless `layer`."""
     x, router_w, w1, b1, w2, b2 = map(leaves.get, ("x", "router_w", "w1", "b1", "w2", "b2"))
     args = permuted(w1), b1, permuted(w2), b2
     up = {name: leaves[name] for name in ("w1_up", "b1_up") if name in leaves}
     if kind.startswith("lists"):
         o = functional.moe_general_routing_inputs(x, leaves["scores"], *ids, *args, **up)[0]
+    elif kind.startswith("ids"):
+        experts = ids[1][:48].view(48, 1)
+        o = functional.experts(x, experts, leaves["scores"], args[0], args[2], b1, b2, **up)[0]
+    elif kind.startswith("logits"):
+        o = functional.experts_from_logits(x, leaves["scores"], K, args[0], args[2], b1, b2)[0]
     elif kind.startswith("grouped"):
         w1, b1, w2, b2 = args
         counts = torch.tensor([9, 0, 20, 1, 13, 2])
@@ -65,8 +76,11 @@ def inputs(kind, bias, dtype):
     leaves = layer.leaves()
     if not kind.startswith("layer"):
         del leaves["router_w"]
-        length = 70 if kind.startswith("lists") else 48
-        leaves["scores"] = torch.rand(length, requires_grad=True)
+        shape = {"lists": (70,), "ids": (48, 1), "logits": (48, 6), "grouped": (48,)}
+        scores = torch.rand(shape[kind.removesuffix("_separate")])
+        if kind.startswith("logits"):
+            scores = scores.to(dtype)
+        leaves["scores"] = scores.requires_grad_()
     return leaves, (torch.randint(0, 48, (70,)), torch.randint(0, 6, (70,)))
 
 

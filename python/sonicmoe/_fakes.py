@@ -1,0 +1,221 @@
+"""Shapes, dtypes and devices of what the operators return, for tracing.
+
+The routing block is 20 bytes a row and 4(2E+1); 12 bytes a row for ids and weights; or 16 bytes a
+row and 4(T+1) more for lists. The operators check that it is so.
+"""
+
+import functools
+
+import torch
+
+
+@functools.lru_cache(maxsize=256)
+def options_of(layer: str) -> dict[str, str]:
+    """The items of a description's text form. Only the C++ library judges them."""
+    return dict(item.partition("=")[::2] for item in layer.split())
+
+
+def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _preact_width(w1, w1_up):
+    return w1.shape[1] if w1_up is None else 2 * w1.shape[1]
+
+
+def _layer_forward_fake(
+    x, router_w, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
+    w1_up=None, b1_up=None, w1_up_main_grad=None,
+):  # fmt: skip
+    options = options_of(layer)
+    inference = options.get("inference") == "true"
+    tokens, experts = x.shape[0], router_w.shape[0]
+    rows = 0 if inference else tokens * int(options.get("top_k", 0))
+    return (
+        _empty(x, *x.shape),
+        _empty(x, tokens, experts),
+        _empty(x, experts, dtype=torch.int32),
+        _empty(x, rows, _preact_width(w1, w1_up)),
+        _empty(x, 0 if inference else 5 * rows + 2 * experts + 1, dtype=torch.int32),
+    )
+
+
+def _given_forward_fake(x, w1, layer, w1_up, rows, ints_a_row, ints):
+    """What the operators of a caller's routing return: `rows` (T*K or L), and a routing block of
+    `ints_a_row` int32 for each of them and `ints` more."""
+    inference = options_of(layer).get("inference") == "true"
+    experts = w1.shape[0]
+    return (
+        _empty(x, *x.shape),
+        _empty(x, experts, dtype=torch.int32),
+        _empty(x, 0 if inference else rows, _preact_width(w1, w1_up)),
+        _empty(x, 0 if inference else ints_a_row * rows + ints, dtype=torch.int32),
+    )
+
+
+def _routed_forward_fake(
+    x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
+    w1_up=None, b1_up=None, w1_up_main_grad=None,
+):  # fmt: skip
+    ints = 2 * w1.shape[0] + x.shape[0] + 2
+    return _given_forward_fake(x, w1, layer, w1_up, scores.shape[0], 4, ints)
+
+
+def _ids_forward_fake(
+    x, ids, weights, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None, w1_up=None,
+    b1_up=None, w1_up_main_grad=None,
+):  # fmt: skip
+    rows = x.shape[0] * ids.shape[1]
+    return _given_forward_fake(x, w1, layer, w1_up, rows, 3, 2 * w1.shape[0] + 1)
+
+
+def _logits_forward_fake(
+    x, logits, ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None, w1_up=None,
+    b1_up=None, w1_up_main_grad=None,
+):  # fmt: skip
+    rows = x.shape[0] * int(options_of(layer).get("top_k", 0))
+    return _given_forward_fake(x, w1, layer, w1_up, rows, 5, 2 * w1.shape[0] + 1)
+
+
+def _wanted_fake(wanted, like):
+    return _empty(like, like.shape[0] if wanted else 0, *like.shape[1:])
+
+
+def _weight_gradients_fake(
+    w1, w1_up, w2, has_bias, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+):
+    returned = all(t is None for t in main_grads)
+    experts = w1.shape[0] if has_bias else 0
+    return (
+        _wanted_fake(returned and wants_dw1, w1),
+        _empty(w1, experts, w1.shape[1]),
+        _wanted_fake(returned and wants_dw2, w2),
+        _empty(w2, experts, w2.shape[1]),
+        # Without w1_up they have no experts, and the rows of w1.
+        _wanted_fake(returned and wants_dw1_up and w1_up is not None, w1),
+        _empty(w1, 0 if w1_up is None else experts, w1.shape[1]),
+    )
+
+
+def _layer_backward_fake(
+    dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, layer, w1_main_grad=None,
+    w2_main_grad=None, dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True,
+    wants_dw2=True, w1_up=None, w1_up_main_grad=None, wants_dw1_up=True,
+):  # fmt: skip
+    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
+    gradients = _weight_gradients_fake(
+        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+    )
+    return _wanted_fake(wants_dx, x), _wanted_fake(wants_drouter_w, router_w), *gradients
+
+
+def _routed_backward_fake(
+    dout, x, w1, w2, b2, preact, routing, layer, w1_main_grad=None, w2_main_grad=None,
+    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
+    w1_up_main_grad=None, wants_dw1_up=True,
+):  # fmt: skip
+    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
+    gradients = _weight_gradients_fake(
+        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+    )
+    return _wanted_fake(wants_dx, x), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
+
+
+def _ids_backward_fake(dout, x, top_k, *others, **named):
+    dx, _, *gradients = _routed_backward_fake(dout, x, *others, **named)
+    return dx, _empty(x, x.shape[0], top_k, dtype=torch.float32), *gradients
+
+
+def _logits_backward_fake(dout, x, logits, has_ids, w1, *others, **named):
+    dx, _, *gradients = _routed_backward_fake(dout, x, w1, *others, **named)
+    return dx, _empty(x, x.shape[0], w1.shape[0]), *gradients
+
+
+def _grouped_forward_out_fake(
+    out, rows, counts, offsets, scores, w1, b1, w2, b2, layer, w1_main_grad=None,
+    w2_main_grad=None, w1_up=None, b1_up=None, w1_up_main_grad=None, dx_out=None,
+):  # fmt: skip
+    inference = options_of(layer).get("inference") == "true"
+    return (
+        _empty(rows, 0 if inference else rows.shape[0], _preact_width(w1, w1_up)),
+        _empty(rows, 3 * w2.shape[0], dtype=torch.int32),
+    )
+
+
+def _grouped_forward_fake(rows, *others, **named):
+    out = _empty(rows, *rows.shape)
+    return out, *_grouped_forward_out_fake(out, rows, *others, **named)
+
+
+def _grouped_backward_fake(
+    dout, rows, scores, w1, w2, b2, preact, segments, layer, w1_main_grad=None, w2_main_grad=None,
+    dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
+    w1_up_main_grad=None, wants_dw1_up=True, dx_out=None,
+):  # fmt: skip
+    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
+    gradients = _weight_gradients_fake(
+        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+    )
+    dscores = _empty(rows, 0 if scores is None else rows.shape[0], dtype=torch.float32)
+    return _wanted_fake(wants_dx and dx_out is None, rows), dscores, *gradients
+
+
+def _aux_loss_fake(logits, counts):
+    return _empty(logits, dtype=torch.float32)
+
+
+def _aux_loss_backward_fake(dloss, logits, counts):
+    return _empty(logits, *logits.shape)
+
+
+def _top_k_fake(logits, layer):
+    tokens, k = logits.shape[0], int(options_of(layer).get("top_k", 0))
+    return (
+        _empty(logits, tokens, k, dtype=torch.float32),
+        _empty(logits, tokens, k, dtype=torch.int32),
+    )
+
+
+def _count_cumsum_fake(ids, experts):
+    return _empty(ids, experts), _empty(ids, experts)
+
+
+def _token_rounding_fake(logits, draws, layer):
+    options = options_of(layer)
+    tokens, experts = logits.shape
+    chosen = tokens * int(options.get("top_k", 0))
+    grown = chosen + torch.sym_min(experts, chosen) * (int(options.get("rounding_tile", 0)) - 1)
+    capacity = torch.sym_min(tokens * experts, grown)
+    return (
+        _empty(logits, capacity, dtype=torch.float32),
+        _empty(logits, capacity, dtype=torch.int32),
+        _empty(logits, capacity, dtype=torch.int32),
+        _empty(logits, experts, dtype=torch.int32),
+        _empty(logits, experts, dtype=torch.int32),
+    )
+
+
+def _token_rounding_backward_fake(dscores, logits, token_ids, expert_ids, layer):
+    return _empty(logits, *logits.shape)
+
+
+#: By the operators' names.
+FAKES = {
+    "layer_forward": _layer_forward_fake,
+    "layer_backward": _layer_backward_fake,
+    "routed_forward": _routed_forward_fake,
+    "routed_backward": _routed_backward_fake,
+    "ids_forward": _ids_forward_fake,
+    "ids_backward": _ids_backward_fake,
+    "logits_forward": _logits_forward_fake,
+    "logits_backward": _logits_backward_fake,
+    "grouped_forward": _grouped_forward_fake,
+    "grouped_forward_out": _grouped_forward_out_fake,
+    "grouped_backward": _grouped_backward_fake,
+    "aux_loss": _aux_loss_fake,
+    "aux_loss_backward": _aux_loss_backward_fake,
+    "top_k": _top_k_fake,
+    "count_cumsum": _count_cumsum_fake,
+    "token_rounding": _token_rounding_fake,
+    "token_rounding_backward": _token_rounding_backward_fake,
+}
