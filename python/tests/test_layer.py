@@ -54,13 +54,13 @@ PARAMETRIZED = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("concat_layout", [False, True])
+@pytest.mark.parametrize("layout", W1_LAYOUTS)
 @pytest.mark.parametrize("activation", PARAMETRIZED)
-def test_parameters_match_plain_pytorch(activation, concat_layout, bias, dtype):
-    layer = make_layer(activation, bias, DTYPES[dtype])
-    compare(layer, 2, activation, "softmax_over_topk", concat_layout)
-    defaults = run(layer, 2, activation.partition("(")[0], "softmax_over_topk", concat_layout)[0]
-    got = run(layer, 2, activation, "softmax_over_topk", concat_layout)[0]
+def test_parameters_match_plain_pytorch(activation, layout, bias, dtype):
+    layer = make_layer(activation, bias, DTYPES[dtype], separate=layout == "separate")
+    compare(layer, 2, activation, "softmax_over_topk", layout)
+    defaults = run(layer, 2, activation.partition("(")[0], "softmax_over_topk", layout)[0]
+    got = run(layer, 2, activation, "softmax_over_topk", layout)[0]
     assert not torch.equal(got, defaults)
 
 
