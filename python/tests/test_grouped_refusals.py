@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from sonicmoe import ActivationType, functional
+from sonicmoe import enums, functional
 
 R, D, N, E = 12, 16, 8, 4
-ACTIVATIONS = ", ".join(f"ActivationType.{a.name}" for a in ActivationType)
+ACTIVATIONS = f"an ActivationType, {enums.allowed_activations()}"
 
 
 def inputs():
