@@ -8,15 +8,15 @@ namespace {
 
 /// Bias (or null) and score of one row, in fp32.
 template <class T>
-void finish_row(ScoreAt score_at, const float* row_score, const T* bias, std::int64_t n, float* y) {
+void finish_row(ScoreAt score_at, float score, const T* bias, std::int64_t n, float* y) {
   switch (score_at) {
     case ScoreAt::before_down:  // s A W2^T: the product is linear in A
-      for (std::int64_t j = 0; j < n; ++j) y[j] *= *row_score;
+      for (std::int64_t j = 0; j < n; ++j) y[j] *= score;
       for (std::int64_t j = 0; bias && j < n; ++j) y[j] += to_float(bias[j]);
       return;
     case ScoreAt::after_down:
       for (std::int64_t j = 0; bias && j < n; ++j) y[j] += to_float(bias[j]);
-      for (std::int64_t j = 0; j < n; ++j) y[j] *= *row_score;
+      for (std::int64_t j = 0; j < n; ++j) y[j] *= score;
       return;
     case ScoreAt::combine:
     case ScoreAt::none:
@@ -33,6 +33,7 @@ struct DownProj {
   static void run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
                   int threads) {
     const std::int64_t n = d.intermediate;
+    const bool scored = d.scored() && !d.gathers();
     const auto block = [&](int thread, RowBlock rows, std::int64_t part) {
       const std::int64_t j0 = part * kBlockN;
       const std::int64_t nj = std::min(kBlockN, d.hidden - j0);
@@ -49,7 +50,8 @@ struct DownProj {
       const T* b2 = d.bias ? static_cast<const T*>(a.b2) + rows.expert * d.hidden + j0 : nullptr;
       for (std::int64_t i = 0; i < rows.rows; ++i) {
         float* y = scratch.tile + i * nj;
-        finish_row(d.score_at, d.scored() ? a.row_scores + rows.begin + i : nullptr, b2, nj, y);
+        const float score = scored ? a.row_scores[rows.begin + i] : 1.0f;
+        finish_row(d.score_at, score, b2, nj, y);
         store(y, out + i * d.hidden, nj);
       }
     };
