@@ -59,7 +59,7 @@ const void* ExpertsCall::rows_input(const char* name, Tensor values, std::int64_
   for (const std::int64_t row : owned_) owned[row] = true;
   for (std::int64_t row = 0; row < R(); ++row) {
     if (owned[row]) continue;
-    std::fill_n(&values[row * width], width, std::numeric_limits<double>::quiet_NaN());
+    std::fill_n(values.begin() + row * width, width, std::numeric_limits<double>::quiet_NaN());
   }
   return arena.input(name, values, type);
 }
@@ -154,7 +154,7 @@ Tensor ExpertsCall::rows_output(const char* name, std::int64_t width, DType type
       run->damage = std::string(name) + ": row " + std::to_string(row) +
                     ", which no expert owns, " + (x_.zero_tail ? "is not zero" : "was written");
     }
-    std::fill_n(&values[row * width], width, 0.0);
+    std::fill_n(values.begin() + row * width, width, 0.0);
   }
   return values;
 }
@@ -169,7 +169,7 @@ void ExpertsCall::read_forward(LayerRun* run) const {
   const Tensor preact = arena.tensor("preact", x_.dtype);
   for (const std::int64_t row : owned_) {  // grouped rows
     Tensor& out = run->tensors.preact;
-    out.insert(out.end(), &preact[row * W], &preact[row * W] + W);
+    out.insert(out.end(), preact.begin() + row * W, preact.begin() + (row + 1) * W);
   }
 }
 
