@@ -1,7 +1,7 @@
 """The layer on weights as they are stored, (E, out, in). `reference.py` has the same functions."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,67 +17,74 @@ def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bo
     return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _expert_options(
-    activation: ActivationType | str, layout: str, inference: bool
-) -> dict[str, str | bool]:
-    text = activation.value if isinstance(activation, ActivationType) else activation
-    return {"activation": text, "w1_layout": layout, "inference": inference}
+class ExpertArgs(NamedTuple):
+    """What each layer takes of its experts, as its last arguments. Weights are as they are stored,
+    (E, out, in); `w1_up`, `b1_up` and `w1_up_main_grad` belong to the layout "separate"."""
+
+    w1: torch.Tensor
+    b1: torch.Tensor | None
+    w2: torch.Tensor
+    b2: torch.Tensor | None
+    activation: ActivationType | str
+    is_inference_mode: bool
+    layout: str
+    w1_main_grad: torch.Tensor | None = None
+    w2_main_grad: torch.Tensor | None = None
+    w1_up: torch.Tensor | None = None
+    b1_up: torch.Tensor | None = None
+    w1_up_main_grad: torch.Tensor | None = None
+
+    def checked(
+        self, x: torch.Tensor, *others: torch.Tensor | None, x_name: str = "x"
+    ) -> tuple[torch.Tensor, "ExpertArgs"]:
+        """x and these, cast by autocast. Where neither they nor `others` can have a backward, these
+        are in inference mode and without main_grads."""
+        w1, b1, w2, b2, activation, inference, layout, *rest = self
+        w1_grad, w2_grad, w1_up, b1_up, up_grad = rest
+        _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
+        x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
+        _check.alike(x, x_name, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
+        inference = _keeps_nothing(inference, x, *others, w1, b1, w2, b2, w1_up, b1_up)
+        if inference:
+            w1_grad = w2_grad = up_grad = None
+        _check.main_grads(("w1", w1, w1_grad), ("w1_up", w1_up, up_grad), ("w2", w2, w2_grad))
+        return x, ExpertArgs(
+            w1, b1, w2, b2, activation, inference, layout, w1_grad, w2_grad, w1_up, b1_up, up_grad
+        )
+
+    def of_operator(self, **options: int | bool | str) -> tuple[torch.Tensor | str | None, ...]:
+        """The operators' arguments from w1 on; `options`: what else the layer is told."""
+        kind = self.activation
+        layer = _ops.layer_text(
+            **options,
+            activation=kind.value if isinstance(kind, ActivationType) else kind,
+            w1_layout=self.layout,
+            inference=self.is_inference_mode,
+        )
+        main_grads = self.w1_main_grad, self.w2_main_grad
+        of_up = self.w1_up, self.b1_up, self.w1_up_main_grad
+        return self.w1, self.b1, self.w2, self.b2, layer, *main_grads, *of_up
 
 
 def topk_layer(
     x: torch.Tensor,
     router_w: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
     top_k: int,
-    activation: ActivationType | str,
-    is_inference_mode: bool,
     softmax_over_topk: bool,
     norm_topk_probs: bool,
-    layout: str,
-    w1_main_grad: torch.Tensor | None = None,
-    w2_main_grad: torch.Tensor | None = None,
-    w1_up: torch.Tensor | None = None,
-    b1_up: torch.Tensor | None = None,
-    w1_up_main_grad: torch.Tensor | None = None,
+    *of_experts: Any,
+    **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """o (T, d), logits (T, E) and counts (E) int32."""
+    """o (T, d), logits (T, E) and counts (E) int32; `of_experts`, `named`: ExpertArgs."""
     _ops.require()
     _check.integer("K", top_k)
-    _check.tensors(x=x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
-    x, router_w, w1, b1, w2, b2, w1_up, b1_up = autocast(
-        x, router_w, w1, b1, w2, b2, w1_up, b1_up
-    )
-    _check.alike(x, router_w=router_w, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
-    inference = _keeps_nothing(is_inference_mode, x, router_w, w1, b1, w2, b2, w1_up, b1_up)
-    if inference:
-        w1_main_grad = w2_main_grad = w1_up_main_grad = None
-    _check.main_grads(
-        ("w1", w1, w1_main_grad), ("w1_up", w1_up, w1_up_main_grad), ("w2", w2, w2_main_grad)
-    )
-    layer = _ops.layer_text(
-        top_k=int(top_k),
-        **_ops.router_options(softmax_over_topk, norm_topk_probs),
-        **_expert_options(activation, layout, inference),
-    )
-    with torch.set_grad_enabled(not inference):
-        o, logits, counts, _, _ = _ops.layer_forward(
-            x.contiguous(),
-            router_w,
-            w1,
-            b1,
-            w2,
-            b2,
-            layer,
-            w1_main_grad,
-            w2_main_grad,
-            w1_up,
-            b1_up,
-            w1_up_main_grad,
-        )
-    return o, logits, counts
+    _check.tensors(x=x, router_w=router_w)
+    x, router_w = autocast(x, router_w)
+    _check.alike(x, router_w=router_w)
+    x, experts = ExpertArgs(*of_experts, **named).checked(x, router_w)
+    options = {"top_k": int(top_k)} | _ops.router_options(softmax_over_topk, norm_topk_probs)
+    with torch.set_grad_enabled(not experts.is_inference_mode):
+        return _ops.layer_forward(x.contiguous(), router_w, *experts.of_operator(**options))[:3]
 
 
 def routed_layer(
@@ -85,53 +92,26 @@ def routed_layer(
     scores: torch.Tensor,
     token_ids: torch.Tensor,
     expert_ids: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: ActivationType | str,
-    is_inference_mode: bool,
-    layout: str,
-    w1_main_grad: torch.Tensor | None = None,
-    w2_main_grad: torch.Tensor | None = None,
-    w1_up: torch.Tensor | None = None,
-    b1_up: torch.Tensor | None = None,
-    w1_up_main_grad: torch.Tensor | None = None,
+    *of_experts: Any,
+    **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of lists of length L."""
     _ops.require()
-    _check.tensors(x=x, w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
+    _check.tensors(x=x)
     _check.scores("router_scores", scores)
     _check.ids("token_indices", token_ids)
     _check.ids("expert_indices", expert_ids)
     _check.on_device("router_scores", scores, x.device)
     _check.on_device("token_indices", token_ids, x.device)
     _check.on_device("expert_indices", expert_ids, x.device)
-    return _given_layer(
-        _ops.routed_forward,
-        x,
-        (scores.float().contiguous(), int32(token_ids), int32(expert_ids)),
-        {},
-        w1,
-        b1,
-        w2,
-        b2,
-        activation,
-        is_inference_mode,
-        layout,
-        w1_main_grad,
-        w2_main_grad,
-        w1_up,
-        b1_up,
-        w1_up_main_grad,
-    )
+    given = scores.float().contiguous(), int32(token_ids), int32(expert_ids)
+    return _given_layer(_ops.routed_forward, x, given, {}, ExpertArgs(*of_experts, **named))
 
 
 def experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *others: Any
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *of_experts: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o (T, d) and counts (E) int32 of ids and weights (T, K). `others` as _given_layer has them,
-    from w1 on."""
+    """o (T, d) and counts (E) int32 of ids and weights (T, K)."""
     _ops.require()
     _check.tensors(x=x)
     _check.ids("ids", ids)
@@ -139,7 +119,7 @@ def experts(
     _check.on_device("ids", ids, x.device)
     _check.on_device("weights", weights, x.device)
     given = int32(ids), weights.float().contiguous()
-    return _given_layer(_ops.ids_forward, x, given, {}, *others)
+    return _given_layer(_ops.ids_forward, x, given, {}, ExpertArgs(*of_experts))
 
 
 def experts_from_logits(
@@ -149,9 +129,9 @@ def experts_from_logits(
     top_k: int,
     softmax_over_topk: bool,
     norm_topk_probs: bool,
-    *others: Any,
+    *of_experts: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of logits (T, E), with ids (T, K) or without."""
+    """o (T, d) and counts (E) int32 of logits (T, E), with ids (T, K) or without."""
     _ops.require()
     _check.integer("K", top_k)
     _check.tensors(x=x, logits=logits)
@@ -163,54 +143,20 @@ def experts_from_logits(
     x, logits = autocast(x, logits)
     options = {"top_k": int(top_k)} | _ops.router_options(softmax_over_topk, norm_topk_probs)
     given = logits.contiguous(), ids
-    return _given_layer(_ops.logits_forward, x, given, options, *others)
+    return _given_layer(_ops.logits_forward, x, given, options, ExpertArgs(*of_experts))
 
 
 def _given_layer(
     operator: Callable,
     x: torch.Tensor,
     given: tuple[torch.Tensor | None, ...],
-    router_options: dict[str, int | str | bool],
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: ActivationType | str,
-    is_inference_mode: bool,
-    layout: str,
-    w1_main_grad: torch.Tensor | None = None,
-    w2_main_grad: torch.Tensor | None = None,
-    w1_up: torch.Tensor | None = None,
-    b1_up: torch.Tensor | None = None,
-    w1_up_main_grad: torch.Tensor | None = None,
+    options: dict[str, int | str | bool],
+    experts: ExpertArgs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An operator whose caller routes: `given` are its arguments behind x."""
-    _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
-    x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
-    _check.alike(x, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
-    inference = _keeps_nothing(is_inference_mode, x, *given, w1, b1, w2, b2, w1_up, b1_up)
-    if inference:
-        w1_main_grad = w2_main_grad = w1_up_main_grad = None
-    _check.main_grads(
-        ("w1", w1, w1_main_grad), ("w1_up", w1_up, w1_up_main_grad), ("w2", w2, w2_main_grad)
-    )
-    layer = _ops.layer_text(**router_options, **_expert_options(activation, layout, inference))
-    with torch.set_grad_enabled(not inference):
-        o, counts, _, _ = operator(
-            x.contiguous(),
-            *given,
-            w1,
-            b1,
-            w2,
-            b2,
-            layer,
-            w1_main_grad,
-            w2_main_grad,
-            w1_up,
-            b1_up,
-            w1_up_main_grad,
-        )
-    return o, counts
+    x, experts = experts.checked(x, *given)
+    with torch.set_grad_enabled(not experts.is_inference_mode):
+        return operator(x.contiguous(), *given, *experts.of_operator(**options))[:2]
 
 
 def grouped_experts(
@@ -218,65 +164,39 @@ def grouped_experts(
     counts: torch.Tensor | None,
     offsets: torch.Tensor | None,
     scores: torch.Tensor | None,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: ActivationType,
-    layout: str,
+    experts: ExpertArgs,
+    *,
     score_at: str,
     zero_tail: bool,
     expected_rows: int,
-    w1_main_grad: torch.Tensor | None = None,
-    w2_main_grad: torch.Tensor | None = None,
-    w1_up: torch.Tensor | None = None,
-    b1_up: torch.Tensor | None = None,
-    w1_up_main_grad: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    dx_out: torch.Tensor | None = None,
+    out: torch.Tensor | None,
+    dx_out: torch.Tensor | None,
 ) -> torch.Tensor:
     """y (R, d) of rows (R, d) in expert order."""
     _ops.require()
-    _check.tensors(rows=rows, w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
+    _check.tensors(rows=rows)
     _check.segments(counts, offsets, rows.device)
     if scores is not None:
         _check.scores("scores", scores)
         _check.on_device("scores", scores, rows.device, "rows")
-    rows, w1, b1, w2, b2, w1_up, b1_up = autocast(rows, w1, b1, w2, b2, w1_up, b1_up)
-    _check.alike(rows, "rows", w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
+    rows, experts = experts.checked(rows, scores, x_name="rows")
     _check.memory("out", out, rows)
     _check.memory("dx_out", dx_out, rows)
-    inference = _keeps_nothing(False, rows, scores, w1, b1, w2, b2, w1_up, b1_up)
-    if inference:
-        w1_main_grad = w2_main_grad = w1_up_main_grad = dx_out = None
-    _check.main_grads(
-        ("w1", w1, w1_main_grad), ("w1_up", w1_up, w1_up_main_grad), ("w2", w2, w2_main_grad)
-    )
-    layer = _ops.layer_text(
-        **_expert_options(activation, layout, inference),
+    if counts is not None and offsets is not None and counts.dtype != offsets.dtype:
+        counts, offsets = counts.long(), offsets.long()
+    of_operator = experts.of_operator(
         score_at="none" if scores is None else score_at,
         zero_tail=zero_tail,
         expected_rows=expected_rows,
     )
-    if counts is not None and offsets is not None and counts.dtype != offsets.dtype:
-        counts, offsets = counts.long(), offsets.long()
-    with torch.set_grad_enabled(not inference):
+    with torch.set_grad_enabled(not experts.is_inference_mode):
         return _ops.grouped_forward(
             rows.contiguous(),
             None if counts is None else counts.contiguous(),
             None if offsets is None else offsets.contiguous(),
             None if scores is None else scores.float().contiguous(),
-            w1,
-            b1,
-            w2,
-            b2,
-            layer,
-            w1_main_grad,
-            w2_main_grad,
-            w1_up,
-            b1_up,
-            w1_up_main_grad,
-            dx_out,
+            *of_operator,
+            None if experts.is_inference_mode else dx_out,
             out=out,
         )
 

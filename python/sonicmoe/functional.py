@@ -24,31 +24,47 @@ from . import _check, _layer, _ops
 from .enums import ActivationType, is_glu
 
 
-def _stored(
+def _expert_args(
     x: torch.Tensor,
-    activation: ActivationType,
-    layout: str,
+    activation: ActivationType | str,
+    layout: str | None,
     w1: torch.Tensor,
+    b1: torch.Tensor | None,
     w2: torch.Tensor,
+    b2: torch.Tensor | None,
     w1_main_grad: torch.Tensor | None,
     w2_main_grad: torch.Tensor | None,
     w1_up: torch.Tensor | None,
+    b1_up: torch.Tensor | None,
     w1_up_main_grad: torch.Tensor | None,
-    name: str = "x",
-    shape: str = "(T, H)",
-) -> tuple[torch.Tensor | None, ...]:
-    """Weights and main_grads as they are stored, (E, out, in), in the order of the arguments.
-    `name` and `shape` are those of x."""
-    hidden = _check.width(name, x, shape)
-    w1_form = "2I" if layout != "separate" and is_glu(activation) else "I", "H", hidden, name
-    w2_form = "H", "I", hidden, name
-    return (
-        _check.expert_weights("w1", w1, *w1_form),
-        _check.expert_weights("w2", w2, *w2_form),
-        _check.expert_weights("w1_main_grad", w1_main_grad, *w1_form),
-        _check.expert_weights("w2_main_grad", w2_main_grad, *w2_form),
-        _check.expert_weights("w1_up", w1_up, *w1_form),
-        _check.expert_weights("w1_up_main_grad", w1_up_main_grad, *w1_form),
+    *,
+    activation_name: str = "activation",
+    concat_layout: bool = False,
+    inference: bool = False,
+    x_name: str = "x",
+    x_shape: str = "(T, H)",
+) -> _layer.ExpertArgs:
+    """Checks activation, layout and forms of the weights, which it takes as they are stored."""
+    kind = _check.activation(activation_name, activation)
+    layout = _check.w1_layout(
+        layout, concat_layout, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
+    )
+    hidden = _check.width(x_name, x, x_shape)
+    w1_form = "2I" if layout != "separate" and is_glu(kind) else "I", "H", hidden, x_name
+    w2_form = "H", "I", hidden, x_name
+    return _layer.ExpertArgs(
+        w1=_check.expert_weights("w1", w1, *w1_form),
+        b1=b1,
+        w2=_check.expert_weights("w2", w2, *w2_form),
+        b2=b2,
+        activation=kind,
+        is_inference_mode=inference,
+        layout=layout,
+        w1_main_grad=_check.expert_weights("w1_main_grad", w1_main_grad, *w1_form),
+        w2_main_grad=_check.expert_weights("w2_main_grad", w2_main_grad, *w2_form),
+        w1_up=_check.expert_weights("w1_up", w1_up, *w1_form),
+        b1_up=b1_up,
+        w1_up_main_grad=_check.expert_weights("w1_up_main_grad", w1_up_main_grad, *w1_form),
     )
 
 
@@ -82,33 +98,13 @@ def moe_TC_softmax_topk_layer(
     Backward adds the gradients of w1, w2 and w1_up to the fp32 tensors w1_main_grad, w2_main_grad
     and w1_up_main_grad, which have either form of their weight, and the weights get none.
     """
-    activation = _check.activation("activation_type", activation_type)
-    w1_layout = _check.w1_layout(
-        layout, concat_layout, activation, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
-    )
-    w1, w2, *others = _stored(
-        x, activation, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
-    )
-    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
-    return _layer.topk_layer(
-        x,
-        router_w,
-        w1,
-        b1,
-        w2,
-        b2,
-        K,
-        activation,
-        is_inference_mode_enabled,
-        is_softmax_over_topk,
-        norm_topk_probs,
-        w1_layout,
-        w1_main_grad,
-        w2_main_grad,
-        w1_up,
-        b1_up,
-        w1_up_main_grad,
-    )
+    experts = _expert_args(
+        x, activation_type, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
+        w1_up, b1_up, w1_up_main_grad,
+        activation_name="activation_type", concat_layout=concat_layout,
+        inference=is_inference_mode_enabled,
+    )  # fmt: skip
+    return _layer.topk_layer(x, router_w, K, is_softmax_over_topk, norm_topk_probs, *experts)
 
 
 def moe_general_routing_inputs(
@@ -141,36 +137,17 @@ def moe_general_routing_inputs(
     out.
     Weights, biases and `main_grad` tensors as above.
     """
-    activation = _check.activation("activation_type", activation_type)
-    w1_layout = _check.w1_layout(
-        layout, concat_layout, activation, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
-    )
-    w1, w2, *others = _stored(
-        x, activation, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
-    )
-    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
+    experts = _expert_args(
+        x, activation_type, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
+        w1_up, b1_up, w1_up_main_grad,
+        activation_name="activation_type", concat_layout=concat_layout,
+        inference=is_inference_mode_enabled,
+    )  # fmt: skip
     if E is not None:
         _check.integer("E", E)
-        if E != w2.shape[0]:
-            raise ValueError(f"E: got {E!r}, allowed: {w2.shape[0]}, the experts of w2")
-    return _layer.routed_layer(
-        x,
-        router_scores,
-        token_indices,
-        expert_indices,
-        w1,
-        b1,
-        w2,
-        b2,
-        activation,
-        is_inference_mode_enabled,
-        w1_layout,
-        w1_main_grad,
-        w2_main_grad,
-        w1_up,
-        b1_up,
-        w1_up_main_grad,
-    )
+        if E != experts.w2.shape[0]:
+            raise ValueError(f"E: got {E!r}, allowed: {experts.w2.shape[0]}, the experts of w2")
+    return _layer.routed_layer(x, router_scores, token_indices, expert_indices, *experts)
 
 
 def experts(
@@ -199,31 +176,11 @@ def experts(
 
     Weights, biases, layouts and `main_grad` tensors as above.
     """
-    kind = _check.activation("activation", activation)
-    w1_layout = _check.w1_layout(
-        layout, False, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
-    )
-    w1, w2, *others = _stored(
-        x, kind, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
-    )
-    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
-    return _layer.experts(
-        x,
-        ids,
-        weights,
-        w1,
-        b1,
-        w2,
-        b2,
-        kind,
-        False,
-        w1_layout,
-        w1_main_grad,
-        w2_main_grad,
-        w1_up,
-        b1_up,
-        w1_up_main_grad,
-    )
+    of_experts = _expert_args(
+        x, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
+        w1_up, b1_up, w1_up_main_grad,
+    )  # fmt: skip
+    return _layer.experts(x, ids, weights, *of_experts)
 
 
 def experts_from_logits(
@@ -257,33 +214,12 @@ def experts_from_logits(
 
     Weights, biases, layouts and `main_grad` tensors as above.
     """
-    kind = _check.activation("activation", activation)
-    w1_layout = _check.w1_layout(
-        layout, False, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
-    )
-    w1, w2, *others = _stored(
-        x, kind, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad
-    )
-    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
+    of_experts = _expert_args(
+        x, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
+        w1_up, b1_up, w1_up_main_grad,
+    )  # fmt: skip
     return _layer.experts_from_logits(
-        x,
-        logits,
-        ids,
-        K,
-        softmax_over_topk,
-        norm_topk_probs,
-        w1,
-        b1,
-        w2,
-        b2,
-        kind,
-        False,
-        w1_layout,
-        w1_main_grad,
-        w2_main_grad,
-        w1_up,
-        b1_up,
-        w1_up_main_grad,
+        x, logits, ids, K, softmax_over_topk, norm_topk_probs, *of_experts
     )
 
 
@@ -332,37 +268,23 @@ def grouped_experts(
     contiguous, of the result's dtype, and share no memory with other arguments. `rows_hint`: the
     number of rows to expect where R is a worst case; it guides the choice of tiles.
     """
-    kind = _check.activation("activation", activation)
-    w1_layout = _check.w1_layout(
-        layout, False, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
-    )
-    w1, w2, *others = _stored(
-        rows, kind, w1_layout, w1, w2, w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad,
-        "rows", "(R, H)",
+    experts = _expert_args(
+        rows, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
+        w1_up, b1_up, w1_up_main_grad,
+        x_name="rows", x_shape="(R, H)",
     )  # fmt: skip
-    w1_main_grad, w2_main_grad, w1_up, w1_up_main_grad = others
     _check.score_at("score_at", score_at)
     return _layer.grouped_experts(
         rows,
         counts,
         offsets,
         scores,
-        w1,
-        b1,
-        w2,
-        b2,
-        kind,
-        w1_layout,
-        score_at,
-        bool(zero_tail),
-        _check.expected_rows("rows_hint", rows_hint),
-        w1_main_grad,
-        w2_main_grad,
-        w1_up,
-        b1_up,
-        w1_up_main_grad,
-        out,
-        dx_out,
+        experts,
+        score_at=score_at,
+        zero_tail=bool(zero_tail),
+        expected_rows=_check.expected_rows("rows_hint", rows_hint),
+        out=out,
+        dx_out=dx_out,
     )
 
 

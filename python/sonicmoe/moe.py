@@ -193,15 +193,15 @@ class MoE(nn.Module):
         out, logits, counts = backend.topk_layer(
             tokens,
             self.router.weight,
+            self.top_k,
+            self.softmax_over_topk,
+            self.norm_topk_probs,
             w1,
             self.c_fc.bias,
             w2,
             self.c_proj.bias,
-            self.top_k,
             self.activation_function,
             is_inference_mode,
-            self.softmax_over_topk,
-            self.norm_topk_probs,
             self.layout,
             **main_grads,
         )

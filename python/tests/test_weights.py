@@ -102,7 +102,9 @@ def test_each_weight_may_have_either_form(w1_form, w2_form):
 def test_strides_decide_where_both_forms_fit_the_shape(hidden, intermediate, experts):
     sizes = dict(hidden=hidden, intermediate=intermediate, experts=experts)
     layer, k = make_layer(**sizes), min(K, experts)
-    plain = reference.topk_layer(layer.x, layer.router_w, layer.w1, None, layer.w2, None, k)
+    plain = reference.topk_layer(
+        layer.x, layer.router_w, k, True, False, layer.w1, None, layer.w2, None
+    )
     for form in FORMS.values():
         o, logits, counts, _ = run(layer, k, SWIGLU, "softmax_over_topk", form=form)
         assert torch.equal(counts, plain[2])
