@@ -119,12 +119,12 @@ std::tuple<Tensor, Tensor, Tensor> grouped_forward(
   return {out, preact, segments};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> grouped_backward(
-    Tensor dout, Tensor rows, OptionalTensor scores, Tensor w1, Tensor w2, OptionalTensor b2,
-    Tensor preact, Tensor segments, std::string layer, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
-    bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-    OptionalTensor dx_out) {
+Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tensor w1, Tensor w2,
+                           OptionalTensor b2, Tensor preact, Tensor segments, std::string layer,
+                           OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                           OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
+                           OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                           OptionalTensor dx_out) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   main_grads.check_wanted(wanted);
@@ -163,14 +163,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> group
                            .dpreact = output<void>(dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(rows, plan.backward_workspace_bytes()), stream_of(rows)));
-  return {dx,
-          dscores,
-          gradients.dw1,
-          gradients.db1,
-          gradients.dw2,
-          gradients.db2,
-          gradients.dw1_up,
-          gradients.db1_up};
+  return gradients.behind(dx, dscores);
 }
 
 }  // namespace sonicmoe::python

@@ -64,7 +64,6 @@ struct Given {
 };
 
 using GivenForward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using GivenBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void choose_by_ids(LayerDesc* desc, std::int64_t top_k) {
   if (desc->router.top_k != 0) {
@@ -149,11 +148,11 @@ struct Asked {
 
 /// Their backward. The second result, of this shape, is the gradient of the logits if there are
 /// any, else of the weights or scores.
-GivenBackward given_backward(LayerDesc desc, Shape shape, const OptionalTensor& given_logits,
-                             Tensor dout, Tensor x, const Tensor& w1, const Tensor& w2,
-                             const OptionalTensor& b2, const Tensor& preact, const Tensor& routing,
-                             const OptionalTensor& w1_up, const MainGrads& main_grads,
-                             const Asked& asked) {
+Gradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& given_logits,
+                         Tensor dout, Tensor x, const Tensor& w1, const Tensor& w2,
+                         const OptionalTensor& b2, const Tensor& preact, const Tensor& routing,
+                         const OptionalTensor& w1_up, const MainGrads& main_grads,
+                         const Asked& asked) {
   main_grads.check_wanted(asked.weights);
   desc.experts.inference = false;
   desc.experts.dpreact_in_workspace = !asked.dpreact.has_value();
@@ -189,14 +188,7 @@ GivenBackward given_backward(LayerDesc desc, Shape shape, const OptionalTensor& 
                     .dpreact = output<void>(asked.dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
-  return {dx,
-          dgiven,
-          gradients.dw1,
-          gradients.db1,
-          gradients.dw2,
-          gradients.db2,
-          gradients.dw1_up,
-          gradients.db1_up};
+  return gradients.behind(dx, dgiven);
 }
 
 }  // namespace
@@ -239,12 +231,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   return {o, logits, counts, preact, routing};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
-    Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
-    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::string layer,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-    bool wants_drouter_w, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-    OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+Gradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1,
+                         Tensor w2, OptionalTensor b2, OptionalTensor logits, Tensor preact,
+                         Tensor routing, std::string layer, OptionalTensor w1_main_grad,
+                         OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+                         bool wants_drouter_w, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                         OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   main_grads.check_wanted(wanted);
@@ -286,14 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer
                     .dpreact = output<void>(dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
-  return {dx,
-          drouter_w,
-          gradients.dw1,
-          gradients.db1,
-          gradients.dw2,
-          gradients.db2,
-          gradients.dw1_up,
-          gradients.db1_up};
+  return gradients.behind(dx, drouter_w);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
@@ -309,11 +294,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
                        x, w1, b1, w2, b2, w1_up, b1_up, main_grads);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
-    Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
-    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
-    OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-    OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+Gradients routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2,
+                          Tensor preact, Tensor routing, std::string layer,
+                          OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                          OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
+                          OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
   check_dims("preact", preact, 2, "(L, 2n or n)");
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
@@ -335,11 +320,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
                        main_grads);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ids_backward(
-    Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2, OptionalTensor b2,
-    Tensor preact, Tensor routing, std::string layer, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
-    bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2,
+                       OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
+                       OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                       OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
+                       OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
@@ -359,12 +344,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
                        main_grads);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> logits_backward(
-    Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1, Tensor w2,
-    OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-    bool wants_dw1, bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad,
-    bool wants_dw1_up) {
+Gradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1,
+                          Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
+                          std::string layer, OptionalTensor w1_main_grad,
+                          OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+                          bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                          OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);

@@ -12,6 +12,10 @@
 /// and, unless said otherwise, of x's dtype.
 namespace sonicmoe::python {
 
+/// What a backward returns: two gradients that its own comment names, then dw1, db1, dw2, db2,
+/// dw1_up and db1_up.
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 /// o (T, d), logits (T, E), counts (E) int32, and for backward preact (R, W) and the opaque
 /// routing block (int32). The last two are empty if `inference`. The main_grads are those of
 /// backward, which autograd takes from here; they are checked and left alone. With
@@ -27,12 +31,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
 /// not wanted. dpreact (R, W), optional: memory for dH, which may be preact itself. What is not
 /// wanted is not computed, not added, and comes back empty. Of dw1 and dw1_up the library computes
 /// both or neither: one alone costs as much time as both, and memory for the other one.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_backward(
-    Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1, Tensor w2,
-    OptionalTensor b2, OptionalTensor logits, Tensor preact, Tensor routing, std::string layer,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-    bool wants_drouter_w, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-    OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+Gradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1,
+                         Tensor w2, OptionalTensor b2, OptionalTensor logits, Tensor preact,
+                         Tensor routing, std::string layer, OptionalTensor w1_main_grad,
+                         OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+                         bool wants_drouter_w, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                         OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
 /// Routing given as lists: scores (L) float32, token_ids and expert_ids (L) int32.
 /// o (T, d), counts (E) int32, preact (L, W), routing.
@@ -43,11 +47,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
     OptionalTensor w1_up_main_grad);
 
 /// dx, dscores (L) float32, and the gradients of weights and biases as above.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> routed_backward(
-    Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
-    std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
-    OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-    OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+Gradients routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalTensor b2,
+                          Tensor preact, Tensor routing, std::string layer,
+                          OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                          OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
+                          OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
 /// The caller's router has chosen: ids (T, K) int32, weights (T, K) float32. K is a size of ids.
 /// o (T, d), counts (E) int32, preact (R, W), routing.
@@ -57,11 +61,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
     OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
 
 /// dx, dweights (T, K) float32, and the gradients of weights and biases as above.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ids_backward(
-    Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2, OptionalTensor b2,
-    Tensor preact, Tensor routing, std::string layer, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
-    bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2,
+                       OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
+                       OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                       OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
+                       OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
 /// Logits (T, E) of the caller; ids (T, K) int32 too, unless the layer is to choose. `layer` has
 /// the router's options, with top_k. o (T, d), counts (E) int32, preact (R, W), routing.
@@ -72,12 +76,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
 
 /// dx, dlogits (T, E), and the gradients of weights and biases as above. logits: where
 /// RouterDesc::reaches_all_experts(). has_ids: whether forward got ids.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> logits_backward(
-    Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1, Tensor w2,
-    OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
-    OptionalTensor w1_main_grad, OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-    bool wants_dw1, bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad,
-    bool wants_dw1_up);
+Gradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1,
+                          Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
+                          std::string layer, OptionalTensor w1_main_grad,
+                          OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+                          bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                          OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
 /// The experts alone on rows (R, d) that are in expert order: counts (E) or offsets (E+1) or both,
 /// int32 or int64, as ExpertsForwardArgs says; scores (R) float32 exactly if `layer` has a score_at
@@ -98,12 +102,12 @@ std::tuple<Tensor, Tensor> grouped_forward_out(
 
 /// dx, dscores (R) float32, empty without scores, and the gradients of weights and biases as above.
 /// With dx_out (R, d) at a multiple of 16 bytes dx is written there and comes back empty.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> grouped_backward(
-    Tensor dout, Tensor rows, OptionalTensor scores, Tensor w1, Tensor w2, OptionalTensor b2,
-    Tensor preact, Tensor segments, std::string layer, OptionalTensor w1_main_grad,
-    OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx, bool wants_dw1,
-    bool wants_dw2, OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-    OptionalTensor dx_out);
+Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tensor w1, Tensor w2,
+                           OptionalTensor b2, Tensor preact, Tensor segments, std::string layer,
+                           OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                           OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
+                           OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                           OptionalTensor dx_out);
 
 /// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
 Tensor aux_loss(Tensor logits, Tensor counts);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "common.h"
+#include "operators.h"
 
 /// What operators with experts share: their weights and biases, and the gradients of both.
 namespace sonicmoe::python {
@@ -90,9 +90,13 @@ class WeightGradients {
     args->db2 = output<void>(db2);
   }
 
-  Tensor dw1, db1, dw2, db2, dw1_up, db1_up;
+  /// What the operator returns, of which the first two are not the experts'.
+  Gradients behind(const Tensor& first, const Tensor& second) const {
+    return {first, second, dw1, db1, dw2, db2, dw1_up, db1_up};
+  }
 
  private:
+  Tensor dw1, db1, dw2, db2, dw1_up, db1_up;
   Wanted wanted_;
   OptionalTensor unwanted_;  // of the two halves, if one alone is wanted: nobody reads it
 };
