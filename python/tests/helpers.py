@@ -2,11 +2,29 @@
 
 from dataclasses import dataclass, fields
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from sonicmoe import ActivationType, functional, is_glu, reference
+from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
 from sonicmoe._ops import layer_text, router_options
+
+#: pytestmark of tests on a GPU.
+NEEDS_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+#: An activation with a gate and one without, each in the layouts that it has.
+ACTIVATION_LAYOUTS = [
+    (activation, layout)
+    for activation in (ActivationType.SWIGLU, ActivationType.GELU_TANH)
+    for layout in (W1_LAYOUTS if is_glu(activation) else ONE_TENSOR_LAYOUTS)
+]
 
 #: Options of the operators: top-K over the softmax of all experts' logits.
 OVER_SOFTMAX = "router=topk_over_softmax"
@@ -190,3 +208,10 @@ def kept_bytes(function, parameters):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
     return sorted(storages.values()), result
+
+
+def assert_same(got, want):
+    """Dictionaries of the same tensors, bit for bit."""
+    assert got.keys() == want.keys()
+    for name in got:
+        assert torch.equal(got[name], want[name]), name

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     FORMS,
+    NEEDS_HOPPER,
     ROUTERS,
     Layer,
     assert_as_good,
@@ -20,13 +21,7 @@ from helpers import (
 from sonicmoe import ActivationType, MoE, functional
 from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 K = 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = ("w1", "w2", "w1_up")

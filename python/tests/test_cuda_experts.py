@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from helpers import ROUTERS
-from test_experts import as_lists, assert_same, backward, call, compare, data, given_functions
+from helpers import NEEDS_HOPPER, ROUTERS, assert_same
+from test_experts import as_lists, backward, call, compare, data, given_functions
 
 import sonicmoe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 T, E, K = 300, 6, 3
 SIZES = {"tokens": T, "hidden": 136, "intermediate": 72}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from test_grouped import COUNTS, SCORES, assert_same, backward, call, compare, data, on
+from helpers import NEEDS_HOPPER, assert_same
+from test_grouped import COUNTS, SCORES, backward, call, compare, data, on
 
 from sonicmoe import ActivationType
 from sonicmoe._check import W1_LAYOUTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 R, D, N = 900, 136, 72
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOADS = [[130, 0, 257, 1, 96, 0], [0, 0, 700, 0, 0, 90], [128] * 6, [0] * 6]

@@ -11,16 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import NEEDS_HOPPER
 
 from sonicmoe import ActivationType
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 ROOT = Path(__file__).parents[2]
 SWIGLU = ActivationType.SWIGLU
 PUBLISHED = {

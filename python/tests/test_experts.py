@@ -5,15 +5,22 @@ import re
 
 import pytest
 import torch
-from helpers import FORMS, ROUTERS, assert_as_good, at_odd_address, make_layer, stored
+from helpers import (
+    ACTIVATION_LAYOUTS,
+    FORMS,
+    ROUTERS,
+    assert_as_good,
+    assert_same,
+    at_odd_address,
+    make_layer,
+    stored,
+)
 
 import sonicmoe
-from sonicmoe import ActivationType, functional, is_glu, reference
-from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
+from sonicmoe import functional, reference
 
 T, D, N, E, K = 20, 24, 16, 6, 3
 SIZES = {"hidden": D, "intermediate": N, "experts": E}
-SWIGLU = ActivationType.SWIGLU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -92,12 +99,6 @@ def compare(leaves, name="experts", device="cpu", form=stored, **options):
     return got
 
 
-def assert_same(got, want):
-    assert got.keys() == want.keys()
-    for name in got:
-        assert torch.equal(got[name], want[name]), name
-
-
 def as_lists(x, ids, weights, w1, w2, b1=None, b2=None, **options):
     """The same pairs by moe_general_routing_inputs, in the order of tokens."""
     tokens = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
@@ -121,14 +122,7 @@ def test_matches_plain_pytorch(case, dtype, ids_dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "activation, layout",
-    [
-        (activation, layout)
-        for activation in (SWIGLU, ActivationType.GELU_TANH)
-        for layout in (W1_LAYOUTS if is_glu(activation) else ONE_TENSOR_LAYOUTS)
-    ],
-)
+@pytest.mark.parametrize("activation, layout", ACTIVATION_LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_in_every_form(form, activation, layout, bias, dtype):
     options = {"activation": activation, "bias": bias, "dtype": DTYPES[dtype]}

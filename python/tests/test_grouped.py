@@ -3,13 +3,20 @@
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import FORMS, assert_as_good, at_odd_address, kept_bytes, make_layer, stored
+from helpers import (
+    ACTIVATION_LAYOUTS,
+    FORMS,
+    assert_as_good,
+    assert_same,
+    at_odd_address,
+    kept_bytes,
+    make_layer,
+    stored,
+)
 
-from sonicmoe import ActivationType, grouped_experts, is_glu, reference
-from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
+from sonicmoe import grouped_experts, reference
 
 R, D, N, E = 48, 24, 16, 6
-SWIGLU = ActivationType.SWIGLU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCORES = ("none", "before_down", "after_down")
 COUNTS = [7, 0, 13, 1, 9, 0]  # experts 1 and 5 are idle
@@ -113,23 +120,10 @@ def compare(leaves, owned=OWNED, form=stored, device="cpu", **options):
         assert not got[name][idle].any(), name
 
 
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("score_at", SCORES)
-@pytest.mark.parametrize(
-    "activation, layout",
-    [
-        (activation, layout)
-        for activation in (SWIGLU, ActivationType.GELU_TANH)
-        for layout in (W1_LAYOUTS if is_glu(activation) else ONE_TENSOR_LAYOUTS)
-    ],
-)
+@pytest.mark.parametrize("activation, layout", ACTIVATION_LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_matches_plain_pytorch(form, activation, layout, score_at, bias, dtype):
     leaves = data(
