@@ -1,6 +1,6 @@
-// Routing lists with any ids: refused where a token id is out of range, without writing; else
-// sorted into groups as the oracle does, and run through a small layer and through the gradient of
-// rounding.
+// Routing lists with any ids. Those with a token id out of range are refused, without writing. The
+// others are sorted into groups as the oracle does. A small layer and the gradient of rounding run
+// on them.
 #include <cmath>
 #include <cstddef>
 

@@ -54,8 +54,8 @@ struct GemmInputs {
 /// activation and its slope are exact but for terms below 2^-60; scores are not all 1, gate and up
 /// differ. The tensors do not follow from each other.
 ///
-/// With a finite limit, 32 or 48, gates are also the limit itself and 8 below it, and of the ups in
-/// `preact` a quarter lie at the limit of either sign and beyond. A gate of 40 saturates a sigmoid
+/// A finite limit is 32 or 48. Some gates are the limit itself, others 8 below it; a quarter of the
+/// ups in `preact` lie at the limit of either sign and beyond. A gate of 40 saturates a sigmoid
 /// in fp64, too; one of 24 needs an alpha of 2. Scales (alpha and beta of a tanh) are powers of two
 /// of at most 1 and 1/32, so that every number but 0 saturates.
 GemmInputs integer_inputs(const LayerDesc& desc, Routing routing, std::uint64_t seed);

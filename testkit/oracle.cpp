@@ -473,8 +473,8 @@ Tensor Oracle::score_grad(const Tensor& logits, const std::vector<std::int32_t>&
       Real mean = 0;
       for (const std::int64_t s : slots) mean += gradient_of(s) * static_cast<Real>(scores[s]);
       if (magnitudes) mean = -mean;
-      // A softmax over the K entries moves an entry's logit by s (g - mean); one over all experts
-      // moves an expert's by p (g - mean), with g added up over its entries.
+      // A softmax over the K entries gives an entry's logit the gradient s (g - mean). One over all
+      // experts gives an expert's p (g - mean), with g added up over its entries.
       std::vector<Real> p, g(E, Real{0});
       if (all_probabilities) {
         for (const std::int64_t s : slots) g[ids[s]] += gradient_of(s);

@@ -5,7 +5,7 @@
 
 #include "testkit/run.h"
 
-/// The experts alone, on contiguous rows. run_layer() hands such problems over, whose lists name
+/// The experts alone, on contiguous rows. run_layer() hands such problems over. Their lists name
 /// the owner of each row: entry r has token r, and a sentinel where no expert owns the row.
 namespace sonicmoe::testkit {
 

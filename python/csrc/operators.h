@@ -26,8 +26,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
 
 /// dx, drouter_w, dw1, db1, dw2, db2, dw1_up, db1_up. The bias gradients are empty without biases,
-/// and those of `up` without w1_up. With main_grads, float32 and shaped like the weights, the
-/// weights' gradients are added to those and come back empty; one may be missing if its gradient is
+/// and those of `up` without w1_up. main_grads are float32 and shaped like the weights: the
+/// weights' gradients are added to them and come back empty. One may be missing if its gradient is
 /// not wanted. dpreact (R, W), optional: memory for dH, which may be preact itself. What is not
 /// wanted is not computed, not added, and comes back empty. Of dw1 and dw1_up the library computes
 /// both or neither: one alone costs as much time as both, and memory for the other one.
@@ -83,9 +83,9 @@ Gradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has
                           bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
                           OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
-/// The experts alone on rows (R, d) that are in expert order: counts (E) or offsets (E+1) or both,
-/// int32 or int64, as ExpertsForwardArgs says; scores (R) float32 exactly if `layer` has a score_at
-/// other than none. out (R, d), preact (R, W) and segments (3E) int32; preact is empty if
+/// The experts alone on rows (R, d) that are in expert order. counts (E), offsets (E+1) or both are
+/// int32 or int64, as ExpertsForwardArgs says. scores (R) float32 belong to a score_at of `layer`
+/// that is not none. out (R, d), preact (R, W) and segments (3E) int32; preact is empty if
 /// `inference`. dx_out is backward's, as the main_grads are. On the CPU bad counts are refused.
 std::tuple<Tensor, Tensor, Tensor> grouped_forward(
     Tensor rows, OptionalTensor counts, OptionalTensor offsets, OptionalTensor scores, Tensor w1,

@@ -1,7 +1,7 @@
 """Shapes, dtypes and devices of what the operators return, for tracing.
 
-The routing block is 20 bytes a row and 4(2E+1); 12 bytes a row for ids and weights; or 16 bytes a
-row and 4(T+1) more for lists. The operators check that it is so.
+The routing block's size repeats the table in src/core/routing_block.h, which tracing cannot ask.
+The operators check that it is so.
 """
 
 import functools

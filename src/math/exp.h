@@ -70,9 +70,9 @@ SONICMOE_HD float reciprocal_by_newton(float d) {
   return fma(y, fma(-d, y, 1.0f), y);
 }
 
-/// 1 - 2^-t for t >= 0 or a NaN t, with a small relative error also near 0, where a difference of
-/// the two would have none of its bits: at most 2^-23 on the host. On the GPU, which knows 2^-t to
-/// 2^-22 only, at most 2^-19; results of 16 bits do not notice that.
+/// 1 - 2^-t for t >= 0 or a NaN t. Near 0 a plain difference of the two would have none of its
+/// bits. Relative error: on the host at most 2^-23. On the GPU, where 2^-t is right to 2^-22, at
+/// most 2^-19; results of 16 bits do not notice that.
 SONICMOE_HD float one_minus_exp2(float t) {
 #if defined(__CUDA_ARCH__)
   float e;

@@ -1,7 +1,7 @@
 // Which contiguous rows each expert owns, from the caller's counts, offsets or both.
 //
-// One block scans the experts twice: for the sums of the counts, where offsets are not given, and
-// for the furthest end of the segments before, so that no two segments share a row.
+// One block scans the experts twice. Without offsets the first scan sums the counts. The second one
+// finds the furthest end of the segments before, so that no two segments share a row.
 #include <new>
 #include <vector>
 
