@@ -79,7 +79,7 @@ LayerDesc layer_desc(FuzzedDataProvider* in) {
   d.router.top_k = number(in, lists ? 0 : 6);
   d.experts.dtype = pick<DType>(in, 2);
   d.experts.activation = any_activation(in);
-  d.experts.w1_layout = pick<W1Layout>(in, 3);
+  d.experts.w1_layout = pick<W1Layout>(in, 5);
   d.router.norm_topk_probs = logits && in->ConsumeBool();
   d.experts.bias = in->ConsumeBool();
   d.experts.inference = in->ConsumeIntegralInRange(0, 7) == 0;
@@ -140,7 +140,7 @@ void operation(FuzzedDataProvider* in) {
   const std::int64_t intermediate = width(in), experts = number(in, 300), top_k = number(in, 300);
   const auto dtype = pick<DType>(in, 3);
   const ActivationSpec activation = any_activation(in);
-  const auto layout = pick<W1Layout>(in, 3);
+  const auto layout = pick<W1Layout>(in, 5);
   const auto input = pick<RouterInput>(in, 5);
   const auto mode = pick<RouterMode>(in, 2);
   const bool flag = in->ConsumeBool(), other = in->ConsumeBool();

@@ -35,7 +35,7 @@ LayerDesc any_layer(FuzzedDataProvider* in) {
   d.experts.hidden = number(in, 100);
   d.experts.intermediate = number(in, 100);
   choose(&d.experts.dtype, 3);
-  choose(&d.experts.w1_layout, 3);
+  choose(&d.experts.w1_layout, 5);
   d.experts.activation = in->PickValueInArray(
       {Activation::swiglu, Activation::geglu, Activation::relu_sq, Activation::silu});
   d.experts.bias = in->ConsumeBool();

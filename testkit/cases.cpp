@@ -23,6 +23,11 @@ LayerDesc shape(std::int64_t T, std::int64_t d, std::int64_t n, std::int64_t E, 
 /// d and n are no multiples of 16, 32 or 64.
 LayerDesc usual() { return shape(61, 72, 40, 6, 2); }
 
+LayerDesc with(LayerDesc desc, W1Layout layout) {
+  desc.experts.w1_layout = layout;
+  return desc;
+}
+
 LayerDesc list_shape(std::int64_t T, std::int64_t E, std::int64_t length) {
   LayerDesc desc = shape(T, 72, 40, E, 0);
   desc.router.input = RouterInput::lists;
@@ -81,6 +86,12 @@ std::vector<NamedActivation> with_parameters() {
           {"quick_geglu", Activation::quick_geglu}};
 }
 
+constexpr std::array kLayouts = {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate,
+                                 W1Layout::transposed, W1Layout::transposed_interleaved};
+constexpr std::array kTransposed = {W1Layout::transposed, W1Layout::transposed_interleaved};
+
+bool is_transposed(W1Layout layout) { return std::ranges::count(kTransposed, layout) > 0; }
+
 /// Is every layout, with a bias and without, tested with this kind? The others have one in turn.
 bool is_crossed(Activation kind) {
   return kind == Activation::swiglu ||
@@ -88,43 +99,58 @@ bool is_crossed(Activation kind) {
                               [&](const NamedActivation& a) { return a.spec.kind == kind; });
 }
 
-std::string case_name(const NamedActivation& activation, W1Layout layout) {
+std::string case_name(const NamedActivation& activation, W1Layout layout, bool bias) {
   std::string name = "activation/" + activation.name;
-  if (is_glu(activation.spec)) name += std::string("-") + sonicmoe::name(layout);
-  return name;
+  if (is_glu(activation.spec) || is_transposed(layout)) {
+    name += std::string("-") + sonicmoe::name(layout);
+  }
+  return name + (bias ? "-bias" : "");
 }
 
-W1Layout layout_in_turn(std::size_t i) { return static_cast<W1Layout>(i % 3); }
+void add_activation(CaseList* list, const NamedActivation& activation, W1Layout layout, bool bias) {
+  LayerDesc desc = usual();
+  desc.experts.activation = activation.spec;
+  desc.experts.w1_layout = layout;
+  desc.experts.bias = bias;
+  list->add(case_name(activation, layout, bias), desc);
+}
 
-void add_activations(CaseList* list) {
-  for (const Activation activation : activations()) {
-    if (!is_crossed(activation)) continue;
-    for (const W1Layout layout :
-         {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
-      // Without a gate there is nothing to lay out.
-      if (!is_glu(activation) && layout != W1Layout::interleaved) continue;
+/// The one case with transposed weights of a crossed kind, where there are few.
+struct InTurn {
+  explicit InTurn(Activation kind)
+      : layout(is_glu(kind) ? kTransposed[static_cast<std::size_t>(kind) % 2]
+                            : W1Layout::transposed),
+        bias(static_cast<int>(kind) / 2 % 2 == 1) {}
+  W1Layout layout;
+  bool bias;
+};
+
+/// On CUDA, where tests are dear, kinds other than SwiGLU have few cases with transposed weights.
+void add_activations(CaseList* list, bool every) {
+  for (const Activation kind : activations()) {
+    if (!is_crossed(kind)) continue;
+    const InTurn turn(kind);
+    for (const W1Layout layout : kLayouts) {
+      // Without a gate there is no order.
+      const bool ordered = layout != W1Layout::interleaved && layout != W1Layout::transposed;
+      if (!is_glu(kind) && ordered) continue;
       for (const bool bias : {false, true}) {
-        LayerDesc desc = usual();
-        desc.experts.activation = activation;
-        desc.experts.w1_layout = layout;
-        desc.experts.bias = bias;
-        list->add(case_name({name(activation), activation}, layout) + (bias ? "-bias" : ""), desc);
+        const bool few = !every && kind != Activation::swiglu && is_transposed(layout);
+        if (few && (layout != turn.layout || bias != turn.bias)) continue;
+        add_activation(list, {name(kind), kind}, layout, bias);
       }
     }
   }
 }
 
-/// On CUDA, where tests are dear, the biases come in turn, too.
-void add_parameters(CaseList* list, bool every_bias) {
+/// On CUDA the biases come in turn, too.
+void add_parameters(CaseList* list, bool every) {
   const std::vector<NamedActivation> all = with_parameters();
   for (std::size_t i = 0; i < all.size(); ++i) {
     for (const bool bias : {false, true}) {
-      if (!every_bias && bias != (i % 2 == 0)) continue;
-      LayerDesc desc = usual();
-      desc.experts.activation = all[i].spec;
-      desc.experts.w1_layout = layout_in_turn(i);
-      desc.experts.bias = bias;
-      list->add(case_name(all[i], desc.experts.w1_layout) + (bias ? "-bias" : ""), desc);
+      if (every || bias == (i % 2 == 0)) {
+        add_activation(list, all[i], kLayouts[i % std::size(kLayouts)], bias);
+      }
     }
   }
 }
@@ -184,9 +210,15 @@ void add_shapes(CaseList* list) {
   list->add("shape/long", shape(1045, 24, 16, 3, 1), RoutingKind::one_expert);
   list->add("shape/empty_ends", shape(100, 72, 40, 33, 4), RoutingKind::empty_ends);
   list->add("shape/large", shape(512, 128, 136, 16, 4));
+  list->add("shape/wide-transposed", with(shape(20, 1032, 8, 4, 2), W1Layout::transposed));
+  list->add("shape/deep-transposed_interleaved",
+            with(shape(20, 8, 1032, 4, 2), W1Layout::transposed_interleaved));
   LayerDesc inference = usual();
   inference.experts.inference = true;
   list->add("inference/topk", inference);
+  for (const W1Layout layout : kTransposed) {
+    list->add(std::string("inference/") + name(layout), with(inference, layout));
+  }
   inference.experts.bias = true;
   inference.experts.activation = Activation::relu_sq;
   list->add("inference/bias", inference);
@@ -214,12 +246,16 @@ void add_lists(CaseList* list) {
     add("no_tokens", list_shape(0, 3, 0), RoutingKind::random);
     add("one_token", list_shape(1, 5, 40), RoutingKind::hostile);
   }
+  LayerDesc desc = list_shape(40, 7, 150);
+  desc.experts.bias = true;
   for (const Activation activation : {Activation::swiglu, Activation::gelu}) {
-    LayerDesc desc = list_shape(40, 7, 150);
-    desc.experts.bias = true;
     desc.experts.activation = activation;
-    desc.experts.w1_layout = W1Layout::concatenated;
-    list->add(std::string("given/hostile-bias-") + sonicmoe::name(activation), desc,
+    list->add(std::string("given/hostile-bias-") + name(activation),
+              with(desc, W1Layout::concatenated), RoutingKind::hostile);
+  }
+  desc.experts.activation = Activation::swiglu;
+  for (const W1Layout layout : kTransposed) {
+    list->add(std::string("given/hostile-bias-") + name(layout), with(desc, layout),
               RoutingKind::hostile);
   }
 }
@@ -244,13 +280,20 @@ void add_rows(CaseList* list) {
   }
   LayerDesc desc = rows_of(1153, 8, ScoreAt::after_down);
   list->add("rows/tile_counts", desc, RoutingKind::tile_counts);
-  desc.experts.w1_layout = W1Layout::separate;
   desc.experts.bias = true;
   desc.experts.expected_rows = 64;
-  list->add("rows/separate-bias-tile_counts", desc, RoutingKind::tile_counts);
+  for (const W1Layout layout : {W1Layout::separate, W1Layout::transposed_interleaved}) {
+    list->add(std::string("rows/") + name(layout) + "-bias-tile_counts", with(desc, layout),
+              RoutingKind::tile_counts);
+  }
+  desc = with(rows_of(150, 7, ScoreAt::before_down), W1Layout::transposed);
+  desc.experts.zero_tail = true;
+  list->add("rows/transposed-hostile", desc, RoutingKind::hostile);
   desc = rows_of(120, 9, ScoreAt::before_down);
   desc.experts.activation = Activation::relu_sq;
   list->add("rows/relu_sq-empty_ends", desc, RoutingKind::empty_ends);
+  list->add("rows/relu_sq-transposed-empty_ends", with(desc, W1Layout::transposed),
+            RoutingKind::empty_ends);
   desc.experts.zero_tail = true;
   list->add("rows/one_expert", desc, RoutingKind::one_expert);
   list->add("rows/idle", desc, RoutingKind::sentinels_only);
@@ -302,6 +345,8 @@ void add_rounding(CaseList* list) {
   LayerDesc inference = nearest(usual(), 8);
   inference.experts.inference = true;
   list->add("rounding/inference", inference);
+  list->add("rounding/transposed_interleaved",
+            with(nearest(usual(), 8), W1Layout::transposed_interleaved));
 }
 
 /// The tiles of CUDA kernels are 64 to 256 wide. Widths that models have, and none divides; a whole
@@ -328,12 +373,15 @@ void add_tiles(CaseList* list) {
   LayerDesc gpt = shape(130, 360, 360, 8, 4);
   gpt.experts.bias = true;
   list->add("tiles/bias", gpt);
-  LayerDesc plain = shape(300, 328, 456, 5, 2);
-  plain.experts.activation = Activation::relu_sq;
-  list->add("tiles/relu_sq", plain);
-  LayerDesc separate = shape(300, 328, 456, 5, 2);
-  separate.experts.w1_layout = W1Layout::separate;
-  list->add("tiles/separate", separate);
+  LayerDesc some = shape(300, 328, 456, 5, 2);
+  list->add("tiles/separate", with(some, W1Layout::separate));
+  list->add("tiles/transposed", with(some, W1Layout::transposed));
+  some.experts.bias = true;
+  list->add("tiles/transposed_interleaved-bias", with(some, W1Layout::transposed_interleaved));
+  some.experts.bias = false;
+  some.experts.activation = Activation::relu_sq;
+  list->add("tiles/relu_sq", some);
+  list->add("tiles/relu_sq-transposed", with(some, W1Layout::transposed));
 }
 
 /// What the caller hands over in place of a router.
@@ -410,6 +458,8 @@ class InputCases {
 
 const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "activation/swiglu-interleaved/bf16",
+                                      "activation/swiglu-transposed_interleaved-bias/bf16",
+                                      "given/hostile-bias-transposed/f32",
                                       "activation/geglu-separate-bias/f32",
                                       "activation/relu_sq-bias/bf16",
                                       "router/topk_over_softmax-dlogits/f32",
@@ -429,8 +479,8 @@ const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "rounding/stochastic-topk_over_softmax/bf16",
                                       "rounding/balance-softmax_over_topk/bf16"};
 
-void add_all(CaseList* list) {
-  add_activations(list);
+void add_all(CaseList* list, bool every) {
+  add_activations(list, every);
   add_routers(list);
   add_shapes(list);
   add_lists(list);
@@ -467,18 +517,21 @@ std::vector<std::string> activation_case_names() {
   std::vector<std::string> names;
   for (const Activation kind : activations()) {
     if (kind == Activation::swiglu || !is_crossed(kind)) continue;
-    names.push_back(case_name({name(kind), kind}, layout_in_turn(static_cast<std::size_t>(kind))));
+    const InTurn turn(kind);
+    names.push_back(
+        case_name({name(kind), kind}, kLayouts[static_cast<std::size_t>(kind) % 3], false));
+    names.push_back(case_name({name(kind), kind}, turn.layout, turn.bias));
   }
   const std::vector<NamedActivation> others = with_parameters();
   for (std::size_t i = 0; i < others.size(); ++i) {
-    names.push_back(case_name(others[i], layout_in_turn(i)) + (i % 2 == 0 ? "-bias" : ""));
+    names.push_back(case_name(others[i], kLayouts[i % std::size(kLayouts)], i % 2 == 0));
   }
   return names;
 }
 
 std::vector<Case> full_cases() {
   CaseList list;
-  add_all(&list);
+  add_all(&list, true);
   InputCases inputs(&list);
   inputs.add_usual();
   inputs.add_others();
@@ -488,7 +541,7 @@ std::vector<Case> full_cases() {
 
 std::vector<Case> cuda_cases() {
   CaseList list(DType::f16, DType::bf16);
-  add_all(&list);
+  add_all(&list, false);
   add_tiles(&list);
   InputCases(&list).add_usual();
   add_parameters(&list, false);

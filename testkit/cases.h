@@ -46,8 +46,8 @@ std::vector<NamedActivation> tested_activations();
 /// Activations whose values and slopes are exact for integer_inputs(): kinds with their defaults,
 /// and with a limit, an alpha or scales at which these inputs saturate.
 std::vector<ActivationSpec> exact_activations();
-/// A listed case of every tested activation but SwiGLU, the layouts in turn; names without the
-/// type.
+/// Listed cases of every tested activation but SwiGLU, the layouts in turn: of kinds without
+/// parameters one with transposed weights besides. Names without the type.
 std::vector<std::string> activation_case_names();
 
 /// A few cases of every kind, for a quick look; part of full_cases().

@@ -11,18 +11,12 @@
 #include "testkit/buffer.h"
 #include "testkit/cases.h"
 #include "testkit/inputs.h"
+#include "testkit/layouts.h"
 #include "testkit/oracle.h"
 
 /// Runs the library in guarded, poisoned memory of exactly the sizes it asks for, and judges what
 /// comes out by the oracle.
 namespace sonicmoe::testkit {
-
-/// W1 (row_length = d) or b1 (row_length = 1) from [gate n | up n] to a layout; `second` is the up
-/// tensor of W1Layout::separate, else empty. unpack_w1 is its inverse.
-std::pair<Tensor, Tensor> pack_w1(const Tensor& canonical, const LayerDesc& desc,
-                                  std::int64_t row_length);
-Tensor unpack_w1(const Tensor& first, const Tensor& second, const LayerDesc& desc,
-                 std::int64_t row_length);
 
 /// What one call of forward and backward left behind.
 struct LayerRun {

@@ -84,7 +84,7 @@ void ExpertsCall::add_inputs() {
   auto [b1, b1_up] = pack_w1(p_.b1, p_.desc, 1);
   forward_.b1 = arena.input("b1", b1, type);
   forward_.b1_up = arena.input("b1_up", b1_up, type);
-  forward_.w2 = backward_.w2 = arena.input("w2", p_.w2, type);
+  forward_.w2 = backward_.w2 = arena.input("w2", pack_w2(p_.w2, p_.desc), type);
   forward_.b2 = backward_.b2 = arena.input("b2", p_.b2, type);
   if (!x_.inference) backward_.dout = rows_input("dout", p_.dout, x_.hidden, type);
 }
@@ -121,7 +121,7 @@ void ExpertsCall::add_outputs() {
     const auto [dw1, dw1_up] = pack_w1(p_.dw1, p_.desc, d);
     if (p_.wanted.dw1) arena["dw1"].put(encode(dw1, grad_type));
     if (p_.wanted.dw1) arena["dw1_up"].put(encode(dw1_up, grad_type));
-    if (p_.wanted.dw2) arena["dw2"].put(encode(p_.dw2, grad_type));
+    if (p_.wanted.dw2) arena["dw2"].put(encode(pack_w2(p_.dw2, p_.desc), grad_type));
   }
   backward_workspace_ = workspace("backward workspace", plan_->backward_workspace_bytes());
 }
@@ -166,7 +166,7 @@ void ExpertsCall::read_forward(LayerRun* run) const {
   run->tensors.o = rows_output("expert_out", x_.hidden, x_.dtype, run);
   if (x_.inference) return;
   const std::int64_t W = x_.preact_width();
-  const Tensor preact = arena.tensor("preact", x_.dtype);
+  const Tensor preact = unpack_preact(arena.tensor("preact", x_.dtype), p_.desc);
   for (const std::int64_t row : owned_) {  // grouped rows
     Tensor& out = run->tensors.preact;
     out.insert(out.end(), preact.begin() + row * W, preact.begin() + (row + 1) * W);
@@ -182,7 +182,7 @@ void ExpertsCall::read_backward(LayerRun* run) const {
     out.dw1 = unpack_w1(arena.tensor("dw1", grad_type), arena.tensor("dw1_up", grad_type), p_.desc,
                         x_.hidden);
   }
-  if (p_.wanted.dw2) out.dw2 = arena.tensor("dw2", grad_type);
+  if (p_.wanted.dw2) out.dw2 = unpack_w2(arena.tensor("dw2", grad_type), p_.desc);
   if (x_.bias) {
     out.db1 = unpack_w1(arena.tensor("db1", type), arena.tensor("db1_up", type), p_.desc, 1);
     out.db2 = arena.tensor("db2", type);

@@ -192,7 +192,7 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
     }
     case GemmOp::down_proj:
       args.act = rows("act", in.act, n);
-      args.w2 = arena.input("w2", in.w2, type);
+      args.w2 = arena.input("w2", pack_w2(in.w2, desc), type);
       if (gemm.bias) args.b2 = arena.input("b2", in.b2, type);
       if (!gathered && desc.experts.scored()) give_scores();
       args.expert_out = arena.output("expert_out", R * d, type);
@@ -200,12 +200,12 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
     case GemmOp::down_proj_dgrad:
       if (desc.experts.scored()) give_scores();
       args.dout = source("dout", in.dout);
-      args.w2 = arena.input("w2", in.w2, type);
+      args.w2 = arena.input("w2", pack_w2(in.w2, desc), type);
       args.dpreact = arena.output("dpreact", R * W, type);
       if (desc.experts.dpreact_in_workspace) {
-        args.preact = rows("preact", in.preact, W);
+        args.preact = rows("preact", pack_preact(in.preact, desc), W);
       } else {  // over H, whose other rows are poison then
-        memory.put(arena["dpreact"], in.preact, W, type);
+        memory.put(arena["dpreact"], pack_preact(in.preact, desc), W, type);
         args.preact = args.dpreact;
       }
       args.scaled_act = arena.output("scaled_act", R * n, type);
@@ -213,18 +213,18 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       break;
     case GemmOp::up_proj_dgrad:
       weights1();
-      args.dpreact = rows("dpreact", in.dpreact, W);
+      args.dpreact = rows("dpreact", pack_preact(in.dpreact, desc), W);
       args.dx_rows = arena.output("dx_rows", R * d, type);
       break;
     case GemmOp::down_proj_wgrad:
       args.dout = source("dout", in.dout);
       args.scaled_act = rows("scaled_act", in.scaled_act, n);
       args.dw2 = arena.output("dw2", E * d * n, grad_type);
-      if (gemm.accumulate_weight_grads) arena["dw2"].put(encode(in.dw2, grad_type));
+      if (gemm.accumulate_weight_grads) arena["dw2"].put(encode(pack_w2(in.dw2, desc), grad_type));
       break;
     case GemmOp::up_proj_wgrad:
       args.x = source("x", in.x);
-      args.dpreact = rows("dpreact", in.dpreact, W);
+      args.dpreact = rows("dpreact", pack_preact(in.dpreact, desc), W);
       args.dw1 = arena.output("dw1", E * (separate ? n : W) * d, grad_type);
       args.dw1_up = arena.output("dw1_up", separate ? E * n * d : 0, grad_type);
       if (gemm.accumulate_weight_grads) {
@@ -250,14 +250,14 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
   };
   switch (op) {
     case GemmOp::up_proj:
-      if (!gemm.inference) out.preact = written("preact", type);
+      if (!gemm.inference) out.preact = unpack_preact(written("preact", type), desc);
       out.act = written("act", type);
       break;
     case GemmOp::down_proj:
       out.expert_out = written("expert_out", type);
       break;
     case GemmOp::down_proj_dgrad:
-      out.dpreact = written("dpreact", type);
+      out.dpreact = unpack_preact(written("dpreact", type), desc);
       out.scaled_act = written("scaled_act", type);
       if (desc.experts.scored()) out.row_dscores = written("row_dscores", DType::f32);
       break;
@@ -265,7 +265,7 @@ GemmRun run_gemm(GemmOp op, const LayerDesc& desc, const GemmInputs& in, Device 
       out.dx_rows = written("dx_rows", type);
       break;
     case GemmOp::down_proj_wgrad:
-      out.dw2 = arena.tensor("dw2", grad_type);
+      out.dw2 = unpack_w2(arena.tensor("dw2", grad_type), desc);
       break;
     case GemmOp::up_proj_wgrad:
       out.dw1 =

@@ -34,7 +34,7 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   auto [b1, b1_up] = pack_w1(p.b1, desc, 1);
   args.b1 = arena->input("b1", b1, type);
   args.b1_up = arena->input("b1_up", b1_up, type);
-  args.w2 = arena->input("w2", p.w2, type);
+  args.w2 = arena->input("w2", pack_w2(p.w2, desc), type);
   args.b2 = arena->input("b2", p.b2, type);
   const auto given_scores = [&](const char* name) {
     return static_cast<const float*>(arena->input(name, p.list_scores, DType::f32));
@@ -81,7 +81,7 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   if (desc.rounding.tile > 0) run->frequency = arena->int32("frequency");
   run->counts = arena->int32("counts");
   out.o = arena->tensor("o", type);
-  if (!desc.experts.inference) out.preact = arena->tensor("preact", type);
+  if (!desc.experts.inference) out.preact = unpack_preact(arena->tensor("preact", type), desc);
 }
 
 void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
@@ -116,7 +116,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
     const auto [dw1, dw1_up] = pack_w1(p.dw1, desc, d);
     if (wanted.dw1) (*arena)["dw1"].put(encode(dw1, grad_type));
     if (wanted.dw1) (*arena)["dw1_up"].put(encode(dw1_up, grad_type));
-    if (wanted.dw2) (*arena)["dw2"].put(encode(p.dw2, grad_type));
+    if (wanted.dw2) (*arena)["dw2"].put(encode(pack_w2(p.dw2, desc), grad_type));
   }
   if (desc.experts.bias) {
     args.db1 = arena->output("db1", E * first, type);
@@ -144,7 +144,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
     out.dw1 =
         unpack_w1(arena->tensor("dw1", grad_type), arena->tensor("dw1_up", grad_type), desc, d);
   }
-  if (wanted.dw2) out.dw2 = arena->tensor("dw2", grad_type);
+  if (wanted.dw2) out.dw2 = unpack_w2(arena->tensor("dw2", grad_type), desc);
   if (desc.experts.bias) {
     out.db1 = unpack_w1(arena->tensor("db1", type), arena->tensor("db1_up", type), desc, 1);
     out.db2 = arena->tensor("db2", type);
@@ -173,47 +173,6 @@ std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool w
     ends.push_back(weights ? size / experts * e : size / rows * g.offsets[e]);
   }
   return ends;
-}
-
-std::pair<Tensor, Tensor> pack_w1(const Tensor& canonical, const LayerDesc& desc,
-                                  std::int64_t row_length) {
-  const std::int64_t n = desc.experts.intermediate, W = desc.experts.preact_width();
-  if (!is_glu(desc.experts.activation) || desc.experts.w1_layout == W1Layout::concatenated ||
-      canonical.empty()) {
-    return {canonical, {}};
-  }
-  const bool separate = desc.experts.w1_layout == W1Layout::separate;
-  Tensor first, second;
-  for (std::int64_t e = 0; e < desc.router.experts; ++e) {
-    for (std::int64_t j = 0; j < n; ++j) {
-      const auto gate = canonical.begin() + (e * W + j) * row_length;
-      const auto up = gate + n * row_length;
-      Tensor& up_goes_to = separate ? second : first;
-      first.insert(first.end(), gate, gate + row_length);
-      up_goes_to.insert(up_goes_to.end(), up, up + row_length);
-    }
-  }
-  return {std::move(first), std::move(second)};
-}
-
-Tensor unpack_w1(const Tensor& first, const Tensor& second, const LayerDesc& desc,
-                 std::int64_t row_length) {
-  const std::int64_t n = desc.experts.intermediate, W = desc.experts.preact_width();
-  if (!is_glu(desc.experts.activation) || desc.experts.w1_layout == W1Layout::concatenated)
-    return first;
-  Tensor out(first.size() + second.size());
-  for (std::int64_t row = 0; row < desc.router.experts * n; ++row) {
-    const std::int64_t e = row / n, j = row % n;
-    for (std::int64_t i = 0; i < row_length; ++i) {
-      const bool separate = desc.experts.w1_layout == W1Layout::separate;
-      const double gate = first[(separate ? row : 2 * row) * row_length + i];
-      const double up =
-          separate ? second[row * row_length + i] : first[(2 * row + 1) * row_length + i];
-      out[(e * W + j) * row_length + i] = gate;
-      out[(e * W + n + j) * row_length + i] = up;
-    }
-  }
-  return out;
 }
 
 LayerRun run_layer(const Problem& problem, Device device, const Options& options) {

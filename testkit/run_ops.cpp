@@ -246,7 +246,7 @@ class OpChecker {
     Arena arena(device_);
     BiasGradArgs args;
     args.offsets = arena.input("offsets", g_.offsets);
-    args.dpreact = arena.input("dpreact", padded(layer_.dpreact, W), type());
+    args.dpreact = arena.input("dpreact", padded(pack_preact(layer_.dpreact, desc_), W), type());
     if (desc_.experts.gathers()) {
       args.row_tokens = arena.input("row_tokens", padded(g_.row_tokens, 1));
       args.dout = arena.input("dout", problem_.dout, type());

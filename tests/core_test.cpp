@@ -58,7 +58,8 @@ TEST(Types, NamesAndParsingAreInverse) {
   DType dtype{};
   EXPECT_FALSE(parse("fp8", &dtype));
   EXPECT_STREQ(name(static_cast<DType>(7)), "?");
-  EXPECT_STREQ(name(static_cast<W1Layout>(3)), "?");
+  EXPECT_STREQ(name(W1Layout::transposed_interleaved), "transposed_interleaved");
+  EXPECT_STREQ(name(static_cast<W1Layout>(5)), "?");
   EXPECT_STREQ(name(static_cast<RouterMode>(3)), "?");
   EXPECT_STREQ(name(static_cast<DeviceType>(2)), "?");
   EXPECT_EQ(size_of(DType::f32), 4u);
@@ -359,6 +360,34 @@ TEST(Kernels, CudaRefusesABiasInWideTiles) {
     EXPECT_NE(choose().kernel, nullptr) << choose().walk;
     desc.activation.limit = activation == Activation::situ_glu ? HUGE_VALF : 7;
     if (activation != Activation::quick_geglu) EXPECT_NE(choose().kernel, nullptr);
+  }
+}
+
+// Narrow tiles take transposed weights with every activation, wide ones with some.
+TEST(Kernels, CudaRefusesTransposedWeightsInWideTiles) {
+  for (const std::string op : {"up_proj", "down_proj_dgrad"}) {
+    GroupedGemmDesc desc = product(op == "up_proj" ? GemmOp::up_proj : GemmOp::down_proj_dgrad,
+                                   4096, 196608, 128, 1536, 256);
+    const auto wide = [&] { return choose_kernel(desc, kH200, "sm90." + op + ".128x256"); };
+    if (wide().walk.empty()) GTEST_SKIP() << "this build has no CUDA";
+    for (const W1Layout layout : {W1Layout::transposed, W1Layout::transposed_interleaved}) {
+      desc.w1_layout = layout;
+      for (const Activation activation : {Activation::swiglu, Activation::swiglu_oai}) {
+        desc.activation = activation;
+        EXPECT_NE(wide().kernel, nullptr) << wide().walk;
+        desc.activation.limit = 7;
+        EXPECT_NE(wide().kernel, nullptr) << wide().walk;
+      }
+      for (const Activation activation : {Activation::geglu, Activation::reglu, Activation::relu,
+                                          Activation::gelu_tanh, Activation::silu}) {
+        desc.activation = activation;
+        EXPECT_EQ(wide().kernel, nullptr);
+        const std::string reason = std::string("w1_layout: got ") + name(layout);
+        EXPECT_NE(wide().walk.find(reason), std::string::npos) << wide().walk;
+        const auto narrow = choose_kernel(desc, kH200, "sm90." + op + ".128x128");
+        EXPECT_NE(narrow.kernel, nullptr) << narrow.walk;
+      }
+    }
   }
 }
 

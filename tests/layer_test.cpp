@@ -71,7 +71,10 @@ Case random_case(std::uint64_t seed) {
   d.experts.dtype = kTypes[below(2)];
   static const std::vector<NamedActivation> activations = tested_activations();
   d.experts.activation = activations[below(std::ssize(activations))].spec;
-  d.experts.w1_layout = static_cast<W1Layout>(below(is_glu(d.experts.activation) ? 3 : 2));
+  d.experts.w1_layout = static_cast<W1Layout>(below(5));
+  if (d.experts.w1_layout == W1Layout::separate && !is_glu(d.experts.activation)) {
+    d.experts.w1_layout = W1Layout::concatenated;
+  }
   d.experts.bias = below(2) == 0;
   d.experts.inference = below(8) == 0;
   d.router.input = static_cast<RouterInput>(below(5));
@@ -206,17 +209,21 @@ TEST(Layers, WeightGradientsInFp32AndAccumulated) {
   std::vector<std::string> names = {"activation/swiglu-interleaved",
                                     "activation/swiglu-concatenated-bias",
                                     "activation/geglu-separate-bias",
+                                    "activation/swiglu-transposed_interleaved-bias",
                                     "activation/relu_sq-bias",
                                     "router/topk_over_softmax-empty_ends",
                                     "router/softmax_over_topk-t0",
                                     "shape/long",
                                     "shape/empty_ends",
                                     "given/hostile-bias-gelu",
+                                    "given/hostile-bias-transposed",
                                     "given/sentinels_only",
                                     "input/logits_and_ids-topk_over_softmax-hostile",
                                     "input/ids_and_weights-hostile-bias",
                                     "rounding/nearest-softmax_over_topk"};
-  if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
+  if (!kOnCpu)
+    names.insert(names.end(),
+                 {"tiles/separate", "tiles/transposed", "tiles/relu_sq", "tiles/long"});
   for (const std::string& name : names) {
     for (const DType type : kTypes) {
       Problem p = make_problem(case_named(name, type));
@@ -259,11 +266,14 @@ TEST(Layers, WeightGradientsInFp32AndAccumulated) {
 TEST(Layers, DpreactMayTakeThePlaceOfPreact) {
   std::vector<std::string> names = {
       "activation/swiglu-interleaved", "activation/geglu-separate-bias",
+      "activation/swiglu-transposed",  "activation/swiglu-transposed_interleaved",
       "activation/relu_sq-bias",       "router/topk_over_softmax-empty_ends",
       "router/softmax_over_topk-t0",   "shape/long",
       "given/hostile-bias-gelu",       "given/tile_counts",
       "given/sentinels_only",          "rounding/nearest-softmax_over_topk"};
-  if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
+  if (!kOnCpu)
+    names.insert(names.end(),
+                 {"tiles/separate", "tiles/transposed", "tiles/relu_sq", "tiles/long"});
   for (const std::string& name : names) {
     for (const DType type : kTypes) {
       SCOPED_TRACE(name + " " + sonicmoe::name(type));
@@ -284,14 +294,21 @@ TEST(Layers, DpreactMayTakeThePlaceOfPreact) {
 // Backward may be asked for any of these gradients: they have the bits that they have among all,
 // and what is accumulated, too.
 TEST(Layers, OnlyWantedGradientsAreMade) {
-  std::vector<std::string> names = {
-      "activation/swiglu-separate-bias",   "router/topk_over_softmax-empty_ends",
-      "router/topk_over_softmax-dlogits",  "router/softmax_over_topk-dlogits",
-      "router/softmax_over_topk-t0",       "shape/long",
-      "given/hostile-bias-gelu",           "given/sentinels_only",
-      "input/logits-topk_over_softmax",    "input/ids_and_weights-hostile-bias",
-      "rounding/nearest-softmax_over_topk"};
-  if (!kOnCpu) names.insert(names.end(), {"tiles/separate", "tiles/relu_sq", "tiles/long"});
+  std::vector<std::string> names = {"activation/swiglu-separate-bias",
+                                    "activation/swiglu-transposed_interleaved-bias",
+                                    "router/topk_over_softmax-empty_ends",
+                                    "router/topk_over_softmax-dlogits",
+                                    "router/softmax_over_topk-dlogits",
+                                    "router/softmax_over_topk-t0",
+                                    "shape/long",
+                                    "given/hostile-bias-gelu",
+                                    "given/sentinels_only",
+                                    "input/logits-topk_over_softmax",
+                                    "input/ids_and_weights-hostile-bias",
+                                    "rounding/nearest-softmax_over_topk"};
+  if (!kOnCpu)
+    names.insert(names.end(),
+                 {"tiles/separate", "tiles/transposed", "tiles/relu_sq", "tiles/long"});
   for (const std::string& name : names) {
     Problem p = make_problem(case_named(name, kTypes[0]));
     for (const bool accumulate : {false, true}) {

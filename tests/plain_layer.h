@@ -31,7 +31,7 @@ struct PlainLayer {
     auto [b1, b1_up] = pack_w1(problem.b1, d, 1);
     forward.b1 = arena.input("b1", b1, type);
     forward.b1_up = arena.input("b1_up", b1_up, type);
-    forward.w2 = arena.input("w2", problem.w2, type);
+    forward.w2 = arena.input("w2", pack_w2(problem.w2, d), type);
     forward.b2 = arena.input("b2", problem.b2, type);
     forward.list_tokens = arena.input("list_tokens", problem.lists.tokens);
     forward.list_experts = arena.input("list_experts", problem.lists.experts);

@@ -250,6 +250,9 @@ std::vector<std::pair<const char*, LayerDesc>> layers() {
   d.experts.activation = Activation::gelu;
   all.emplace_back("rounding", d);
   d = top_k_layer();
+  d.experts.w1_layout = W1Layout::transposed_interleaved;
+  d.experts.bias = true;
+  all.emplace_back("transposed weights, biases", d);
   for (const RouterInput input :
        {RouterInput::logits, RouterInput::logits_and_ids, RouterInput::ids_and_weights}) {
     d = top_k_layer();

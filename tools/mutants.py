@@ -40,8 +40,14 @@ MUTANTS = [
     Mutant(
         "gate and up swapped",
         "src/cpu/grouped_gemm.h",
-        "return {base, base + width, 2 * width};",
-        "return {base + width, base, 2 * width};",
+        "return inside(half * width, 2 * width, 1);",
+        "return inside((1 - half) * width, 2 * width, 1);",
+    ),
+    Mutant(
+        "alternating gates and ups read as halves",
+        "src/cpu/grouped_gemm.h",
+        "if (d.alternates()) return f(fn, std::integral_constant<int, 2>{});",
+        "",
     ),
     Mutant(
         "no step of Newton's",
@@ -174,8 +180,8 @@ MUTANTS = [
     Mutant(
         "dH of the up rows written before their H is read",
         "src/cpu/down_proj_dgrad.cpp",
-        "const float g = to_float(gate[j]);",
-        "const float g = to_float(gate[j]); if (Fn::kIsGlu) dup[j] = T{};",
+        "const float g = to_float(h[j * kStep]);",
+        "const float g = to_float(h[j * kStep]); if (Fn::kIsGlu) dh[j * kStep + up] = T{};",
     ),
     Mutant(
         "token rounding: a tie goes up",

@@ -40,6 +40,15 @@ struct ExpertsDesc {
   std::int64_t preact_width() const noexcept {
     return is_glu(activation) ? 2 * intermediate : intermediate;
   }
+  /// Do the weights lie as W1 (E, d, W) and W2 (E, n, d)?
+  bool transposed() const noexcept {
+    return w1_layout == W1Layout::transposed || w1_layout == W1Layout::transposed_interleaved;
+  }
+  /// Do gates and ups alternate along the columns of H and dH, as they do along those of W1? Else
+  /// H is [gate n | up n].
+  bool alternates() const noexcept {
+    return w1_layout == W1Layout::transposed_interleaved && is_glu(activation);
+  }
   bool gathers() const noexcept { return row_source == RowSource::gathered; }
   /// Do rows have scores, which get gradients?
   bool scored() const noexcept { return score_at != ScoreAt::none; }
@@ -95,12 +104,13 @@ struct ExpertsForwardArgs {
   std::int32_t* error_word = nullptr;        ///< (1), optional, CUDA, contiguous rows
   std::int32_t* segments = nullptr;          ///< (3E), contiguous rows: written, for backward
   const void* x = nullptr;                   ///< (T, d), or the rows (R, d)
-  const void* w1 = nullptr;                  ///< (E, W, d); the gate (E, n, d) if separate
-  const void* w1_up = nullptr;               ///< (E, n, d) if separate
-  const void* b1 = nullptr;                  ///< laid out like w1; with bias
-  const void* b1_up = nullptr;               ///< (E, n); with bias and `separate`
-  const void* w2 = nullptr;                  ///< (E, d, n)
-  const void* b2 = nullptr;                  ///< (E, d); with bias
+  const void* w1 = nullptr;     ///< (E, W, d); the gate (E, n, d) if separate; (E, d, W)
+                                ///< if transposed
+  const void* w1_up = nullptr;  ///< (E, n, d) if separate
+  const void* b1 = nullptr;     ///< (E, W) in the order of w1; with bias
+  const void* b1_up = nullptr;  ///< (E, n); with bias and `separate`
+  const void* w2 = nullptr;     ///< (E, d, n); (E, n, d) if transposed
+  const void* b2 = nullptr;     ///< (E, d); with bias
 
   void* preact = nullptr;      ///< (R, W), kept for backward; unused for inference
   void* expert_out = nullptr;  ///< (R, d): Y, with the scores unless they enter in `combine`

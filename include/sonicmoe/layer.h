@@ -78,13 +78,13 @@ struct SavedBytes {
 /// of 16 bytes, int32 and float arrays at multiples of 4. `draws` starts at a multiple of 8. A
 /// pointer may be null where its tensor has no elements or the plan does not use it. The plan
 /// ignores pointers that it does not use, but checks the alignment of error_word. `dtype` below is
-/// ExpertsDesc::dtype.
+/// ExpertsDesc::dtype. Transposed weights have their last two axes the other way round.
 struct ForwardArgs {
   const void* x = nullptr;         ///< (T, d) dtype
   const void* router_w = nullptr;  ///< (E, d) dtype; RouterInput::projection only
   const void* w1 = nullptr;        ///< (E, 2n or n, d) dtype; the gate (E, n, d) if `separate`
   const void* w1_up = nullptr;     ///< (E, n, d) dtype; `separate` only
-  const void* b1 = nullptr;        ///< (E, 2n or n) dtype, laid out like w1; with bias
+  const void* b1 = nullptr;        ///< (E, 2n or n) dtype in the order of w1; with bias
   const void* b1_up = nullptr;     ///< (E, n) dtype; with bias and `separate`
   const void* w2 = nullptr;        ///< (E, d, n) dtype
   const void* b2 = nullptr;        ///< (E, d) dtype; with bias

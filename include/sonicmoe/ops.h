@@ -171,14 +171,15 @@ struct GroupedGemmArgs {
   const float* row_scores = nullptr;
   const void* x = nullptr;      ///< (T, d), or (R, d) contiguous
   const void* dout = nullptr;   ///< (T, d), or (R, d) contiguous
-  const void* w1 = nullptr;     ///< (E, W, d); the gate (E, n, d) if separate
+  const void* w1 = nullptr;     ///< (E, W, d); the gate (E, n, d) if separate; (E, d, W)
+                                ///< if transposed
   const void* w1_up = nullptr;  ///< (E, n, d) if separate
-  const void* b1 = nullptr;     ///< laid out like w1
+  const void* b1 = nullptr;     ///< (E, W) in the order of w1
   const void* b1_up = nullptr;  ///< (E, n) if separate
-  const void* w2 = nullptr;     ///< (E, d, n)
+  const void* w2 = nullptr;     ///< (E, d, n); (E, n, d) if transposed
   const void* b2 = nullptr;     ///< (E, d)
   // Some operations read these, others write them. No operation touches rows that no expert owns.
-  void* preact = nullptr;        ///< (R, W): [gate n | up n] whatever the layout of W1
+  void* preact = nullptr;        ///< (R, W): H; ExpertsDesc::alternates() says how
   void* act = nullptr;           ///< (R, n)
   void* expert_out = nullptr;    ///< (R, d)
   void* dpreact = nullptr;       ///< (R, W); down_proj_dgrad: may be preact
@@ -189,7 +190,7 @@ struct GroupedGemmArgs {
   // without rows is zero.
   void* dw1 = nullptr;     ///< laid out like w1
   void* dw1_up = nullptr;  ///< (E, n, d) if separate
-  void* dw2 = nullptr;     ///< (E, d, n)
+  void* dw2 = nullptr;     ///< likewise
 };
 struct SONICMOE_API GroupedGemmDesc : GroupedDesc {
   using Args = GroupedGemmArgs;

@@ -50,12 +50,17 @@ struct ActivationSpec {
   bool operator==(const ActivationSpec&) const = default;
 };
 
-/// How the 2n rows of W1[e] (and b1[e], dW1[e], db1[e]) of a gated activation hold gate and up.
-/// Without a gate there are n rows: the first two layouts mean the same, plans refuse `separate`.
+/// How W1 (and dW1) holds gate and up of a gated activation, and which way the weights lie. b1 and
+/// db1 follow. The first three have W1 (E, 2n, d) and W2 (E, d, n). The transposed ones have W1
+/// (E, d, 2n) and W2 (E, n, d), and so have their gradients.
+///
+/// Without a gate W1 has n rows or columns and order means nothing; plans refuse `separate`.
 enum class W1Layout : std::int32_t {
-  interleaved = 0,   ///< rows g0, u0, g1, u1, ...
-  concatenated = 1,  ///< rows g0 .. g(n-1), u0 .. u(n-1)
-  separate = 2,      ///< two tensors (E, n, d): w1 holds the gate, w1_up the up rows
+  interleaved = 0,             ///< rows g0, u0, g1, u1, ...
+  concatenated = 1,            ///< rows g0 .. g(n-1), u0 .. u(n-1)
+  separate = 2,                ///< two tensors (E, n, d): w1 holds the gate, w1_up the up rows
+  transposed = 3,              ///< columns g0 .. g(n-1), u0 .. u(n-1)
+  transposed_interleaved = 4,  ///< columns g0, u0, g1, u1, ...
 };
 
 /// Which rows the experts work on.

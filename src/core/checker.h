@@ -93,8 +93,10 @@ class Checker {
   }
   Checker& layout(W1Layout value, const ActivationSpec& activation) {
     known("w1_layout", value);
-    require(value != W1Layout::separate || is_glu(activation), "w1_layout", "separate",
-            "interleaved or concatenated for an activation without a gate");
+    require(
+        value != W1Layout::separate || is_glu(activation), "w1_layout", "separate",
+        "interleaved, concatenated, transposed, transposed_interleaved for an activation without "
+        "a gate");
     return *this;
   }
 
@@ -130,20 +132,27 @@ class Checker {
     return pointer == nullptr ? *this : tensor(argument, pointer, elements, "", alignment);
   }
 
-  /// W1, dW1: one tensor (E, 2n or n, d), or two (E, n, d).
+  /// W1, dW1: one tensor, or two.
   Checker& up_weights(const char* argument, const char* up_argument, const void* pointer,
-                      const void* up_pointer, W1Layout layout) {
-    const bool two = layout == W1Layout::separate;
-    tensor(argument, pointer, 1, two ? "the gate rows (E, n, d)" : "(E, 2n or n, d)");
+                      const void* up_pointer, const ExpertsDesc& d) {
+    const bool two = d.w1_layout == W1Layout::separate;
+    tensor(argument, pointer, 1,
+           two              ? "the gate rows (E, n, d)"
+           : d.transposed() ? "(E, d, 2n or n)"
+                            : "(E, 2n or n, d)");
     if (two) tensor(up_argument, up_pointer, 1, "the up rows (E, n, d)");
     return *this;
   }
   Checker& up_bias(const char* argument, const char* up_argument, const void* pointer,
-                   const void* up_pointer, W1Layout layout) {
-    const bool two = layout == W1Layout::separate;
+                   const void* up_pointer, const ExpertsDesc& d) {
+    const bool two = d.w1_layout == W1Layout::separate;
     tensor(argument, pointer, 1, two ? "the gate biases (E, n)" : "(E, 2n or n)");
     if (two) tensor(up_argument, up_pointer, 1, "the up biases (E, n)");
     return *this;
+  }
+  /// W2, dW2.
+  Checker& down_weights(const char* argument, const void* pointer, const ExpertsDesc& d) {
+    return tensor(argument, pointer, 1, d.transposed() ? "(E, n, d)" : "(E, d, n)");
   }
 
  private:

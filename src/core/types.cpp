@@ -25,6 +25,10 @@ const char* name(W1Layout value) noexcept {
       return "concatenated";
     case W1Layout::separate:
       return "separate";
+    case W1Layout::transposed:
+      return "transposed";
+    case W1Layout::transposed_interleaved:
+      return "transposed_interleaved";
   }
   return "?";
 }

@@ -48,25 +48,25 @@ void check_routing_grad(const RoutingDesc& d, const Args& a, Checker* check) {
 
 template <class Args>
 void check_experts(const ExpertsDesc& d, std::int64_t rows, const Args& a, Checker* check) {
-  check->up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
+  check->up_weights("w1", "w1_up", a.w1, a.w1_up, d).down_weights("w2", a.w2, d);
   if (d.bias) {
-    check->up_bias("b1", "b1_up", a.b1, a.b1_up, d.w1_layout).tensor("b2", a.b2, 1, "(E, d)");
+    check->up_bias("b1", "b1_up", a.b1, a.b1_up, d).tensor("b2", a.b2, 1, "(E, d)");
   }
   if (!d.inference) check->tensor("preact", a.preact, rows, "(R, 2n or n)");
 }
 
 template <class Args>
 void check_experts_grad(const ExpertsDesc& d, std::int64_t rows, const Args& a, Checker* check) {
-  check->up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout).tensor("w2", a.w2, 1, "(E, d, n)");
+  check->up_weights("w1", "w1_up", a.w1, a.w1_up, d).down_weights("w2", a.w2, d);
   check->tensor("preact", a.preact, rows, "(R, 2n or n)");
   const bool separate = d.w1_layout == W1Layout::separate;
   if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
-    check->up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
+    check->up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d);
   }
   check->optional("dw2", a.dw2, 1);
   if (d.bias) {
     check->tensor("b2", a.b2, 1, "(E, d)").tensor("db2", a.db2, 1, "(E, d)");
-    check->up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout);
+    check->up_bias("db1", "db1_up", a.db1, a.db1_up, d);
   }
   if (!d.dpreact_in_workspace) check->tensor("dpreact", a.dpreact, rows, "(R, 2n or n)");
 }
@@ -237,19 +237,19 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
   }
   switch (op) {
     case GemmOp::up_proj:
-      check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout);
-      if (d.bias) check.up_bias("b1", "b1_up", a.b1, a.b1_up, d.w1_layout);
+      check.up_weights("w1", "w1_up", a.w1, a.w1_up, d);
+      if (d.bias) check.up_bias("b1", "b1_up", a.b1, a.b1_up, d);
       if (!d.inference) check.tensor("preact", a.preact, d.rows, "(R, 2n or n)");
       check.tensor("act", a.act, d.rows, "(R, n)");
       break;
     case GemmOp::down_proj:
-      check.tensor("act", a.act, d.rows, "(R, n)").tensor("w2", a.w2, 1, "(E, d, n)");
+      check.tensor("act", a.act, d.rows, "(R, n)").down_weights("w2", a.w2, d);
       if (d.bias) check.tensor("b2", a.b2, 1, "(E, d)");
       if (!d.gathers() && d.scored()) check.ints("row_scores", a.row_scores, d.rows, "(R) float");
       check.tensor("expert_out", a.expert_out, d.rows, "(R, d)");
       break;
     case GemmOp::down_proj_dgrad:
-      check.tensor("w2", a.w2, 1, "(E, d, n)").tensor("preact", a.preact, d.rows, "(R, 2n or n)");
+      check.down_weights("w2", a.w2, d).tensor("preact", a.preact, d.rows, "(R, 2n or n)");
       check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
       check.tensor("scaled_act", a.scaled_act, d.rows, "(R, n)");
       if (!d.scored()) break;
@@ -258,16 +258,16 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
       break;
     case GemmOp::up_proj_dgrad:
       check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
-      check.up_weights("w1", "w1_up", a.w1, a.w1_up, d.w1_layout);
+      check.up_weights("w1", "w1_up", a.w1, a.w1_up, d);
       check.tensor("dx_rows", a.dx_rows, d.rows, "(R, d)");
       break;
     case GemmOp::down_proj_wgrad:
       check.tensor("scaled_act", a.scaled_act, d.rows, "(R, n)");
-      check.tensor("dw2", a.dw2, 1, "(E, d, n)");
+      check.down_weights("dw2", a.dw2, d);
       break;
     case GemmOp::up_proj_wgrad:
       check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
-      check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d.w1_layout);
+      check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d);
       break;
   }
   return check.status();
@@ -284,7 +284,7 @@ Status validate(const BiasGradDesc& d, const BiasGradArgs& a) {
     check.ints("row_scores", a.row_scores, d.rows, "(R) float");
     check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
   }
-  check.up_bias("db1", "db1_up", a.db1, a.db1_up, d.w1_layout);
+  check.up_bias("db1", "db1_up", a.db1, a.db1_up, d);
   return check.tensor("db2", a.db2, 1, "(E, d)").status();
 }
 

@@ -29,20 +29,17 @@ void column_sums(std::int64_t begin, std::int64_t end, std::int64_t n, float* su
 template <class T>
 void db1_piece(const BiasGradDesc& d, const BiasGradArgs& a, std::int64_t expert, std::int64_t j0) {
   const std::int64_t n = d.intermediate;
-  const bool glu = is_glu(d.activation);
-  const std::int64_t width = glu ? 2 * n : n;
   const std::int64_t nj = std::min(kColumns, n - j0);
-  const auto out = w1_view(d, static_cast<T*>(a.db1), static_cast<T*>(a.db1_up), expert, 1);
-  T* halves[2] = {out.gate, out.up};
-  for (int h = 0; h < (glu ? 2 : 1); ++h) {
+  for (int h = 0; h < halves(d); ++h) {
     float sum[kColumns];
     const T* dh = static_cast<const T*>(a.dpreact) + h * n + j0;
     column_sums(
         a.offsets[expert], row_ends(a)[expert], nj, sum,
-        [&](std::int64_t r) { return dh + r * width; }, [](std::int64_t) { return 1.0f; });
-    for (std::int64_t j = 0; j < nj; ++j) {
-      halves[h][(j0 + j) * out.stride] = from_float<T>(sum[j]);
-    }
+        [&](std::int64_t r) { return dh + r * d.preact_width(); },
+        [](std::int64_t) { return 1.0f; });
+    const auto db1 =
+        w1_half(d, static_cast<T*>(a.db1), static_cast<T*>(a.db1_up), expert, h, 1).from(j0, 0);
+    for (std::int64_t j = 0; j < nj; ++j) db1.base[j * db1.row] = from_float<T>(sum[j]);
   }
 }
 

@@ -34,18 +34,19 @@ struct DownProj {
                   int threads) {
     const std::int64_t n = d.intermediate;
     const bool scored = d.scored() && !d.gathers();
+    const Form form = d.transposed() ? Form::nn : Form::nt;
     const auto block = [&](int thread, RowBlock rows, std::int64_t part) {
       const std::int64_t j0 = part * kBlockN;
       const std::int64_t nj = std::min(kBlockN, d.hidden - j0);
       Scratch<Engine> scratch(workspace, thread, floats(d));
       const T* act = static_cast<const T*>(a.act) + rows.begin * n;
-      const T* w2 = static_cast<const T*>(a.w2) + (rows.expert * d.hidden + j0) * n;
+      const auto w2 = w2_matrix(d, static_cast<const T*>(a.w2), rows.expert);
       T* out = static_cast<T*>(a.expert_out) + rows.begin * d.hidden + j0;
       for (std::int64_t k0 = 0; k0 < n; k0 += kBlockK) {
         const std::int64_t nk = std::min(kBlockK, n - k0);
-        scratch.engine.lhs(Form::nt, rows.rows, nk, Rows<T>{act + k0, n});
-        scratch.engine.rhs(Form::nt, nj, nk, Rows<T>{w2 + k0, n});
-        scratch.engine.multiply(Form::nt, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
+        scratch.engine.lhs(form, rows.rows, nk, Rows<T>{act + k0, n});
+        scratch.engine.rhs(form, nj, nk, w2.from(j0, k0));
+        scratch.engine.multiply(form, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
       }
       const T* b2 = d.bias ? static_cast<const T*>(a.b2) + rows.expert * d.hidden + j0 : nullptr;
       for (std::int64_t i = 0; i < rows.rows; ++i) {

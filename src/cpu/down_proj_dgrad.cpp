@@ -11,22 +11,23 @@ namespace {
 
 constexpr int kLanes = 8;  // n is a multiple of 8
 
-/// One row over a range of n columns. Lane l of `dot` adds columns l, l+8, ... of <dA', A>.
-/// `product` is n floats of scratch. dgate and dup may be gate and up themselves: a column is read
-/// before it is written.
-template <class Fn, class T>
-void epilogue_row(Fn fn, const float* __restrict da, float score, std::int64_t n, const T* gate,
-                  const T* up, T* dgate, T* dup, T* __restrict scaled_act,
-                  float* __restrict product, float* __restrict dot) {
+/// One row over a range of n columns. Gates are `kStep` elements of H apart; an up lies beside its
+/// gate, or `half` elements behind. Lane l of `dot` adds columns l, l+8, ... of <dA', A>. `product`
+/// is n floats of scratch. dh may be h itself: a column is read before it is written.
+template <int kStep, class Fn, class T>
+void epilogue_row(Fn fn, const float* __restrict da, float score, std::int64_t n, const T* h, T* dh,
+                  std::int64_t half, T* __restrict scaled_act, float* __restrict product,
+                  float* __restrict dot) {
+  const std::int64_t up = kStep == 2 ? 1 : half;
 #if !defined(__clang__)  // clang does not know the pragma
-#pragma GCC ivdep        // columns are independent, even where dgate is gate
+#pragma GCC ivdep        // columns are independent, even where dh is h
 #endif
   for (std::int64_t j = 0; j < n; ++j) {
-    const float g = to_float(gate[j]);
-    const float u = Fn::kIsGlu ? to_float(up[j]) : 0.0f;
+    const float g = to_float(h[j * kStep]);
+    const float u = Fn::kIsGlu ? to_float(h[j * kStep + up]) : 0.0f;
     const math::Gradients r = fn.backward(g, u, score * da[j]);
-    dgate[j] = from_float<T>(r.dgate);
-    if (Fn::kIsGlu) dup[j] = from_float<T>(r.dup);
+    dh[j * kStep] = from_float<T>(r.dgate);
+    if (Fn::kIsGlu) dh[j * kStep + up] = from_float<T>(r.dup);
     scaled_act[j] = from_float<T>(score * r.act);
     product[j] = da[j] * r.act;
   }
@@ -46,8 +47,8 @@ struct DownProjDgrad {
   static void run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
                   int threads) {
     const std::int64_t n = d.intermediate;
-    const bool glu = is_glu(d.activation);
-    const std::int64_t width = glu ? 2 * n : n;
+    const std::int64_t width = d.preact_width();
+    const Form form = d.transposed() ? Form::nt : Form::nn;
     const T* dout = static_cast<const T*>(a.dout);
     // One piece computes all of n for its rows, so the sum over n has one order.
     const auto block = [&](int thread, RowBlock rows, std::int64_t) {
@@ -55,24 +56,24 @@ struct DownProjDgrad {
       float* product = scratch.tile + kBlockM * kBlockN;
       float* dots = product + kBlockN;
       std::fill_n(dots, rows.rows * kLanes, 0.0f);
-      const T* w2 = static_cast<const T*>(a.w2) + rows.expert * d.hidden * n;
+      const auto w2 = w2_matrix(d, static_cast<const T*>(a.w2), rows.expert);
       for (std::int64_t j0 = 0; j0 < n; j0 += kBlockN) {
         const std::int64_t nj = std::min(kBlockN, n - j0);
         for (std::int64_t k0 = 0; k0 < d.hidden; k0 += kBlockK) {
           const std::int64_t nk = std::min(kBlockK, d.hidden - k0);
-          scratch.engine.lhs(Form::nn, rows.rows, nk,
+          scratch.engine.lhs(form, rows.rows, nk,
                              source_rows(d, a, dout + k0, d.hidden, rows.begin));
-          scratch.engine.rhs(Form::nn, nj, nk, Rows<T>{w2 + k0 * n + j0, n});
-          scratch.engine.multiply(Form::nn, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
+          scratch.engine.rhs(form, nj, nk, w2.from(k0, j0));
+          scratch.engine.multiply(form, rows.rows, nj, nk, scratch.tile, nj, k0 > 0);
         }
-        math::visit_activation(d.activation, [&](auto fn) {
+        visit_activation(d, [&](auto fn, auto step) {
           for (std::int64_t i = 0; i < rows.rows; ++i) {
-            const std::int64_t row = rows.begin + i;
-            const T* gate = static_cast<const T*>(a.preact) + row * width + j0;
-            T* dgate = static_cast<T*>(a.dpreact) + row * width + j0;
+            const std::int64_t row = rows.begin + i, at = row * width + step * j0;
             const float score = d.scored() ? a.row_scores[row] : 1.0f;
-            epilogue_row(fn, scratch.tile + i * nj, score, nj, gate, gate + n, dgate, dgate + n,
-                         static_cast<T*>(a.scaled_act) + row * n + j0, product, dots + i * kLanes);
+            epilogue_row<step>(
+                fn, scratch.tile + i * nj, score, nj, static_cast<const T*>(a.preact) + at,
+                static_cast<T*>(a.dpreact) + at, n, static_cast<T*>(a.scaled_act) + row * n + j0,
+                product, dots + i * kLanes);
           }
         });
       }

@@ -1,5 +1,5 @@
-// dW2 = dO[tokens]^T A' per expert: (d, n), summed over the expert's rows. The product of an expert
-// without rows is zero.
+// dW2 = dO[tokens]^T A' per expert: (d, n), or its transpose, summed over the expert's rows. The
+// product of an expert without rows is zero.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 
@@ -25,20 +25,17 @@ struct DownProjWgrad {
       Scratch<Engine> scratch(workspace, thread, floats(d));
       const std::int64_t begin = a.offsets[expert];
       const std::int64_t end = row_ends(a)[expert];
+      GradientProduct product(d, &scratch.engine);
       if (begin == end) std::fill_n(scratch.tile, ni * nj, 0.0f);
       for (std::int64_t k0 = begin; k0 < end; k0 += kBlockK) {
         const std::int64_t nk = std::min(kBlockK, end - k0);
-        scratch.engine.lhs(Form::tn, ni, nk,
-                           source_rows(d, a, static_cast<const T*>(a.dout) + i0, d.hidden, k0));
-        scratch.engine.rhs(Form::tn, nj, nk,
-                           Rows<T>{static_cast<const T*>(a.scaled_act) + k0 * n + j0, n});
-        scratch.engine.multiply(Form::tn, ni, nj, nk, scratch.tile, nj, k0 > begin);
+        product.lhs(ni, nk, source_rows(d, a, static_cast<const T*>(a.dout) + i0, d.hidden, k0));
+        product.rhs(nj, nk, Rows<T>{static_cast<const T*>(a.scaled_act) + k0 * n + j0, n});
+        product.multiply(ni, nj, nk, scratch.tile, k0 > begin);
       }
       visit_grad_type<T>(d, [&](auto type) {
-        auto* out = static_cast<decltype(type)*>(a.dw2) + (expert * d.hidden + i0) * n + j0;
-        for (std::int64_t i = 0; i < ni; ++i) {
-          store_grad(d, scratch.tile + i * nj, out + i * n, nj);
-        }
+        const auto dw2 = w2_matrix(d, static_cast<decltype(type)*>(a.dw2), expert);
+        product.finish(ni, nj, scratch.tile, dw2.from(i0, j0));
       });
     });
   }

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "core/kernel.h"
 #include "core/segments.h"
@@ -12,39 +14,71 @@
 #include "math/activation.h"
 #include "math/convert.h"
 
-/// Shared by the grouped GEMMs: views of W1 in its three layouts, scratch, rejection, dispatch.
+/// Shared by the grouped GEMMs: weights in every layout, scratch, rejection, dispatch.
 namespace sonicmoe::cpu {
 
 using math::Bf16;
 using math::from_float;
 using math::to_float;
 
-/// Gate and up rows of one expert in a tensor laid out like W1 (b1 has width 1). In each layout
-/// both are (n, width) matrices with a row stride, so callers need not know the layout.
+/// A matrix of one expert's weights or biases: element (i, j) is base[i * row + j * column].
 template <class T>
-struct W1View {
-  T* gate;
-  T* up;                ///< null without a gate
-  std::int64_t stride;  ///< elements from row to row, of gate and of up
+struct Weights {
+  T* base;
+  std::int64_t row, column;  ///< steps; one of them is 1
+
+  Weights from(std::int64_t i, std::int64_t j) const {
+    return {base + i * row + j * column, row, column};
+  }
+  /// Elements from line to line, where those of a line follow each other.
+  std::int64_t stride() const { return std::max(row, column); }
+  operator Rows<std::remove_const_t<T>>() const { return {base, stride()}; }  // NOLINT: implicit
 };
 
-template <class T, class Desc>
-W1View<T> w1_view(const Desc& d, T* w1, T* w1_up, std::int64_t expert, std::int64_t width) {
-  const std::int64_t n = d.intermediate;
-  if (!is_glu(d.activation)) return {w1 + expert * n * width, nullptr, width};
+inline int halves(const ExpertsDesc& d) { return is_glu(d.activation) ? 2 : 1; }
+
+/// The part of W1[e] or dW1[e] that belongs to columns half * n + (0 .. n-1) of H, as (n, d); of
+/// b1[e] or db1[e] with width 1.
+template <class T>
+Weights<T> w1_half(const GroupedDesc& d, T* w1, T* w1_up, std::int64_t expert, int half,
+                   std::int64_t width) {
+  const std::int64_t n = d.intermediate, W = d.preact_width();
+  const auto inside = [&](std::int64_t offset, std::int64_t row, std::int64_t column) {
+    return Weights<T>{w1 + expert * W * width + offset, row, column};
+  };
   switch (d.w1_layout) {
-    case W1Layout::interleaved: {
-      T* base = w1 + expert * 2 * n * width;
-      return {base, base + width, 2 * width};
-    }
-    case W1Layout::concatenated: {
-      T* base = w1 + expert * 2 * n * width;
-      return {base, base + n * width, width};
-    }
+    case W1Layout::interleaved:
+      if (is_glu(d.activation)) return inside(half * width, 2 * width, 1);
+      [[fallthrough]];
+    case W1Layout::concatenated:
+      return inside(half * n * width, width, 1);
+    case W1Layout::transposed:
+    case W1Layout::transposed_interleaved:  // H's columns lie as those of W1
+      return inside(half * n, 1, W);
     case W1Layout::separate:
       break;
   }
-  return {w1 + expert * n * width, w1_up + expert * n * width, width};
+  return {(half == 0 ? w1 : w1_up) + expert * n * width, width, 1};
+}
+
+/// W2 or dW2, as (d, n).
+template <class T>
+Weights<T> w2_matrix(const GroupedDesc& d, T* w2, std::int64_t expert) {
+  T* const base = w2 + expert * d.hidden * d.intermediate;
+  if (d.transposed()) return {base, 1, d.hidden};
+  return {base, d.intermediate, 1};
+}
+
+/// Calls f(fn, step) with the object that computes an activation. Gates of a row of H are `step`
+/// columns apart: 2 where they alternate with ups.
+template <class F>
+void visit_activation(const ExpertsDesc& d, F&& f) {
+  math::visit_activation(d.activation, [&](auto fn) {
+    if constexpr (decltype(fn)::kIsGlu) {
+      if (d.alternates()) return f(fn, std::integral_constant<int, 2>{});
+    }
+    f(fn, std::integral_constant<int, 1>{});
+  });
 }
 
 /// The grouped rows from `begin` on, `width` elements each: rows of x or dO by token id, or
@@ -155,14 +189,35 @@ void visit_grad_type(const GroupedGemmDesc& d, F&& f) {
   }
 }
 
-/// Writes a row of a weight gradient, or adds to it if the descriptor says so.
-template <class T>
-inline void store_grad(const GroupedGemmDesc& d, const float* from, T* to, std::int64_t count) {
-  if (d.accumulate_weight_grads) {
-    add(from, to, count);
-  } else {
-    store(from, to, count);
+/// lhs^T rhs of a weight gradient, as a tile (m, n), or (n, m) where the weights are transposed.
+template <class Engine>
+class GradientProduct {
+ public:
+  using T = typename Engine::Storage;
+  GradientProduct(const GroupedGemmDesc& d, Engine* engine) : d_(d), engine_(*engine) {}
+
+  void lhs(std::int64_t m, std::int64_t k, Rows<T> rows) { operand(d_.transposed(), m, k, rows); }
+  void rhs(std::int64_t n, std::int64_t k, Rows<T> rows) { operand(!d_.transposed(), n, k, rows); }
+  void multiply(std::int64_t m, std::int64_t n, std::int64_t k, float* tile, bool accumulate) {
+    if (d_.transposed()) std::swap(m, n);
+    engine_.multiply(Form::tn, m, n, k, tile, n, accumulate);
   }
-}
+  /// Writes the tile to a gradient from an element on, or adds it if the descriptor says so.
+  template <class Stored>
+  void finish(std::int64_t m, std::int64_t n, const float* tile, Weights<Stored> gradient) const {
+    if (d_.transposed()) std::swap(m, n);
+    for (std::int64_t i = 0; i < m; ++i) {
+      Stored* to = gradient.base + i * gradient.stride();
+      d_.accumulate_weight_grads ? add(tile + i * n, to, n) : store(tile + i * n, to, n);
+    }
+  }
+
+ private:
+  void operand(bool right, std::int64_t count, std::int64_t k, Rows<T> rows) {
+    right ? engine_.rhs(Form::tn, count, k, rows) : engine_.lhs(Form::tn, count, k, rows);
+  }
+  const GroupedGemmDesc& d_;
+  Engine& engine_;
+};
 
 }  // namespace sonicmoe::cpu

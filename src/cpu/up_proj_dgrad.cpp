@@ -1,4 +1,4 @@
-// dX~ = dH W1. The contraction runs over the gate rows of W1, then over the up rows.
+// dX~ = dH W1. The contraction runs over one half of H's columns, then over the other.
 #include "core/backends.h"
 #include "cpu/grouped_gemm.h"
 
@@ -13,22 +13,21 @@ struct UpProjDgrad {
   static void run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
                   int threads) {
     const std::int64_t n = d.intermediate;
-    const std::int64_t width = is_glu(d.activation) ? 2 * n : n;
+    const std::int64_t width = d.preact_width();
+    const Form form = d.transposed() ? Form::nt : Form::nn;
     const auto block = [&](int thread, RowBlock rows, std::int64_t part) {
       const std::int64_t j0 = part * kBlockN;
       const std::int64_t nj = std::min(kBlockN, d.hidden - j0);
       Scratch<Engine> scratch(workspace, thread, floats(d));
-      const auto w1 = w1_view(d, static_cast<const T*>(a.w1), static_cast<const T*>(a.w1_up),
-                              rows.expert, d.hidden);
-      const T* dgate = static_cast<const T*>(a.dpreact) + rows.begin * width;
-      const T* weights[2] = {w1.gate, w1.up};
-      for (int h = 0; h < 2 && weights[h] != nullptr; ++h) {
+      const T* dh = static_cast<const T*>(a.dpreact) + rows.begin * width;
+      for (int h = 0; h < halves(d); ++h) {
+        const auto w1 = w1_half(d, static_cast<const T*>(a.w1), static_cast<const T*>(a.w1_up),
+                                rows.expert, h, d.hidden);
         for (std::int64_t k0 = 0; k0 < n; k0 += kBlockK) {
           const std::int64_t nk = std::min(kBlockK, n - k0);
-          scratch.engine.lhs(Form::nn, rows.rows, nk, Rows<T>{dgate + h * n + k0, width});
-          scratch.engine.rhs(Form::nn, nj, nk,
-                             Rows<T>{weights[h] + k0 * w1.stride + j0, w1.stride});
-          scratch.engine.multiply(Form::nn, rows.rows, nj, nk, scratch.tile, nj, h + k0 > 0);
+          scratch.engine.lhs(form, rows.rows, nk, Rows<T>{dh + h * n + k0, width});
+          scratch.engine.rhs(form, nj, nk, w1.from(k0, j0));
+          scratch.engine.multiply(form, rows.rows, nj, nk, scratch.tile, nj, h + k0 > 0);
         }
       }
       T* out = static_cast<T*>(a.dx_rows) + rows.begin * d.hidden + j0;

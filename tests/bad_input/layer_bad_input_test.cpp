@@ -127,11 +127,13 @@ TEST(BadLayer, EnumsAndCombinations) {
         "activation: got -1, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
         "gelu_tanh, silu, swiglu_clamp_after, swiglu_oai, situ_glu, quick_geglu",
         [](Request* r) { r->desc.experts.activation = static_cast<Activation>(-1); }},
-       {kArgument, "w1_layout: got 3, allowed: interleaved, concatenated, separate",
-        [](Request* r) { r->desc.experts.w1_layout = static_cast<W1Layout>(3); }},
        {kArgument,
-        "w1_layout: got separate, allowed: interleaved or concatenated for an activation without "
-        "a gate",
+        "w1_layout: got 5, allowed: interleaved, concatenated, separate, transposed, "
+        "transposed_interleaved",
+        [](Request* r) { r->desc.experts.w1_layout = static_cast<W1Layout>(5); }},
+       {kArgument,
+        "w1_layout: got separate, allowed: interleaved, concatenated, transposed, "
+        "transposed_interleaved for an activation without a gate",
         [](Request* r) {
           r->desc.experts.activation = Activation::relu;
           r->desc.experts.w1_layout = W1Layout::separate;
@@ -260,6 +262,9 @@ TEST(BadLayer, ForwardPointers) {
          pointer_row("list_tokens", &A::list_tokens, "(L) int32", 4),
          pointer_row("list_experts", &A::list_experts, "(L) int32", 4),
          pointer_row("list_scores", &A::list_scores, "(L) float", 4)});
+  given.experts.w1_layout = W1Layout::transposed;
+  check(given, {pointer_row("w1", &A::w1, "(E, d, 2n or n)"),
+                pointer_row("b1", &A::b1, "(E, 2n or n)"), pointer_row("w2", &A::w2, "(E, n, d)")});
   const auto logits = pointer_row("given_logits", &A::given_logits, "(T, E)");
   const auto ids = pointer_row("given_ids", &A::given_ids, "(T, K) int32", 4);
   check(ids_desc(), {ids, pointer_row("given_weights", &A::given_weights, "(T, K) float", 4)});
@@ -302,6 +307,10 @@ TEST(BadLayer, BackwardPointers) {
                                pointer_row("dlogits", &A::dlogits, "", 16, true),
                                pointer_row("dgiven_logits", &A::dgiven_logits, "(T, E)")});
   }
+  LayerDesc transposed = router_desc();
+  transposed.experts.w1_layout = W1Layout::transposed_interleaved;
+  check(transposed,
+        {pointer_row("w1", &A::w1, "(E, d, 2n or n)"), pointer_row("w2", &A::w2, "(E, n, d)")});
   LayerDesc brought = router_desc();
   brought.experts.dpreact_in_workspace = false;
   check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});

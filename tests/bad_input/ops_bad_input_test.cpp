@@ -80,10 +80,11 @@ std::vector<BadDesc<Desc>> bad_grouped() {
       {"activation: got 13, allowed: swiglu, geglu, geglu_tanh, reglu, relu, relu_sq, gelu, "
        "gelu_tanh, silu, swiglu_clamp_after, swiglu_oai, situ_glu, quick_geglu",
        [](Desc* d) { d->activation = static_cast<Activation>(13); }},
-      {"w1_layout: got 3, allowed: interleaved, concatenated, separate",
-       [](Desc* d) { d->w1_layout = static_cast<W1Layout>(3); }},
-      {"w1_layout: got separate, allowed: interleaved or concatenated for an activation without a "
-       "gate",
+      {"w1_layout: got 5, allowed: interleaved, concatenated, separate, transposed, "
+       "transposed_interleaved",
+       [](Desc* d) { d->w1_layout = static_cast<W1Layout>(5); }},
+      {"w1_layout: got separate, allowed: interleaved, concatenated, transposed, "
+       "transposed_interleaved for an activation without a gate",
        [](Desc* d) {
          d->activation = Activation::silu;
          d->w1_layout = W1Layout::separate;
@@ -146,6 +147,23 @@ TEST(BadOp, GroupedGemmPointers) {
     desc.bias = op < 2;
     SCOPED_TRACE(op);
     expect_pointers(desc, good, rows[op]);
+  }
+  const auto transposed_w1 = pointer_row("w1", &A::w1, "(E, d, 2n or n)");
+  const auto transposed_w2 = pointer_row("w2", &A::w2, "(E, n, d)");
+  const std::vector<std::vector<PointerRow<A>>> transposed = {
+      {transposed_w1, pointer_row("b1", &A::b1, "(E, 2n or n)")},
+      {transposed_w2},
+      {transposed_w2},
+      {transposed_w1},
+      {pointer_row("dw2", &A::dw2, "(E, n, d)")},
+      {pointer_row("dw1", &A::dw1, "(E, d, 2n or n)")}};
+  for (int op = 0; op < 6; ++op) {
+    auto desc = sized<GroupedGemmDesc>();
+    desc.op = static_cast<GemmOp>(op);
+    desc.w1_layout = op % 2 == 0 ? W1Layout::transposed : W1Layout::transposed_interleaved;
+    desc.bias = op < 2;
+    SCOPED_TRACE(op);
+    expect_pointers(desc, good, transposed[op]);
   }
   EXPECT_TRUE(memory.untouched());
 }

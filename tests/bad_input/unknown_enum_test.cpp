@@ -65,7 +65,7 @@ const int kActivations = static_cast<int>(activations().size());
 TEST(UnknownEnum, Layer) {
   EXPECT_KNOWN(LayerDesc, "dtype", 3, experts.dtype);
   EXPECT_KNOWN(LayerDesc, "activation", kActivations, experts.activation.kind);
-  EXPECT_KNOWN(LayerDesc, "w1_layout", 3, experts.w1_layout);
+  EXPECT_KNOWN(LayerDesc, "w1_layout", 5, experts.w1_layout);
   EXPECT_KNOWN(LayerDesc, "router", 2, router.mode);
   EXPECT_KNOWN(LayerDesc, "router_input", 5, router.input);
   EXPECT_KNOWN(LayerDesc, "rounding_rule", 6, rounding.rule);
@@ -81,7 +81,7 @@ TEST(UnknownEnum, PlansOfALayer) {
   EXPECT_KNOWN(RoutingDesc, "rounding_rule", 6, rounding.rule);
   EXPECT_KNOWN(GroupedDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(GroupedDesc, "activation", kActivations, activation.kind);
-  EXPECT_KNOWN(GroupedDesc, "w1_layout", 3, w1_layout);
+  EXPECT_KNOWN(GroupedDesc, "w1_layout", 5, w1_layout);
   EXPECT_KNOWN(GroupedDesc, "row_source", 2, row_source);
   EXPECT_KNOWN(GroupedDesc, "score_at", 4, score_at);
   EXPECT_KNOWN(GroupedDesc, "index_type", 2, index_type);
@@ -97,7 +97,7 @@ TEST(UnknownEnum, GroupedGemm) {
   EXPECT_KNOWN(GroupedGemmDesc, "op", 6, op);
   EXPECT_KNOWN(GroupedGemmDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(GroupedGemmDesc, "activation", kActivations, activation.kind);
-  EXPECT_KNOWN(GroupedGemmDesc, "w1_layout", 3, w1_layout);
+  EXPECT_KNOWN(GroupedGemmDesc, "w1_layout", 5, w1_layout);
 }
 
 TEST(UnknownEnum, ContiguousRows) {
@@ -108,7 +108,7 @@ TEST(UnknownEnum, ContiguousRows) {
 TEST(UnknownEnum, BiasGrad) {
   EXPECT_KNOWN(BiasGradDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(BiasGradDesc, "activation", kActivations, activation.kind);
-  EXPECT_KNOWN(BiasGradDesc, "w1_layout", 3, w1_layout);
+  EXPECT_KNOWN(BiasGradDesc, "w1_layout", 5, w1_layout);
 }
 
 TEST(UnknownEnum, OperationsOnLogits) {

@@ -12,17 +12,21 @@
 namespace sonicmoe::testkit {
 namespace {
 
-/// Whole and partial tiles along every axis, experts without rows, sentinels, all three layouts,
-/// biases, gates and none.
+/// Whole and partial tiles along every axis, experts without rows, sentinels, all layouts, biases,
+/// gates and none.
 constexpr const char* kCases[] = {"tiles/bias",
                                   "tiles/relu_sq",
                                   "tiles/separate",
+                                  "tiles/transposed",
+                                  "tiles/transposed_interleaved-bias",
+                                  "tiles/relu_sq-transposed",
                                   "given/hostile-bias-swiglu",
                                   "given/tile_counts",
                                   "shape/empty_ends",
                                   "activation/swiglu-concatenated-bias",
                                   "router/topk_over_softmax_norm-one_expert"};
-constexpr const char* kReplayed[] = {"tiles/separate", "given/hostile-bias-swiglu",
+constexpr const char* kReplayed[] = {"tiles/separate", "tiles/transposed_interleaved-bias",
+                                     "given/hostile-bias-swiglu",
                                      "activation/swiglu-concatenated-bias"};
 
 class EachKernel : public testing::TestWithParam<KernelInfo> {

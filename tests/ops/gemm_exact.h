@@ -118,6 +118,16 @@ inline std::vector<ActivationSpec> exact_activations(GemmOp op) {
   return {Activation::swiglu, Activation::relu_sq};
 }
 
+/// Layouts in which W1 lies differently. Without a gate its rows or columns have no order.
+inline std::vector<W1Layout> layouts(const ActivationSpec& activation) {
+  if (!is_glu(activation)) return {W1Layout::interleaved, W1Layout::transposed};
+  return {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate, W1Layout::transposed,
+          W1Layout::transposed_interleaved};
+}
+/// Those whose kernels differ on CUDA.
+inline constexpr W1Layout kKernelLayouts[] = {W1Layout::interleaved, W1Layout::transposed,
+                                              W1Layout::transposed_interleaved};
+
 inline GemmOp op_of(const KernelInfo& kernel) {
   for (const GemmOp op : kGemmOps) {
     if (kernel.op == name(op)) return op;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <span>
 
@@ -61,6 +62,17 @@ std::vector<LayerDesc> by_source(const KernelInfo& kernel, GemmOp op, LayerDesc 
   return runs;
 }
 
+/// The same with each of kKernelLayouts.
+std::vector<LayerDesc> by_layout_and_source(const KernelInfo& kernel, GemmOp op, LayerDesc desc) {
+  std::vector<LayerDesc> runs;
+  for (const W1Layout layout : kKernelLayouts) {
+    desc.experts.w1_layout = layout;
+    const int turn = 1 + static_cast<int>(layout);
+    std::ranges::copy(by_source(kernel, op, desc, turn), std::back_inserter(runs));
+  }
+  return runs;
+}
+
 /// False if this kernel is not for these experts, or not for this processor.
 bool runs_as(const KernelInfo& kernel, GemmOp op, const ExpertsDesc& experts) {
   GroupedGemmDesc probe{{experts}};
@@ -86,12 +98,11 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
       const std::vector<ActivationSpec> activations = exact_activations(op);
       for (int a = 0; a < std::ssize(activations); ++a) {
         desc.experts.activation = activations[a];
-        for (const W1Layout layout :
-             {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
-          if (layout == W1Layout::separate && !is_glu(desc.experts.activation)) continue;
+        for (const W1Layout layout : layouts(desc.experts.activation)) {
           desc.experts.w1_layout = layout;
           desc.experts.bias = (a + static_cast<int>(layout)) % 2 == 0;
-          desc.experts.dpreact_in_workspace = layout != W1Layout::concatenated;  // else over H
+          desc.experts.dpreact_in_workspace =
+              (a + static_cast<int>(layout) / 2) % 2 == 0;  // else over H
           for (const LayerDesc& with : by_source(kernel, op, desc, a + static_cast<int>(layout))) {
             SCOPED_TRACE(to_string(with) + " n=" + std::to_string(shape.intermediate));
             const GemmInputs inputs = integer_inputs(with, routing(shape), a);
@@ -124,15 +135,21 @@ TEST_P(ExactGemm, SeveralTilesInTurn) {
   int runs = 0;
   for (const Shape& shape : {Shape{2000, 16, 264, 90, 14850}, Shape{1000, 264, 72, 90, 9000}}) {
     for (int a = 0; a < std::ssize(activations); ++a) {
-      for (const bool bias : {false, true}) {
-        LayerDesc desc = layer_of(shape, DType::bf16);
-        desc.experts.activation = activations[a];
-        desc.experts.bias = bias;
-        for (const LayerDesc& with : by_source(kernel, op, desc, a + bias)) {
-          SCOPED_TRACE(to_string(with));
-          expect_exact(op, with, integer_inputs(with, routing(shape), a), kernel.name);
-          if (HasFatalFailure()) return;
-          ++runs;
+      for (const W1Layout layout : kKernelLayouts) {
+        for (const bool bias : {false, true}) {
+          LayerDesc desc = layer_of(shape, DType::bf16);
+          desc.experts.activation = activations[a];
+          desc.experts.w1_layout = layout;
+          desc.experts.bias = bias;
+          // Transposed weights have biases in turn.
+          const bool in_turn = bias == ((a + static_cast<int>(layout)) % 2 == 0);
+          if (desc.experts.transposed() && !in_turn) continue;
+          for (const LayerDesc& with : by_source(kernel, op, desc, a + bias)) {
+            SCOPED_TRACE(to_string(with));
+            expect_exact(op, with, integer_inputs(with, routing(shape), a), kernel.name);
+            if (HasFatalFailure()) return;
+            ++runs;
+          }
         }
       }
     }
@@ -150,11 +167,14 @@ class ExactActivation : public ExactGemm {
       for (const ActivationSpec& activation : exact_activations()) {
         LayerDesc desc = layer_of(shape, dtype);
         desc.experts.activation = activation;
-        for (const LayerDesc& with : by_source(GetParam(), op_of(GetParam()), desc, runs)) {
-          SCOPED_TRACE(to_string(with));
-          f(with);
-          if (HasFatalFailure()) return;
-          ++runs;
+        for (const W1Layout layout : {W1Layout::interleaved, W1Layout::transposed_interleaved}) {
+          desc.experts.w1_layout = layout;
+          for (const LayerDesc& with : by_source(GetParam(), op_of(GetParam()), desc, runs)) {
+            SCOPED_TRACE(to_string(with));
+            f(with);
+            if (HasFatalFailure()) return;
+            ++runs;
+          }
         }
       }
     }
@@ -219,7 +239,7 @@ TEST_P(ExactActivation, RowsOfOthersMayBeNaN) {
       // The last 32 tokens are the bad ones.
       [&](auto i, auto e) { return random.below(i, 32) + (is_bad(e) ? 32 : 0); });
   desc.router.list_length = first.back();
-  const std::vector<LayerDesc> runs = by_source(kernel, op, desc, 1);
+  const std::vector<LayerDesc> runs = by_layout_and_source(kernel, op, desc);
   if (runs.empty()) GTEST_SKIP() << "nothing that this kernel runs on this processor";
   for (const LayerDesc& with : runs) {
     SCOPED_TRACE(to_string(with));
@@ -384,8 +404,7 @@ TEST_P(ExactWeightGradient, OverwritesOrAccumulates) {
   const GemmOp op = op_of(kernel);
   int runs = 0;
   for (const DType dtype : kTypes) {
-    for (const W1Layout layout :
-         {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate}) {
+    for (const W1Layout layout : layouts(Activation::swiglu)) {
       // The second has several pieces of every tile.
       for (int mode = 0; mode < 8; ++mode) {
         const Shape shape = mode < 4 ? shapes().front() : shapes().back();
@@ -441,7 +460,7 @@ TEST_P(ExactWeightGradient, AnyNumberOfRows) {
     desc.experts.dtype = dtype;
     for (const bool f32 : {false, true}) {  // on CUDA a kernel of its own
       desc.experts.f32_weight_grads = f32;
-      for (const LayerDesc& with : by_source(kernel, op, desc, 0)) {
+      for (const LayerDesc& with : by_layout_and_source(kernel, op, desc)) {
         SCOPED_TRACE(to_string(with));
         const GemmInputs clean = integer_inputs(with, lists, 3);
         const LayerTensors expected = oracle_gemm(op, with, clean, Precision::rounded);
@@ -474,44 +493,48 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
   const KernelInfo& kernel = GetParam();
   const GemmOp op = op_of(kernel);
   const Shape shape = {40, 264, 136, 70, 1500};  // three windows of the walk
-  const LayerDesc desc = layer_of(shape, kTypes[0]);
+  LayerDesc desc = layer_of(shape, kTypes[0]);
   if (!runs_as(kernel, op, desc.experts)) {
     GTEST_SKIP() << "nothing that this kernel runs on this processor";
   }
-  GemmInputs inputs = integer_inputs(desc, routing(shape), 4);
-  const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
-  const Tensor& right = gradient(expected);
-  const std::size_t size = right.size() / 70;
-  const auto run = [&](const std::vector<std::int32_t>& order) {
-    inputs.expert_order = order;
-    const GemmRun done = run_kernel(op, desc, inputs, kernel.name);
-    EXPECT_EQ(done.failure, "");
-    return gradient(done.tensors);
-  };
-  std::vector<std::int32_t> order(70);
-  for (int step : {0, 1, 69, 27}) {  // not given, ascending, descending, mixed
-    for (int e = 0; e < 70; ++e) order[e] = e * step % 70;
-    const Tensor ours = run(step == 0 ? std::vector<std::int32_t>() : order);
-    for (std::size_t e = 0; e < 70; ++e) expect_same_expert(ours, right, e, 70);
-  }
-  if (kOnCpu) return;  // it does not read the order
-  for (const int missing : {0, 31, 32, 69}) {
-    for (const std::int32_t none : {-1, 70, INT32_MIN, INT32_MAX}) {
-      std::vector<std::int32_t> some = order;
-      some[missing] = none;
-      const Tensor ours = run(some);
-      for (std::size_t e = 0; e < 70; ++e) {
-        if (static_cast<std::int32_t>(e) != order[missing]) {
-          expect_same_expert(ours, right, e, 70);
-        } else {
-          for (std::size_t i = 0; i < size; ++i) ASSERT_TRUE(std::isnan(ours[e * size + i]));
+  for (const W1Layout layout : {W1Layout::interleaved, W1Layout::transposed}) {
+    SCOPED_TRACE(name(layout));
+    desc.experts.w1_layout = layout;
+    GemmInputs inputs = integer_inputs(desc, routing(shape), 4);
+    const LayerTensors expected = oracle_gemm(op, desc, inputs, Precision::rounded);
+    const Tensor& right = gradient(expected);
+    const std::size_t size = right.size() / 70;
+    const auto run = [&](const std::vector<std::int32_t>& order) {
+      inputs.expert_order = order;
+      const GemmRun done = run_kernel(op, desc, inputs, kernel.name);
+      EXPECT_EQ(done.failure, "");
+      return gradient(done.tensors);
+    };
+    std::vector<std::int32_t> order(70);
+    for (int step : {0, 1, 69, 27}) {  // not given, ascending, descending, mixed
+      for (int e = 0; e < 70; ++e) order[e] = e * step % 70;
+      const Tensor ours = run(step == 0 ? std::vector<std::int32_t>() : order);
+      for (std::size_t e = 0; e < 70; ++e) expect_same_expert(ours, right, e, 70);
+    }
+    if (kOnCpu) continue;  // it does not read the order
+    for (const int missing : {0, 31, 32, 69}) {
+      for (const std::int32_t none : {-1, 70, INT32_MIN, INT32_MAX}) {
+        std::vector<std::int32_t> some = order;
+        some[missing] = none;
+        const Tensor ours = run(some);
+        for (std::size_t e = 0; e < 70; ++e) {
+          if (static_cast<std::int32_t>(e) != order[missing]) {
+            expect_same_expert(ours, right, e, 70);
+          } else {
+            for (std::size_t i = 0; i < size; ++i) ASSERT_TRUE(std::isnan(ours[e * size + i]));
+          }
         }
       }
     }
   }
 }
 
-// Two runs, which a tool that watches every access can afford: with a gate, a bias and a part of a
+// Few runs, which a tool that watches every access can afford: with a gate, a bias and a part of a
 // tile, and without a gate, with tiles that are full.
 TEST_P(ExactGemm, Quick) {
   if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
@@ -521,13 +544,16 @@ TEST_P(ExactGemm, Quick) {
     const Shape shape = gated ? shapes().front() : Shape{140, 16, 264, 1, 300};
     LayerDesc desc = layer_of(shape, kTypes[0]);
     if (!gated) desc.experts.activation = Activation::relu_sq;
-    for (LayerDesc with : by_source(GetParam(), op, desc, gated ? 2 : 1)) {
-      SCOPED_TRACE(to_string(with));
-      LayerDesc biased = with;
-      biased.experts.bias = gated;
-      if (runs_as(GetParam(), op, biased.experts)) with = biased;
-      expect_exact(op, with, integer_inputs(with, routing(shape), 1), GetParam().name);
-      ++runs;
+    for (const W1Layout layout : {W1Layout::interleaved, W1Layout::transposed_interleaved}) {
+      desc.experts.w1_layout = layout;
+      for (LayerDesc with : by_source(GetParam(), op, desc, gated ? 2 : 1)) {
+        SCOPED_TRACE(to_string(with));
+        LayerDesc biased = with;
+        biased.experts.bias = gated;
+        if (runs_as(GetParam(), op, biased.experts)) with = biased;
+        expect_exact(op, with, integer_inputs(with, routing(shape), 1), GetParam().name);
+        ++runs;
+      }
     }
   }
   EXPECT_GT(runs, 0);

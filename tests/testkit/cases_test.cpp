@@ -21,7 +21,14 @@ TEST(Cases, NamesAreUniqueAndFound) {
     EXPECT_EQ(find_case(c.name)->seed, c.seed);
   }
   EXPECT_EQ(find_case("no such case"), nullptr);
-  EXPECT_EQ(smoke_cases().size(), 20u);
+  EXPECT_EQ(smoke_cases().size(), 22u);
+}
+
+// Tests of single kernels take their cases from the lists by name.
+TEST(Cases, ActivationsAreListedForCuda) {
+  for (const std::string& name : activation_case_names()) {
+    for (const char* type : {"/f16", "/bf16"}) EXPECT_NE(find_case(name + type), nullptr) << name;
+  }
 }
 
 TEST(Cases, ReproCommands) {
