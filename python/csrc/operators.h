@@ -20,6 +20,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 /// routing block (int32). The last two are empty if `inference`. The main_grads are those of
 /// backward, which autograd takes from here; they are checked and left alone. With
 /// w1_layout=separate w1 and b1 are the gate (E, n, d) and (E, n), w1_up and b1_up the up rows.
+/// Transposed layouts have w1 (E, d, W) and w2 (E, n, d).
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
     std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,

@@ -5,9 +5,34 @@ namespace {
 
 bool is_separate(const ExpertsDesc& desc) { return desc.w1_layout == W1Layout::separate; }
 
-/// Rows of w1, b1 and dW1 for each expert: n if the up rows are a tensor of their own.
-std::int64_t w1_rows(const ExpertsDesc& desc) {
+/// Does w1 alone hold gate and up?
+bool has_gate_and_up(const ExpertsDesc& desc) {
+  return is_glu(desc.activation) && !is_separate(desc);
+}
+
+/// What w1 gives a row, with an element of b1 for each.
+std::int64_t w1_width(const ExpertsDesc& desc) {
   return is_separate(desc) ? desc.intermediate : desc.preact_width();
+}
+
+/// One expert's weights as they are stored, and the shapes of all in words.
+struct Matrix {
+  std::int64_t rows, columns;
+};
+Matrix w1_matrix(const ExpertsDesc& desc) {
+  const std::int64_t width = w1_width(desc);
+  return desc.transposed() ? Matrix{desc.hidden, width} : Matrix{width, desc.hidden};
+}
+Matrix w2_matrix(const ExpertsDesc& desc) {
+  return desc.transposed() ? Matrix{desc.intermediate, desc.hidden}
+                           : Matrix{desc.hidden, desc.intermediate};
+}
+const char* w1_shape(const ExpertsDesc& desc) {
+  if (has_gate_and_up(desc)) return desc.transposed() ? "(E, d, 2n)" : "(E, 2n, d)";
+  return desc.transposed() ? "(E, d, n)" : "(E, n, d)";
+}
+const char* w2_shape(const ExpertsDesc& desc) {
+  return desc.transposed() ? "(E, n, d)" : "(E, d, n)";
 }
 
 /// Throws ValueError for a tensor that W1Layout::separate alone takes, with another layout; and if
@@ -21,9 +46,10 @@ void check_up(const ExpertsDesc& desc, const char* argument, const OptionalTenso
                       name(desc.w1_layout)));
 }
 
-/// Experts of a weight's gradient that backward returns.
-std::int64_t returned(const GroupedDesc& desc, bool wanted) {
-  return wanted && !desc.accumulate_weight_grads ? desc.experts : 0;
+/// Memory for the gradient of weights, without experts unless backward returns it.
+Tensor empty_gradient(const Tensor& x, const GroupedDesc& desc, Matrix weights, bool wanted) {
+  const bool returned = wanted && !desc.accumulate_weight_grads;
+  return empty(x, {returned ? desc.experts : 0, weights.rows, weights.columns}, x.scalar_type());
 }
 std::int64_t with_bias(const GroupedDesc& desc) { return desc.bias ? desc.experts : 0; }
 
@@ -45,9 +71,9 @@ void MainGrads::check_wanted(const Wanted& wanted) const {
 void describe_experts(ExpertsDesc* desc, const char* argument, const Tensor& x,
                       const OptionalTensor& w1_up, const Tensor& w2, bool bias,
                       const MainGrads& main_grads) {
-  check_dims("w2", w2, 3, "(E, d, n)");
-  desc->hidden = w2.size(1);
-  desc->intermediate = w2.size(2);
+  check_dims("w2", w2, 3, w2_shape(*desc));
+  desc->hidden = w2.size(desc->transposed() ? 2 : 1);
+  desc->intermediate = w2.size(desc->transposed() ? 1 : 2);
   desc->dtype = dtype_of(argument, x);
   desc->bias = bias;
   desc->f32_weight_grads = desc->accumulate_weight_grads = main_grads.any();
@@ -106,23 +132,19 @@ void ExpertInputs::preact(const char* argument, const Tensor& tensor) const {
 }
 
 void ExpertInputs::like_w1(const char* argument, const Tensor& tensor, ScalarType dtype) const {
-  check_tensor(argument, tensor, x_, dtype, {desc_.experts, w1_rows(desc_), desc_.hidden},
-               has_gate_and_up() ? "(E, 2n, d)" : "(E, n, d)");
+  const auto [rows, columns] = w1_matrix(desc_);
+  check_tensor(argument, tensor, x_, dtype, {desc_.experts, rows, columns}, w1_shape(desc_));
 }
 
 void ExpertInputs::like_b1(const char* argument, const OptionalTensor& tensor) const {
   if (!tensor) return;
-  check_tensor(argument, *tensor, x_, dtype_, {desc_.experts, w1_rows(desc_)},
-               has_gate_and_up() ? "(E, 2n)" : "(E, n)");
+  check_tensor(argument, *tensor, x_, dtype_, {desc_.experts, w1_width(desc_)},
+               has_gate_and_up(desc_) ? "(E, 2n)" : "(E, n)");
 }
 
 void ExpertInputs::like_w2(const char* argument, const Tensor& tensor, ScalarType dtype) const {
-  check_tensor(argument, tensor, x_, dtype, {desc_.experts, desc_.hidden, desc_.intermediate},
-               "(E, d, n)");
-}
-
-bool ExpertInputs::has_gate_and_up() const {
-  return is_glu(desc_.activation) && !is_separate(desc_);
+  const auto [rows, columns] = w2_matrix(desc_);
+  check_tensor(argument, tensor, x_, dtype, {desc_.experts, rows, columns}, w2_shape(desc_));
 }
 
 Tensor empty_preact(const Tensor& x, const GroupedDesc& desc) {
@@ -130,16 +152,16 @@ Tensor empty_preact(const Tensor& x, const GroupedDesc& desc) {
 }
 
 WeightGradients::WeightGradients(const Tensor& x, const GroupedDesc& d, const Wanted& wanted)
-    : dw1(empty(x, {returned(d, wanted.dw1), w1_rows(d), d.hidden}, x.scalar_type())),
-      db1(empty(x, {with_bias(d), w1_rows(d)}, x.scalar_type())),
-      dw2(empty(x, {returned(d, wanted.dw2), d.hidden, d.intermediate}, x.scalar_type())),
+    : dw1(empty_gradient(x, d, w1_matrix(d), wanted.dw1)),
+      db1(empty(x, {with_bias(d), w1_width(d)}, x.scalar_type())),
+      dw2(empty_gradient(x, d, w2_matrix(d), wanted.dw2)),
       db2(empty(x, {with_bias(d), d.hidden}, x.scalar_type())),
-      dw1_up(empty(x, {returned(d, wanted.dw1_up), w1_rows(d), d.hidden}, x.scalar_type())),
-      db1_up(empty(x, {is_separate(d) ? with_bias(d) : 0, w1_rows(d)}, x.scalar_type())),
+      dw1_up(empty_gradient(x, d, w1_matrix(d), wanted.dw1_up)),
+      db1_up(empty(x, {is_separate(d) ? with_bias(d) : 0, w1_width(d)}, x.scalar_type())),
       wanted_(wanted) {
   // The library makes the gradients of gate and up together, or neither.
   if (!is_separate(d) || wanted.dw1 == wanted.dw1_up) return;
-  const std::array<std::int64_t, 3> shape = {d.experts, w1_rows(d), d.hidden};
+  const std::array<std::int64_t, 3> shape = {d.experts, w1_width(d), d.hidden};
   unwanted_ = d.accumulate_weight_grads ? torch::stable::new_zeros(x, shape, ScalarType::Float)
                                         : torch::stable::new_empty(x, shape);
 }

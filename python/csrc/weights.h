@@ -23,7 +23,8 @@ struct MainGrads {
 };
 
 /// Sets what the tensors say: the widths, dtype and bias, and how the weights' gradients are kept.
-/// The weights say what d is, so that x (named `argument`) is blamed when its width differs.
+/// The layout, which is set, says how w2 lies. The weights say what d is, so that x (named
+/// `argument`) is blamed when its width differs.
 void describe_experts(ExpertsDesc* desc, const char* argument, const Tensor& x,
                       const OptionalTensor& w1_up, const Tensor& w2, bool bias,
                       const MainGrads& main_grads);
@@ -60,8 +61,6 @@ class ExpertInputs {
   void like_w1(const char* argument, const Tensor& tensor, ScalarType dtype) const;
   void like_b1(const char* argument, const OptionalTensor& tensor) const;
   void like_w2(const char* argument, const Tensor& tensor, ScalarType dtype) const;
-  /// Does w1 alone have the rows of both?
-  bool has_gate_and_up() const;
 
   GroupedDesc desc_;
   const Tensor& x_;

@@ -230,9 +230,11 @@ def rounding_rule(name: str, rule: str) -> str:
     return ROUNDING_RULES[rule]
 
 
-#: How w1 holds gate and up, by the library's names: in one tensor, or in any way.
+#: How w1 holds gate and up, by the library's names: in one tensor (E, out, in), in one tensor
+#: (E, in, out), or in any way. w2 lies like w1.
 ONE_TENSOR_LAYOUTS = ("interleaved", "concatenated")
-W1_LAYOUTS = (*ONE_TENSOR_LAYOUTS, "separate")
+TRANSPOSED_LAYOUTS = ("transposed", "transposed_interleaved")
+W1_LAYOUTS = (*ONE_TENSOR_LAYOUTS, "separate", *TRANSPOSED_LAYOUTS)
 
 
 def w1_layout(
@@ -283,30 +285,45 @@ def width(name: str, tensor: torch.Tensor, shape: str = "(T, H)") -> int:
 def expert_weights(
     name: str,
     weights: torch.Tensor | None,
-    rows: str,
-    columns: str,
+    out: str,
+    in_: str,
+    layout: str,
     hidden: int,
     name_of_x: str = "x",
 ) -> torch.Tensor | None:
-    """The weights as they are stored: a contiguous (E, rows, columns), without a copy.
+    """The weights as they are stored, without a copy: a contiguous (E, out, in_), or (E, in_, out)
+    if the layout is transposed.
 
-    The caller gave that tensor or its view (rows, columns, E). A form fits if H, which is `rows` or
-    `columns`, has its place in the shape, and the strides are the form's.
+    The caller gave that tensor or its view by .permute(1, 2, 0). A form fits if H, which is `out`
+    or `in_`, has its place in the shape, and the strides are the form's.
     """
     if weights is None and name in _OPTIONAL:
         return None
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"{name}: got {type(weights).__name__}, allowed: a tensor")
+    rows, columns = (in_, out) if layout in TRANSPOSED_LAYOUTS else (out, in_)
     place = 1 if rows == "H" else 2
-    if weights.dim() == 3:
-        if weights.size(place) == hidden and weights.is_contiguous():
-            return weights
-        if weights.size(place - 1) == hidden:
-            stored = weights.permute(2, 0, 1)
-            if stored.is_contiguous():
-                return stored
+    stored = _stored(weights, place, hidden)
+    if stored is not None:
+        return stored
+    hint = ""
+    if layout != "separate" and _stored(weights, 3 - place, hidden) is not None:
+        a, b = ONE_TENSOR_LAYOUTS if layout in TRANSPOSED_LAYOUTS else TRANSPOSED_LAYOUTS
+        hint = f"; layout={a!r} or {b!r} takes a contiguous (E, {columns}, {rows})"
     raise ValueError(
         f"{name}: got shape {tuple(weights.shape)} with strides {weights.stride()}, allowed: a "
         f"contiguous (E, {rows}, {columns}), or its view ({rows}, {columns}, E) by "
-        f".permute(1, 2, 0), where H is {hidden}, the width of {name_of_x}"
+        f".permute(1, 2, 0), where H is {hidden}, the width of {name_of_x}{hint}"
     )
+
+
+def _stored(weights: torch.Tensor, place: int, hidden: int) -> torch.Tensor | None:
+    """The contiguous tensor that the weights are, or are a view of: H is its dimension `place`."""
+    if weights.dim() != 3:
+        return None
+    # The view first, which is contiguous itself if there is one expert.
+    if weights.size(place - 1) == hidden:
+        stored = weights.permute(2, 0, 1)
+        if stored.is_contiguous():
+            return stored
+    return weights if weights.size(place) == hidden and weights.is_contiguous() else None

@@ -8,6 +8,8 @@ import functools
 
 import torch
 
+from ._check import TRANSPOSED_LAYOUTS
+
 
 @functools.lru_cache(maxsize=256)
 def options_of(layer: str) -> dict[str, str]:
@@ -19,8 +21,14 @@ def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) ->
     return like.new_empty(shape, dtype=dtype)
 
 
-def _preact_width(w1, w1_up):
-    return w1.shape[1] if w1_up is None else 2 * w1.shape[1]
+def _outputs(weights, layer):
+    """`out` of weights (E, out, in), or (E, in, out) if the layout is transposed."""
+    transposed = options_of(layer).get("w1_layout") in TRANSPOSED_LAYOUTS
+    return weights.shape[2 if transposed else 1]
+
+
+def _preact_width(w1, w1_up, layer):
+    return _outputs(w1, layer) * (1 if w1_up is None else 2)
 
 
 def _layer_forward_fake(
@@ -35,7 +43,7 @@ def _layer_forward_fake(
         _empty(x, *x.shape),
         _empty(x, tokens, experts),
         _empty(x, experts, dtype=torch.int32),
-        _empty(x, rows, _preact_width(w1, w1_up)),
+        _empty(x, rows, _preact_width(w1, w1_up, layer)),
         _empty(x, 0 if inference else 5 * rows + 2 * experts + 1, dtype=torch.int32),
     )
 
@@ -48,7 +56,7 @@ def _given_forward_fake(x, w1, layer, w1_up, rows, ints_a_row, ints):
     return (
         _empty(x, *x.shape),
         _empty(x, experts, dtype=torch.int32),
-        _empty(x, 0 if inference else rows, _preact_width(w1, w1_up)),
+        _empty(x, 0 if inference else rows, _preact_width(w1, w1_up, layer)),
         _empty(x, 0 if inference else ints_a_row * rows + ints, dtype=torch.int32),
     )
 
@@ -82,18 +90,18 @@ def _wanted_fake(wanted, like):
 
 
 def _weight_gradients_fake(
-    w1, w1_up, w2, has_bias, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+    w1, w1_up, w2, layer, has_bias, main_grads, wants_dw1, wants_dw1_up, wants_dw2
 ):
     returned = all(t is None for t in main_grads)
     experts = w1.shape[0] if has_bias else 0
     return (
         _wanted_fake(returned and wants_dw1, w1),
-        _empty(w1, experts, w1.shape[1]),
+        _empty(w1, experts, _outputs(w1, layer)),
         _wanted_fake(returned and wants_dw2, w2),
-        _empty(w2, experts, w2.shape[1]),
-        # Without w1_up they have no experts, and the rows of w1.
+        _empty(w2, experts, _outputs(w2, layer)),
+        # Without w1_up they have no experts, and the shapes of those of w1.
         _wanted_fake(returned and wants_dw1_up and w1_up is not None, w1),
-        _empty(w1, 0 if w1_up is None else experts, w1.shape[1]),
+        _empty(w1, 0 if w1_up is None else experts, _outputs(w1, layer)),
     )
 
 
@@ -104,7 +112,7 @@ def _layer_backward_fake(
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
-        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+        w1, w1_up, w2, layer, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
     )
     return _wanted_fake(wants_dx, x), _wanted_fake(wants_drouter_w, router_w), *gradients
 
@@ -116,7 +124,7 @@ def _routed_backward_fake(
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
-        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+        w1, w1_up, w2, layer, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
     )
     return _wanted_fake(wants_dx, x), _empty(x, preact.shape[0], dtype=torch.float32), *gradients
 
@@ -137,7 +145,7 @@ def _grouped_forward_out_fake(
 ):  # fmt: skip
     inference = options_of(layer).get("inference") == "true"
     return (
-        _empty(rows, 0 if inference else rows.shape[0], _preact_width(w1, w1_up)),
+        _empty(rows, 0 if inference else rows.shape[0], _preact_width(w1, w1_up, layer)),
         _empty(rows, 3 * w2.shape[0], dtype=torch.int32),
     )
 
@@ -154,7 +162,7 @@ def _grouped_backward_fake(
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
-        w1, w1_up, w2, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+        w1, w1_up, w2, layer, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
     )
     dscores = _empty(rows, 0 if scores is None else rows.shape[0], dtype=torch.float32)
     return _wanted_fake(wants_dx and dx_out is None, rows), dscores, *gradients

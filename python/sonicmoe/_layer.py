@@ -1,4 +1,7 @@
-"""The layer on weights as they are stored, (E, out, in). `reference.py` has the same functions."""
+"""The layer on weights as they are stored: (E, out, in), or (E, in, out) in a transposed layout.
+
+`reference.py` has the same functions.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +21,8 @@ def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bo
 
 
 class ExpertArgs(NamedTuple):
-    """What each layer takes of its experts, as its last arguments. Weights are as they are stored,
-    (E, out, in); `w1_up`, `b1_up` and `w1_up_main_grad` belong to the layout "separate"."""
+    """What each layer takes of its experts, as its last arguments. Weights are as they are stored;
+    `w1_up`, `b1_up` and `w1_up_main_grad` belong to the layout "separate"."""
 
     w1: torch.Tensor
     b1: torch.Tensor | None

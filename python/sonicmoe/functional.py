@@ -8,12 +8,17 @@ an activation without a gate; biases b1 (E, 2I or I) and b2 (E, H). Each weight 
 `.permute(1, 2, 0)` of such a tensor, which the original takes: (2I, H, E) or (I, H, E), (H, I, E).
 H, the width of x, and the strides tell which. Gradients have the weight's form; nothing is copied.
 
-`layout` says how w1 and b1 hold the rows of gate and up:
+`layout` says how w1 and b1 hold gate and up, and which way the weights lie:
 
-- "interleaved", the default: g0, u0, g1, u1, ...
-- "concatenated", or `concat_layout=True` as in the original: g0, g1, ..., u0, u1, ...
+- "interleaved", the default: rows g0, u0, g1, u1, ...
+- "concatenated", or `concat_layout=True` as in the original: rows g0, g1, ..., u0, u1, ...
 - "separate", which giving w1_up selects: w1 (E, I, H) and b1 (E, I) are the gate, w1_up (E, I, H)
   and b1_up (E, I) the up rows.
+- "transposed": w1 (E, H, 2I or I), with columns g0, g1, ..., u0, u1, ..., and w2 (E, I, H).
+- "transposed_interleaved": w1 (E, H, 2I or I), with columns g0, u0, g1, u1, ..., and w2 (E, I, H).
+
+The layout alone decides where a square weight fits both ways. The view of a transposed w1 is
+(H, 2I, E) or (H, I, E), that of w2 (I, H, E).
 
 `stream_id` is accepted and the current stream is used.
 """
@@ -50,8 +55,9 @@ def _expert_args(
         layout, concat_layout, kind, w1_up, b1_up=b1_up, w1_up_main_grad=w1_up_main_grad
     )
     hidden = _check.width(x_name, x, x_shape)
-    w1_form = "2I" if layout != "separate" and is_glu(kind) else "I", "H", hidden, x_name
-    w2_form = "H", "I", hidden, x_name
+    w1_width = "2I" if layout != "separate" and is_glu(kind) else "I"
+    w1_form = w1_width, "H", layout, hidden, x_name
+    w2_form = "H", "I", layout, hidden, x_name
     return _layer.ExpertArgs(
         w1=_check.expert_weights("w1", w1, *w1_form),
         b1=b1,
@@ -261,7 +267,7 @@ def grouped_experts(
     s multiplies the activation, (s A) W2^T + b2, with `score_at="before_down"`, and the output,
     s (A W2^T + b2), with "after_down".
 
-    Weights, biases, layouts and `main_grad` tensors as above; w1 has 2I rows with a gate, else I.
+    Weights, biases, layouts and `main_grad` tensors as above.
 
     `out` (R, H): the result is written there, and a view of it with the result's history returned.
     `dx_out` (R, H): backward writes the gradient of rows there and returns that tensor. Both are

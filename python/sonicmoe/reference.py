@@ -58,24 +58,32 @@ _PLAIN = {
 }
 
 
-def _activate(h: torch.Tensor, activation: ActivationType | str, layout: str) -> torch.Tensor:
+def _activate(h: torch.Tensor, activation: ActivationType | str, interleaved: bool) -> torch.Tensor:
     wide = h.to(wide_type(h.dtype))
     kind, parameters = parse_activation(activation)
     if not is_glu(kind):
         return _PLAIN[kind](wide).to(h.dtype)
-    if layout == "interleaved":
+    if interleaved:
         gate, up = wide[..., 0::2], wide[..., 1::2]
     else:
         gate, up = wide.chunk(2, dim=-1)
     return _GATED[kind](gate, up, **parameters).to(h.dtype)
 
 
-def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, layout, w1_up, b1_up):
-    """o (T, d) and counts (E): o[tokens[i]] += scores[i] * expert[experts[i]](x[tokens[i]])."""
+def _as_one_tensor(w1, b1, w2, activation, layout, w1_up, b1_up):
+    """w1 (E, 2n or n, d), b1, w2 (E, d, n), and whether the rows of gate and up alternate."""
     layout = _check.w1_layout(layout, False, activation, w1_up, b1_up=b1_up)
     if layout == "separate":
         w1 = torch.cat([w1, w1_up], dim=1)
         b1 = None if b1 is None else torch.cat([b1, b1_up], dim=1)
+    elif layout in _check.TRANSPOSED_LAYOUTS:
+        w1, w2 = w1.mT, w2.mT
+    return w1, b1, w2, layout in ("interleaved", "transposed_interleaved")
+
+
+def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, layout, w1_up, b1_up):
+    """o (T, d) and counts (E): o[tokens[i]] += scores[i] * expert[experts[i]](x[tokens[i]])."""
+    w1, b1, w2, interleaved = _as_one_tensor(w1, b1, w2, activation, layout, w1_up, b1_up)
     num_experts = w1.shape[0]
     # Ids of no expert are sentinels: one more bin, which is dropped.
     experts = experts.masked_fill(experts < 0, num_experts).clamp(max=num_experts)
@@ -94,7 +102,7 @@ def _experts(x, tokens, experts, scores, w1, b1, w2, b2, activation, layout, w1_
         no_bias if b2 is None else b2.unbind(),
         strict=True,
     ):
-        a = _activate(F.linear(x_e, w1_e, b1_e), activation, layout)
+        a = _activate(F.linear(x_e, w1_e, b1_e), activation, interleaved)
         rows.append(F.linear(a, w2_e, b2_e))
     y = torch.cat(rows)
 
@@ -122,7 +130,8 @@ def topk_layer(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """o (T, d), logits (T, E) and counts (E) int32; w1 (E, 2n or n, d), w2 (E, d, n).
 
-    With the layout "separate" w1 (E, n, d) is the gate and w1_up (E, n, d) the up rows.
+    With the layout "separate" w1 (E, n, d) is the gate and w1_up (E, n, d) the up rows; the
+    transposed ones have w1 (E, d, 2n or n) and w2 (E, n, d).
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
         x, router_w, w1, b1, w2, b2, w1_up, b1_up = autocast(
@@ -262,17 +271,14 @@ def grouped_experts(
     Products by W2, biases and scores are in the wide type: y is rounded once.
     """
     rows, w1, b1, w2, b2, w1_up, b1_up = autocast(rows, w1, b1, w2, b2, w1_up, b1_up)
-    layout = _check.w1_layout(layout, False, activation, w1_up, b1_up=b1_up)
-    if layout == "separate":
-        w1 = torch.cat([w1, w1_up], dim=1)
-        b1 = None if b1 is None else torch.cat([b1, b1_up], dim=1)
+    w1, b1, w2, interleaved = _as_one_tensor(w1, b1, w2, activation, layout, w1_up, b1_up)
     wide = wide_type(rows.dtype)
     pieces, end = [], 0
     for e, (begin, count) in enumerate(_segments(counts, offsets)):
         pieces.append(rows.new_zeros(begin - end, rows.shape[1]))
         end = begin + count
         h = F.linear(rows[begin:end], w1[e], None if b1 is None else b1[e])
-        y = F.linear(_activate(h, activation, layout).to(wide), w2[e].to(wide))
+        y = F.linear(_activate(h, activation, interleaved).to(wide), w2[e].to(wide))
         s = None if scores is None else scores[begin:end].to(wide).unsqueeze(-1)
         if s is not None and score_at == "before_down":
             y = y * s

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from sonicmoe import ActivationType, functional, is_glu, reference
-from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
+from sonicmoe._check import TRANSPOSED_LAYOUTS, W1_LAYOUTS
 from sonicmoe._ops import layer_text, router_options
 
 #: pytestmark of tests on a GPU.
@@ -19,12 +19,17 @@ NEEDS_HOPPER = [
     ),
 ]
 
+
+def activation_layouts(*activations, layouts=W1_LAYOUTS):
+    """Each activation in those of the layouts that it has: "separate" is for a gate."""
+    return [(a, name) for a in activations for name in layouts if is_glu(a) or name != "separate"]
+
+
 #: An activation with a gate and one without, each in the layouts that it has.
-ACTIVATION_LAYOUTS = [
-    (activation, layout)
-    for activation in (ActivationType.SWIGLU, ActivationType.GELU_TANH)
-    for layout in (W1_LAYOUTS if is_glu(activation) else ONE_TENSOR_LAYOUTS)
-]
+ACTIVATION_LAYOUTS = activation_layouts(ActivationType.SWIGLU, ActivationType.GELU_TANH)
+
+#: The layouts with the same order of gate and up, whose weights lie the other way round.
+UNTRANSPOSED = {"transposed": "concatenated", "transposed_interleaved": "interleaved"}
 
 #: Options of the operators: top-K over the softmax of all experts' logits.
 OVER_SOFTMAX = "router=topk_over_softmax"
@@ -44,7 +49,7 @@ ROUTERS = {
 
 @dataclass
 class Layer:
-    """Leaf tensors of one layer, weights as they are stored: (E, out, in)."""
+    """Leaf tensors of one layer, weights as they are stored: (E, out, in), or (E, in, out)."""
 
     x: torch.Tensor
     router_w: torch.Tensor
@@ -72,24 +77,28 @@ def make_layer(
     hidden=24,
     intermediate=16,
     experts=6,
-    separate=False,
+    layout="interleaved",
 ) -> Layer:
     """Unit-scale data: h, a and y are of order one, so that no term hides behind another."""
 
     def normal(*shape, scale=1.0):
         return (torch.randn(shape) * scale).to(dtype)
 
-    width = 2 * intermediate if is_glu(activation) and not separate else intermediate
+    def weights(out, in_):
+        shape = (in_, out) if layout in TRANSPOSED_LAYOUTS else (out, in_)
+        return normal(experts, *shape, scale=in_**-0.5)
+
+    width = 2 * intermediate if is_glu(activation) and layout != "separate" else intermediate
     layer = Layer(
         x=normal(tokens, hidden),
         router_w=normal(experts, hidden, scale=hidden**-0.5),
-        w1=normal(experts, width, hidden, scale=hidden**-0.5),
+        w1=weights(width, hidden),
         b1=normal(experts, width) if bias else None,
-        w2=normal(experts, hidden, intermediate, scale=intermediate**-0.5),
+        w2=weights(hidden, intermediate),
         b2=normal(experts, hidden) if bias else None,
     )
-    if separate:
-        layer.w1_up = normal(experts, width, hidden, scale=hidden**-0.5)
+    if layout == "separate":
+        layer.w1_up = weights(width, hidden)
         layer.b1_up = normal(experts, width) if bias else None
     return layer
 
@@ -102,7 +111,17 @@ def stored(weights: torch.Tensor) -> torch.Tensor:
     return weights
 
 
-#: What callers make of weights that are stored as (E, out, in).
+def turned(tensors):
+    """Copies by name, with w1 and w2, or dw1 and dw2, the other way round; leaves stay leaves."""
+    copies = {}
+    for name, value in tensors.items():
+        copy = value.detach().clone()
+        copy = copy.mT.contiguous() if name.endswith(("w1", "w2")) else copy
+        copies[name] = copy.requires_grad_(value.requires_grad)
+    return copies
+
+
+#: What callers make of weights as they are stored.
 FORMS = {"stored": stored, "view": permuted}
 
 
@@ -208,6 +227,16 @@ def kept_bytes(function, parameters):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()
     return sorted(storages.values()), result
+
+
+def assert_close(got, want):
+    """Dictionaries of the same tensors, but for sums in another order."""
+    assert got.keys() == want.keys()
+    for name in got:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name
+        eps = torch.finfo(got[name].dtype).eps if got[name].is_floating_point() else 0
+        limit = 2 * eps * want[name].double().norm().item()
+        assert error(got[name], want[name]) <= limit, name
 
 
 def assert_same(got, want):

@@ -9,6 +9,7 @@ from helpers import (
     NEEDS_HOPPER,
     ROUTERS,
     Layer,
+    activation_layouts,
     assert_as_good,
     at_odd_address,
     everything_of,
@@ -19,13 +20,12 @@ from helpers import (
 )
 
 from sonicmoe import ActivationType, MoE, functional
-from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
+from sonicmoe._check import TRANSPOSED_LAYOUTS
 
 pytestmark = NEEDS_HOPPER
 K = 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = ("w1", "w2", "w1_up")
-LAYOUTS = {ActivationType.SWIGLU: W1_LAYOUTS, ActivationType.RELU_SQ: ONE_TENSOR_LAYOUTS}
 
 
 def on_gpu(layer: Layer) -> Layer:
@@ -39,14 +39,12 @@ def gradients(o, leaves, weights):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
-    "activation, layout",
-    [(a, name) for a, names in LAYOUTS.items() for name in names],
+    "activation, layout", activation_layouts(ActivationType.SWIGLU, ActivationType.RELU_SQ)
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_layer(dtype, router, activation, layout, form):
     layer = make_layer(
-        activation, True, DTYPES[dtype], tokens=300, hidden=136, intermediate=72,
-        separate=layout == "separate",
+        activation, True, DTYPES[dtype], tokens=300, hidden=136, intermediate=72, layout=layout
     )  # fmt: skip
     o, logits, counts, leaves = run(on_gpu(layer), K, activation, router, layout, FORMS[form])
     _, ids = torch.ops.sonicmoe.top_k(logits.detach(), router_text(K, router))
@@ -356,20 +354,23 @@ def test_gradient_accumulation_fusion_in_a_graph():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["separate", *TRANSPOSED_LAYOUTS])
 @pytest.mark.parametrize("frozen", [None, "w1", "w1_up", "w2"])
-def test_gradients_of_two_tensors_of_gate_and_up(dtype, frozen):
-    layer = on_gpu(make_layer(bias=True, dtype=DTYPES[dtype], tokens=300, separate=True))
-    main = {name: torch.zeros(getattr(layer, name).shape, device="cuda") for name in WEIGHTS}
+def test_main_grads_of_other_layouts(dtype, layout, frozen):
+    layer = on_gpu(make_layer(bias=True, dtype=DTYPES[dtype], tokens=300, layout=layout))
+    weights = {name: leaf for name, leaf in layer.leaves().items() if name in WEIGHTS}
+    main = {name: torch.zeros(leaf.shape, device="cuda") for name, leaf in weights.items()}
 
     def step(main):
         leaves = layer.leaves()
-        if frozen:
+        if frozen in leaves:
             leaves[frozen].requires_grad_(False)
-        x, router_w, w1, b1, w2, b2, w1_up, b1_up = leaves.values()
+        x, router_w, w1, b1, w2, b2, *_ = leaves.values()
+        options = {name: leaves[name] for name in ("w1_up", "b1_up") if name in leaves}
+        options |= {f"{name}_main_grad": t for name, t in main.items() if name != frozen}
         o, _, _ = functional.moe_TC_softmax_topk_layer(
-            x, router_w, w1, b1, w2, b2, K, w1_up=w1_up, b1_up=b1_up,
-            **{f"{name}_main_grad": t for name, t in main.items() if name != frozen},
-        )  # fmt: skip
+            x, router_w, w1, b1, w2, b2, K, layout=layout, **options
+        )
         o.float().square().sum().backward()
         return leaves
 
@@ -377,7 +378,7 @@ def test_gradients_of_two_tensors_of_gate_and_up(dtype, frozen):
     for name, leaf in added.items():
         if name == frozen:
             assert leaf.grad is None and not main[name].any()
-        elif name in WEIGHTS:  # added to zeros it is the fp32 gradient, which the plain one rounds
+        elif name in main:  # added to zeros it is the fp32 gradient, which the plain one rounds
             assert leaf.grad is None and torch.equal(main[name].to(leaf.dtype), plain[name].grad)
         else:
             assert torch.equal(leaf.grad, plain[name].grad), name

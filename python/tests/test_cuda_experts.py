@@ -6,6 +6,7 @@ from helpers import NEEDS_HOPPER, ROUTERS, assert_same
 from test_experts import as_lists, backward, call, compare, data, given_functions
 
 import sonicmoe
+from sonicmoe._check import TRANSPOSED_LAYOUTS
 
 pytestmark = NEEDS_HOPPER
 T, E, K = 300, 6, 3
@@ -27,11 +28,12 @@ def on_gpu(leaves):
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["interleaved", *TRANSPOSED_LAYOUTS])
 @pytest.mark.parametrize("top_k", [1, K])
-def test_ids_match_plain_pytorch(top_k, dtype, index):
+def test_ids_match_plain_pytorch(top_k, layout, dtype, index):
     ids = random_ids(index)[:, :top_k].contiguous()
-    leaves = data(top_k=top_k, bias=True, dtype=DTYPES[dtype], **SIZES)
-    got = compare(leaves, device="cuda", ids=ids)
+    leaves = data(top_k=top_k, bias=True, dtype=DTYPES[dtype], layout=layout, **SIZES)
+    got = compare(leaves, device="cuda", ids=ids, layout=layout)
     assert not got["dweights"][(ids < 0) | (ids >= E)].any()
     assert not got["out"][0].any() and not got["dx"][0].any()
 

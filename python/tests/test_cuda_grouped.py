@@ -35,9 +35,7 @@ def leaves_on_gpu(owned, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("score_at", SCORES)
 def test_matches_plain_pytorch(score_at, layout, bias, dtype):
     arguments, owned = padded(LOADS[0])
-    leaves = data(
-        score_at, owned, D, N, dtype=DTYPES[dtype], bias=bias, separate=layout == "separate"
-    )
+    leaves = data(score_at, owned, D, N, dtype=DTYPES[dtype], bias=bias, layout=layout)
     options = {} if score_at == "none" else {"score_at": score_at}
     compare(leaves, owned, device="cuda", layout=layout, **arguments, **options)
 

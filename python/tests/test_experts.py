@@ -9,15 +9,19 @@ from helpers import (
     ACTIVATION_LAYOUTS,
     FORMS,
     ROUTERS,
+    UNTRANSPOSED,
     assert_as_good,
+    assert_close,
     assert_same,
     at_odd_address,
     make_layer,
     stored,
+    turned,
 )
 
 import sonicmoe
 from sonicmoe import functional, reference
+from sonicmoe._check import W1_LAYOUTS
 
 T, D, N, E, K = 20, 24, 16, 6, 3
 SIZES = {"hidden": D, "intermediate": N, "experts": E}
@@ -126,7 +130,7 @@ def test_matches_plain_pytorch(case, dtype, ids_dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_in_every_form(form, activation, layout, bias, dtype):
     options = {"activation": activation, "bias": bias, "dtype": DTYPES[dtype]}
-    leaves = data(separate=layout == "separate", **options)
+    leaves = data(layout=layout, **options)
     ids = torch.randint(-1, E + 1, (T, K))
     compare(leaves, form=FORMS[form], ids=ids, activation=activation, layout=layout)
 
@@ -177,15 +181,15 @@ def test_arguments_that_start_anywhere_or_have_strides():
             assert_same(backward(call(odd, function, **given), odd, change(dout)), want)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_main_grads(separate):
-    leaves, dout = data(bias=True, separate=separate), torch.randn(T, D)
+@pytest.mark.parametrize("layout", W1_LAYOUTS)
+def test_main_grads(layout):
+    leaves, dout = data(bias=True, layout=layout), torch.randn(T, D)
     ids = torch.randint(-1, E, (T, K))
-    want = backward(call(leaves, ids=ids), leaves, dout)
+    want = backward(call(leaves, ids=ids, layout=layout), leaves, dout)
     names = [name for name in ("w1", "w1_up", "w2") if name in leaves]
     main_grads = {f"{name}_main_grad": torch.randn(leaves[name].shape) for name in names}
     before = {name: value.clone() for name, value in main_grads.items()}
-    out, _ = call(leaves, ids=ids, **main_grads)
+    out, _ = call(leaves, ids=ids, layout=layout, **main_grads)
     out.backward(dout)
     for name, leaf in leaves.items():
         if name not in names:
@@ -271,18 +275,31 @@ def leaves_of(kind, **options):
     return data(logits=kind != "ids", **options)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", UNTRANSPOSED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiles_to_one_graph(kind, dynamic):
+def test_transposed_weights_are_the_same_layer(kind, layout):
+    leaves, dout = leaves_of(kind, bias=True, layout=layout), torch.randn(T, D)
+    function = dict(given_functions(torch.randint(-1, E + 1, (T, K))))[kind]
+    got = backward(call(leaves, function, layout=layout), leaves, dout)
+    other = turned(leaves)
+    want = backward(call(other, function, layout=UNTRANSPOSED[layout]), other, dout)
+    assert_close(got, turned(want))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", ["interleaved", "transposed_interleaved"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_to_one_graph(kind, layout, dynamic):
     torch._dynamo.reset()
 
     def function(leaves, ids):
-        return call(leaves, dict(given_functions(ids))[kind])
+        return call(leaves, dict(given_functions(ids))[kind], layout=layout)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for tokens in (T, 33, 7):
         ids = torch.randint(-1, E + 1, (tokens, K))
-        leaves, dout = leaves_of(kind, tokens=tokens, bias=True), torch.randn(tokens, D)
+        leaves = leaves_of(kind, tokens=tokens, bias=True, layout=layout)
+        dout = torch.randn(tokens, D)
         want = backward(function(leaves, ids), leaves, dout)
         assert_same(backward(compiled(leaves, ids), leaves, dout), want)
 
@@ -300,44 +317,48 @@ def test_keeps_nothing_where_no_backward_can_follow(kind):
     assert not call(frozen, function)[0].requires_grad
 
 
+@pytest.mark.parametrize("layout", ["separate", "transposed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_are_asked_for_alone(kind):
-    leaves, dout = leaves_of(kind, bias=True, separate=True), torch.randn(T, D)
+def test_gradients_that_are_asked_for_alone(kind, layout):
+    leaves, dout = leaves_of(kind, bias=True, layout=layout), torch.randn(T, D)
     function = dict(given_functions(torch.randint(-1, E, (T, K))))[kind]
-    want = backward(call(leaves, function), leaves, dout)
+    want = backward(call(leaves, function, layout=layout), leaves, dout)
     for name in leaves:
-        got = torch.autograd.grad(call(leaves, function)[0], leaves[name], dout)[0]
+        got = torch.autograd.grad(call(leaves, function, layout=layout)[0], leaves[name], dout)[0]
         assert torch.equal(got, want["d" + name]), name
 
 
+@pytest.mark.parametrize("layout", ["interleaved", "transposed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast(kind):
-    leaves, dout = leaves_of(kind, bias=True), torch.randn(T, D)
+def test_autocast(kind, layout):
+    leaves, dout = leaves_of(kind, bias=True, layout=layout), torch.randn(T, D)
     function = dict(given_functions(torch.randint(-1, E, (T, K))))[kind]
     with torch.autocast("cpu", torch.bfloat16):
-        got = backward(call(leaves, function), leaves, dout)
+        got = backward(call(leaves, function, layout=layout), leaves, dout)
     assert got["out"].dtype == torch.bfloat16 and got["dx"].dtype == torch.float32
     cast = {k: v.detach().bfloat16().requires_grad_() for k, v in leaves.items() if k != "weights"}
     cast = {k: cast.get(k, v) for k, v in leaves.items()}
-    want = backward(call(cast, function), cast, dout)
+    want = backward(call(cast, function, layout=layout), cast, dout)
     for name in want.keys() - {"counts"}:
         assert torch.equal(got[name].float(), want[name].float()), name
 
 
-def operator_calls(dtype):
+def operator_calls(dtype, layout):
     ops = torch.ops.sonicmoe
-    leaves = {name: leaf.detach() for name, leaf in data(bias=True, dtype=dtype).items()}
+    leaves = data(bias=True, dtype=dtype, layout=layout)
+    leaves = {name: leaf.detach() for name, leaf in leaves.items()}
     x, w1, b1, w2, b2, weights = leaves.values()
     experts = w1, b1, w2, b2
     # No sentinels: their rows of H are not written, so two runs may differ there.
     ids, logits = torch.randint(0, E, (T, K)).int(), torch.randn(T, E).to(dtype)
-    args = x, ids, weights, *experts, "activation=geglu"
+    text = f"activation=geglu w1_layout={layout}"
+    args = x, ids, weights, *experts, text
     o, _, preact, routing = ops.ids_forward(*args)
     yield "ids_forward", args
-    yield "ids_forward", (x, ids, weights, *experts, "inference=true")
-    yield "ids_backward", (o, x, K, w1, w2, b2, preact, routing, "activation=geglu")
+    yield "ids_forward", (x, ids, weights, *experts, f"inference=true w1_layout={layout}")
+    yield "ids_backward", (o, x, K, w1, w2, b2, preact, routing, text)
     for given in (None, ids):
-        text = f"top_k={K} router=topk_over_softmax"
+        text = f"top_k={K} router=topk_over_softmax w1_layout={layout}"
         args = x, logits, given, *experts, text
         o, _, preact, routing = ops.logits_forward(*args)
         yield "logits_forward", args
@@ -346,9 +367,10 @@ def operator_calls(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["interleaved", "transposed_interleaved"])
 @pytest.mark.parametrize("case", range(7))
-def test_opcheck(case, dtype):
-    name, args = list(operator_calls(DTYPES[dtype]))[case]
+def test_opcheck(case, layout, dtype):
+    name, args = list(operator_calls(DTYPES[dtype], layout))[case]
     if name.endswith("forward") and "inference" not in args[-1]:
         floats = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]
         args = [a.requires_grad_() if f else a for a, f in zip(args, floats, strict=True)]

@@ -5,6 +5,7 @@ import torch
 from helpers import ROUTERS, make_layer, permuted, run
 
 from sonicmoe import ActivationType, functional
+from sonicmoe._check import TRANSPOSED_LAYOUTS
 
 # relu's kinks would make differences wrong; its derivative is compared with PyTorch's elsewhere.
 SMOOTH = [a for a in ActivationType if "RELU" not in a.name and a is not ActivationType.REGLU]
@@ -89,16 +90,18 @@ def test_list_scores():
 
 
 @pytest.mark.parametrize("score_at", ["before_down", "after_down"])
+@pytest.mark.parametrize("layout", ["interleaved", *TRANSPOSED_LAYOUTS])
 @pytest.mark.parametrize("activation", SMOOTH)
-def test_grouped_experts(activation, score_at):
-    layer = make_layer(activation, bias=True, tokens=24)
+def test_grouped_experts(activation, layout, score_at):
+    layer = make_layer(activation, bias=True, tokens=24, layout=layout)
     counts, offsets = torch.tensor([5, 0, 7, 1, 4, 2]), torch.tensor([0, 5, 6, 13, 15, 20, 24])
     weight = torch.randn(24, 24, dtype=torch.double)
 
     def forward(leaves):
         return functional.grouped_experts(
             leaves["x"], counts, leaves["w1"], leaves["w2"], leaves["scores"], leaves["b1"],
-            leaves["b2"], offsets=offsets, activation=activation, score_at=score_at,
+            leaves["b2"], offsets=offsets, activation=activation, layout=layout,
+            score_at=score_at,
         )  # fmt: skip
 
     leaves = layer.leaves() | {"scores": torch.rand(24, requires_grad=True)}

@@ -6,15 +6,20 @@ import torch.utils.checkpoint
 from helpers import (
     ACTIVATION_LAYOUTS,
     FORMS,
+    UNTRANSPOSED,
+    activation_layouts,
     assert_as_good,
+    assert_close,
     assert_same,
     at_odd_address,
     kept_bytes,
     make_layer,
     stored,
+    turned,
 )
 
-from sonicmoe import grouped_experts, reference
+from sonicmoe import ActivationType, grouped_experts, reference
+from sonicmoe._check import W1_LAYOUTS
 
 R, D, N, E = 48, 24, 16, 6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -127,11 +132,28 @@ def compare(leaves, owned=OWNED, form=stored, device="cpu", **options):
 @pytest.mark.parametrize("form", FORMS)
 def test_matches_plain_pytorch(form, activation, layout, score_at, bias, dtype):
     leaves = data(
-        score_at, activation=activation, bias=bias, dtype=DTYPES[dtype],
-        separate=layout == "separate",
-    )  # fmt: skip
+        score_at, activation=activation, bias=bias, dtype=DTYPES[dtype], layout=layout
+    )
     options = {} if score_at == "none" else {"score_at": score_at}
     compare(leaves, form=FORMS[form], activation=activation, layout=layout, **BOTH, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("score_at", SCORES)
+@pytest.mark.parametrize(
+    "activation, layout",
+    activation_layouts(ActivationType.SWIGLU_OAI, ActivationType.GELU, layouts=UNTRANSPOSED),
+)
+def test_transposed_weights_are_the_same_experts(activation, layout, score_at, bias, dtype):
+    leaves = data(score_at, activation=activation, bias=bias, dtype=DTYPES[dtype], layout=layout)
+    options = BOTH | {"activation": activation}
+    if score_at != "none":
+        options["score_at"] = score_at
+    dout, other = torch.randn(R, D), turned(leaves)
+    got = backward(call(leaves, **options, layout=layout), leaves, dout)
+    want = backward(call(other, **options, layout=UNTRANSPOSED[layout]), other, dout)
+    assert_close(got, turned(want))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,17 +211,18 @@ def test_score_gradients_come_back_in_the_type_of_the_scores(score_at, dtype):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["interleaved", "transposed"])
 @pytest.mark.parametrize("rows", [0, 5])
 @pytest.mark.parametrize("kind", ["counts", "offsets", "both"])
-def test_idle_rank(kind, rows, dtype, bias):
-    leaves = data(bias=bias, dtype=DTYPES[dtype])
+def test_idle_rank(kind, rows, layout, dtype, bias):
+    leaves = data(bias=bias, dtype=DTYPES[dtype], layout=layout)
     for name in ("rows", "scores"):
         leaves[name] = torch.full_like(leaves[name][:rows], torch.nan).requires_grad_()
     given = {
         "counts": None if kind == "offsets" else torch.zeros(E, dtype=torch.int64),
         "offsets": None if kind == "counts" else torch.zeros(E + 1, dtype=torch.int64),
     }
-    out = call(leaves, **given)
+    out = call(leaves, **given, layout=layout)
     assert out.shape == (rows, D) and not out.any()
     out.sum().backward()
     for name, leaf in leaves.items():
@@ -296,21 +319,22 @@ def test_dx_out_is_written_where_that_gradient_is_asked_for():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("layout", W1_LAYOUTS)
 @pytest.mark.parametrize("frozen", [None, "w1", "w2", "w1_up"])
-def test_main_grads(frozen, separate, dtype):
-    leaves = data(bias=True, dtype=DTYPES[dtype], separate=separate)
+def test_main_grads(frozen, layout, dtype):
+    leaves = data(bias=True, dtype=DTYPES[dtype], layout=layout)
+    options = BOTH | {"layout": layout}
     weights = [name for name in ("w1", "w2", "w1_up") if name in leaves]
     if frozen in leaves:
         leaves[frozen].requires_grad_(False)
         weights.remove(frozen)
     dout = torch.randn(R, D)
-    want = backward(call(leaves, **BOTH), leaves, dout)
+    want = backward(call(leaves, **options), leaves, dout)
 
     def added(start):
         copies = fresh(leaves)
         main = {f"{name}_main_grad": t.clone() for name, t in start.items()}
-        call(copies, **BOTH, **main).backward(dout.to(DTYPES[dtype]))
+        call(copies, **options, **main).backward(dout.to(DTYPES[dtype]))
         for name, leaf in copies.items():
             if name in weights or name == frozen:
                 assert leaf.grad is None
@@ -381,16 +405,18 @@ def test_checkpointing_gives_the_same_gradients(reentrant):
     assert_same({f"d{k}": v.grad for k, v in leaves.items()} | {"out": out.detach()}, want)
 
 
-def test_autocast_is_the_call_in_its_dtype():
-    leaves, dout = data(bias=True), torch.randn(R, D).bfloat16()
+@pytest.mark.parametrize("layout", ["interleaved", "transposed_interleaved"])
+def test_autocast_is_the_call_in_its_dtype(layout):
+    leaves, dout = data(bias=True, layout=layout), torch.randn(R, D).bfloat16()
+    options = BOTH | {"layout": layout}
     low = fresh(leaves)
     for name, leaf in leaves.items():
         if name != "scores":
             low[name] = leaf.detach().bfloat16().requires_grad_()
-    want = backward(call(low, **BOTH), low, dout)
+    want = backward(call(low, **options), low, dout)
     out, dx_out = torch.empty(2, R, D, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        result = call(leaves, **BOTH, out=out, dx_out=dx_out)
+        result = call(leaves, **options, out=out, dx_out=dx_out)
     got = backward(result, leaves, dout)
     assert torch.equal(dx_out, want["drows"])
     for name, value in got.items():
@@ -400,13 +426,15 @@ def test_autocast_is_the_call_in_its_dtype():
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("layout", ["interleaved", "transposed"])
 @pytest.mark.parametrize("score_at", ["none", "before_down"])
-def test_compiles_to_one_graph_with_dynamic_rows(score_at, memory, backend):
+def test_compiles_to_one_graph_with_dynamic_rows(score_at, layout, memory, backend):
     torch._dynamo.reset()
-    leaves = data(score_at, owned=torch.ones(R, dtype=torch.bool), bias=True)
+    leaves = data(score_at, owned=torch.ones(R, dtype=torch.bool), bias=True, layout=layout)
+    options = {"score_at": "before_down", "layout": layout}
 
     def function(leaves, counts, out, dx_out):
-        return call(leaves, counts=counts, out=out, dx_out=dx_out, score_at="before_down")
+        return call(leaves, counts=counts, out=out, dx_out=dx_out, **options)
 
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
     for rows in (R, 37, 41):
@@ -423,14 +451,15 @@ def test_compiles_to_one_graph_with_dynamic_rows(score_at, memory, backend):
             assert not given[0].requires_grad
 
 
-def test_main_grads_compile():
+@pytest.mark.parametrize("layout", ["interleaved", "transposed_interleaved"])
+def test_main_grads_compile(layout):
     torch._dynamo.reset()
-    leaves, dout = data(), torch.randn(R, D)
+    leaves, dout = data(layout=layout), torch.randn(R, D)
     results = []
     for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         main = {f"{name}_main_grad": torch.ones(leaves[name].shape) for name in ("w1", "w2")}
         copies = fresh(leaves)
-        run(copies, **BOTH, **main).backward(dout)
+        run(copies, **BOTH, layout=layout, **main).backward(dout)
         assert copies["w1"].grad is None and copies["w2"].grad is None
         results.append(main | {"rows": copies["rows"].grad, "scores": copies["scores"].grad})
     assert_same(*results)
@@ -454,17 +483,19 @@ def test_no_gradient_of_the_output():
     assert all(leaf.grad is None for leaf in leaves.values())
 
 
-def operator_calls(dtype):
+def operator_calls(dtype, layout):
     ops = torch.ops.sonicmoe
-    leaves = {k: v.detach() for k, v in fresh(data(bias=True, dtype=dtype), dtype).items()}
-    rows, w1, b1, w2, b2, scores = leaves.values()
-    text = "score_at=after_down zero_tail=true"
+    leaves = fresh(data(bias=True, dtype=dtype, layout=layout), dtype)
+    rows, w1, b1, w2, b2, scores = (leaf.detach() for leaf in leaves.values())
+    of_layout = f"w1_layout={layout}"
+    text = f"score_at=after_down zero_tail=true {of_layout}"
     # All rows have an owner: those of H that have none are not written, so that runs differ there.
     offsets = torch.tensor([0, 8, 8, 24, 26, 40, R])
     args = rows, None, offsets, scores, w1, b1, w2, b2, text
     out, preact, segments = ops.grouped_forward(*args)
     yield "grouped_forward", args
-    yield "grouped_forward", (rows, None, offsets, None, w1, None, w2, None, "score_at=none")
+    unscored = rows, None, offsets, None, w1, None, w2, None, f"score_at=none {of_layout}"
+    yield "grouped_forward", unscored
     yield "grouped_forward", (*args[:-1], text + " inference=true")
     yield "grouped_forward_out", (torch.zeros(R, D, dtype=dtype), *args)
     backward = out, rows, scores, w1, w2, b2, preact, segments, text
@@ -475,9 +506,10 @@ def operator_calls(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["interleaved", "transposed"])
 @pytest.mark.parametrize("case", range(6))
-def test_opcheck(case, dtype):
-    name, args = list(operator_calls(DTYPES[dtype]))[case]
+def test_opcheck(case, layout, dtype):
+    name, args = list(operator_calls(DTYPES[dtype], layout))[case]
     if name == "grouped_forward" and "inference" not in args[-1]:
         floats = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in args]
         args = [a.requires_grad_() if f else a for a, f in zip(args, floats, strict=True)]

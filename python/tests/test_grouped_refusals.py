@@ -150,9 +150,10 @@ REFUSED = [
     # Options.
     ({"activation": "tanh"}, ValueError, f"activation: got 'tanh', allowed: {ACTIVATIONS}"),
     (
-        {"layout": "transposed"},
+        {"layout": "columns"},
         ValueError,
-        "layout: got 'transposed', allowed: 'interleaved', 'concatenated', 'separate'",
+        "layout: got 'columns', allowed: 'interleaved', 'concatenated', 'separate', "
+        "'transposed', 'transposed_interleaved'",
     ),
     (
         {"layout": "separate"},

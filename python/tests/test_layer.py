@@ -8,6 +8,7 @@ import torch
 from helpers import (
     FORMS,
     ROUTERS,
+    activation_layouts,
     assert_as_good,
     at_odd_address,
     everything_of,
@@ -18,8 +19,8 @@ from helpers import (
     run_plain,
 )
 
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, enums, functional, is_glu, reference
-from sonicmoe._check import ONE_TENSOR_LAYOUTS, W1_LAYOUTS
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, enums, functional, reference
+from sonicmoe._check import W1_LAYOUTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -57,7 +58,7 @@ PARAMETRIZED = [
 @pytest.mark.parametrize("layout", W1_LAYOUTS)
 @pytest.mark.parametrize("activation", PARAMETRIZED)
 def test_parameters_match_plain_pytorch(activation, layout, bias, dtype):
-    layer = make_layer(activation, bias, DTYPES[dtype], separate=layout == "separate")
+    layer = make_layer(activation, bias, DTYPES[dtype], layout=layout)
     compare(layer, 2, activation, "softmax_over_topk", layout)
     defaults = run(layer, 2, activation.partition("(")[0], "softmax_over_topk", layout)[0]
     got = run(layer, 2, activation, "softmax_over_topk", layout)[0]
@@ -93,17 +94,10 @@ def test_text_of_the_defaults_is_the_name():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize(
-    "activation, layout",
-    [
-        (activation, layout)
-        for activation in ActivationType
-        for layout in (W1_LAYOUTS if is_glu(activation) else ONE_TENSOR_LAYOUTS)
-    ],
-)
+@pytest.mark.parametrize("activation, layout", activation_layouts(*ActivationType))
 @pytest.mark.parametrize("form", FORMS)
 def test_matches_plain_pytorch(form, activation, layout, router, bias, dtype):
-    layer = make_layer(activation, bias, DTYPES[dtype], separate=layout == "separate")
+    layer = make_layer(activation, bias, DTYPES[dtype], layout=layout)
     compare(layer, 2, activation, router, layout, FORMS[form])
 
 

@@ -8,6 +8,7 @@ import torch
 from helpers import OVER_SOFTMAX, make_layer, permuted
 
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional
+from sonicmoe._check import TRANSPOSED_LAYOUTS
 
 T, D, N, E, K = 40, 24, 16, 6, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -281,9 +282,10 @@ def test_functional_adds_to_what_was_asked_for(lists, bias):
             t.zero_()
 
 
+@pytest.mark.parametrize("layout", ["interleaved", *TRANSPOSED_LAYOUTS])
 @pytest.mark.parametrize("lists", [False, True])
-def test_functional(lists):
-    layer = make_layer(bias=True)
+def test_functional(lists, layout):
+    layer = make_layer(bias=True, layout=layout)
     leaves = layer.leaves()
     before = [torch.randn(layer.w1.shape), torch.randn(layer.w2.shape)]
     main = [t.clone() for t in before]
@@ -293,6 +295,7 @@ def test_functional(lists):
     def call(leaves, **options):
         x, router_w, w1, b1, w2, b2 = leaves.values()
         w1, w2 = permuted(w1), permuted(w2)
+        options["layout"] = layout
         if lists:
             return functional.moe_general_routing_inputs(
                 x, scores, *ids, w1, b1, w2, b2, **options
@@ -313,23 +316,24 @@ def test_functional(lists):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
+@pytest.mark.parametrize("layout", ["concatenated", "transposed_interleaved"])
+def test_opcheck(layout, dtype):
     ops = torch.ops.sonicmoe
-    layer = make_layer(bias=True, dtype=DTYPES[dtype])
+    layer = make_layer(bias=True, dtype=DTYPES[dtype], layout=layout)
     x, router_w, w1, b1, w2, b2 = (t.detach() for t in layer.leaves().values())
     main_grads = torch.randn(w1.shape), torch.randn(w2.shape)
-    options = f"top_k={K} {OVER_SOFTMAX}"
+    options = f"top_k={K} {OVER_SOFTMAX} w1_layout={layout}"
     args = (x, router_w, w1, b1, w2, b2, options, *main_grads)
     o, logits, _, preact, routing = ops.layer_forward(*args)
     backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options, *main_grads)
     assert [t.shape[0] for t in ops.layer_backward(*backward)[2:]] == [0, E, 0, E, 0, 0]
     torch.library.opcheck(ops.layer_backward.default, backward)
     lists = torch.rand(70), torch.randint(0, 48, (70,)).int(), torch.randint(0, 6, (70,)).int()
-    routed = (x, *lists, w1, b1, w2, b2, "w1_layout=concatenated", *main_grads)
+    routed = (x, *lists, w1, b1, w2, b2, f"w1_layout={layout}", *main_grads)
     o, _, preact, routing = ops.routed_forward(*routed)
     torch.library.opcheck(
         ops.routed_backward.default,
-        (o, x, w1, w2, b2, preact, routing, "w1_layout=concatenated", *main_grads),
+        (o, x, w1, w2, b2, preact, routing, f"w1_layout={layout}", *main_grads),
     )
     alone = (*backward[:-2], None, main_grads[1], None)  # and no dpreact
     with pytest.raises(ValueError, match="^w1_main_grad: got None, allowed: a tensor, for that "):

@@ -41,24 +41,26 @@ def gradients(module, outputs, x):
 
 def operator_calls(dtype):
     ops = torch.ops.sonicmoe
-    layer = make_layer(bias=True, dtype=dtype)
-    tensors = {k: v.detach() for k, v in layer.leaves().items()}
-    options = f"top_k={K} {OVER_SOFTMAX}"
-    layer_args = (*tensors.values(), options)
-    o, logits, counts, preact, routing = ops.layer_forward(*layer_args)
-    x, router_w, w1, b1, w2, b2 = tensors.values()
-    yield "layer_forward", layer_args
-    yield "layer_forward", (x, router_w, w1, None, w2, None, options + " inference=true")
-    yield (
-        "layer_backward",
-        (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options),
-    )
     # No sentinels: their rows of H are not written, so two runs may differ there.
     lists = torch.rand(70), torch.randint(0, 48, (70,)).int(), torch.randint(0, 6, (70,)).int()
-    routed_args = (x, *lists, w1, b1, w2, b2, "w1_layout=concatenated")
-    o, counts, preact, routing = ops.routed_forward(*routed_args)
-    yield "routed_forward", routed_args
-    yield "routed_backward", (o, x, w1, w2, b2, preact, routing, "w1_layout=concatenated")
+    for layout in ("concatenated", "transposed"):
+        layer = make_layer(bias=True, dtype=dtype, layout=layout)
+        tensors = {k: v.detach() for k, v in layer.leaves().items()}
+        of_layout = f"w1_layout={layout}"
+        options = f"top_k={K} {OVER_SOFTMAX} {of_layout}"
+        layer_args = (*tensors.values(), options)
+        o, logits, counts, preact, routing = ops.layer_forward(*layer_args)
+        x, router_w, w1, b1, w2, b2 = tensors.values()
+        yield "layer_forward", layer_args
+        yield "layer_forward", (x, router_w, w1, None, w2, None, options + " inference=true")
+        yield (
+            "layer_backward",
+            (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options),
+        )
+        routed_args = (x, *lists, w1, b1, w2, b2, of_layout)
+        o, counts, preact, routing = ops.routed_forward(*routed_args)
+        yield "routed_forward", routed_args
+        yield "routed_backward", (o, x, w1, w2, b2, preact, routing, of_layout)
     yield "aux_loss", (logits, counts)
     yield "aux_loss_backward", (torch.ones(()), logits, counts)
     yield "top_k", (logits, f"top_k={K}")
@@ -66,7 +68,7 @@ def operator_calls(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", range(9))
+@pytest.mark.parametrize("case", range(14))
 def test_opcheck(case, dtype):
     name, args = list(operator_calls(DTYPES[dtype]))[case]
     if name in ("layer_forward", "routed_forward", "aux_loss") and "inference" not in str(args[-1]):

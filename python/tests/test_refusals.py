@@ -94,7 +94,8 @@ TOPK = [
         {"w1": torch.ones(2 * N, D, E)},
         ValueError,
         "w1: got shape (16, 16, 4) with strides (64, 4, 1), allowed: a contiguous (E, 2I, H), or "
-        "its view (2I, H, E) by .permute(1, 2, 0), where H is 16, the width of x",
+        "its view (2I, H, E) by .permute(1, 2, 0), where H is 16, the width of x; "
+        "layout='transposed' or 'transposed_interleaved' takes a contiguous (E, H, 2I)",
     ),
     (
         {"w2": torch.ones(D, N)},
@@ -221,9 +222,9 @@ MODULE = [
         "(moe_TC_softmax_topk_layer takes two tensors: w1 and w1_up)",
     ),
     (
-        {"layout": "both"},
+        {"layout": "transposed"},
         ValueError,
-        "layout: got 'both', allowed: 'interleaved', 'concatenated'",
+        "layout: got 'transposed', allowed: 'interleaved', 'concatenated'",
     ),
     (
         {"layout": "interleaved", "concat_layout": True},

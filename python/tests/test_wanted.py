@@ -12,17 +12,19 @@ from sonicmoe import ActivationType, MoE, functional
 
 K = 2
 # The inputs of the layer, of routing of the caller, and of the experts alone, whose gradients can
-# be left out.
+# be left out. Behind the first _ is a layout.
 OPTIONAL = {
     "layer": ("x", "router_w", "w1", "w2"),
     "lists": ("x", "w1", "w2"),
     "layer_separate": ("x", "router_w", "w1", "w2", "w1_up"),
+    "layer_transposed": ("x", "router_w", "w1", "w2"),
     "lists_separate": ("x", "w1", "w2", "w1_up"),
     "ids": ("x", "w1", "w2"),
     "ids_separate": ("x", "w1", "w2", "w1_up"),
     "logits": ("x", "w1", "w2"),
     "grouped": ("x", "w1", "w2"),
     "grouped_separate": ("x", "w1", "w2", "w1_up"),
+    "grouped_transposed_interleaved": ("x", "w1", "w2"),
 }
 
 
@@ -49,35 +51,41 @@ class Backwards(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
+def layout_of(kind):
+    return kind.partition("_")[2] or "interleaved"
+
+
 def call(kind, leaves, ids):
     """The loss of a layer; of one whose scores (or logits) need gradients too unless `layer`."""
     x, router_w, w1, b1, w2, b2 = map(leaves.get, ("x", "router_w", "w1", "b1", "w2", "b2"))
     args = permuted(w1), b1, permuted(w2), b2
-    up = {name: leaves[name] for name in ("w1_up", "b1_up") if name in leaves}
+    options = {name: leaves[name] for name in ("w1_up", "b1_up") if name in leaves}
+    options["layout"] = layout_of(kind)
     if kind.startswith("lists"):
-        o = functional.moe_general_routing_inputs(x, leaves["scores"], *ids, *args, **up)[0]
+        o = functional.moe_general_routing_inputs(x, leaves["scores"], *ids, *args, **options)[0]
     elif kind.startswith("ids"):
         experts = ids[1][:48].view(48, 1)
-        o = functional.experts(x, experts, leaves["scores"], args[0], args[2], b1, b2, **up)[0]
+        weights = args[0], args[2], b1, b2
+        o = functional.experts(x, experts, leaves["scores"], *weights, **options)[0]
     elif kind.startswith("logits"):
         o = functional.experts_from_logits(x, leaves["scores"], K, args[0], args[2], b1, b2)[0]
     elif kind.startswith("grouped"):
         w1, b1, w2, b2 = args
         counts = torch.tensor([9, 0, 20, 1, 13, 2])
-        o = functional.grouped_experts(x, counts, w1, w2, leaves["scores"], b1, b2, **up)
+        o = functional.grouped_experts(x, counts, w1, w2, leaves["scores"], b1, b2, **options)
     else:
-        o, logits, _ = functional.moe_TC_softmax_topk_layer(x, router_w, *args, K, **up)
+        o, logits, _ = functional.moe_TC_softmax_topk_layer(x, router_w, *args, K, **options)
         o = torch.cat([o, logits], 1)
     return (o.float() * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum()
 
 
 def inputs(kind, bias, dtype):
-    layer = make_layer(bias=bias, dtype=dtype, separate=kind.endswith("separate"))
+    layer = make_layer(bias=bias, dtype=dtype, layout=layout_of(kind))
     leaves = layer.leaves()
     if not kind.startswith("layer"):
         del leaves["router_w"]
         shape = {"lists": (70,), "ids": (48, 1), "logits": (48, 6), "grouped": (48,)}
-        scores = torch.rand(shape[kind.removesuffix("_separate")])
+        scores = torch.rand(shape[kind.partition("_")[0]])
         if kind.startswith("logits"):
             scores = scores.to(dtype)
         leaves["scores"] = scores.requires_grad_()
