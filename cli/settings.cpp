@@ -250,7 +250,7 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
     keys += (keys.empty() ? "" : ", ") + std::string(field.key);
   auto* layer = app.add_option_function<std::string>(
       "--layer", set_layer, "The whole layer as one text, as reports write it, of " + keys);
-  layer->check(CLI::Validator(check_layer_text, ""))->type_name("'KEY=VALUE ...'");
+  layer->check(layer_text())->type_name("'KEY=VALUE ...'");
   layer->excludes(thiek);
   for (auto* option : of_layer) layer->excludes(option);
   add_run(app);
@@ -283,6 +283,17 @@ std::string Settings::router_line() const {
   if (desc.router.mode == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
   if (desc.router.norm_topk_probs) line += " --norm_topk_probs";
   return line;
+}
+
+CLI::Validator layer_text() { return CLI::Validator(check_layer_text, ""); }
+
+LayerDesc with_options(const LayerDesc& desc, const std::string& text) {
+  std::string all = text;
+  for (const LayerField& field : layer_fields()) {
+    const std::string item = std::string(" ") + field.key + "=";
+    if ((" " + text).find(item) == std::string::npos) all += item + layer_field(desc, field.key);
+  }
+  return parse_layer(all).value();
 }
 
 std::string Settings::layer_line() const { return testkit::layer_option(desc) + device_line(); }

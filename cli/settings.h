@@ -92,6 +92,10 @@ CLI::Option* add_skew(CLI::App& app, double& skew, const std::string& help);
 std::optional<std::vector<std::int64_t>> parse_integers(const std::string& text, std::size_t count);
 /// A check for CLI11: one of these words.
 CLI::Validator one_of(std::vector<std::string> allowed);
+/// A check for CLI11: the text form of a layer, or of some of its options.
+CLI::Validator layer_text();
+/// `desc` with the options that a text in that form names.
+LayerDesc with_options(const LayerDesc& desc, const std::string& text);
 /// A check for flags: "--flag=value" is refused.
 CLI::Validator no_value();
 /// Of an option that names a file: an empty value, as of a variable that is not set, is a mistake.

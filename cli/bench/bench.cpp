@@ -52,13 +52,14 @@ constexpr const char* kHelp =
     "fewest_rows,\n"
     "most_rows (of an expert), results [{what, runs, ms, mad_ms, tflops, gbps, dense_bound_ms,\n"
     "of_dense_bound, of_roof}], copy_TBps, dense_bound [{gemm, way, runs, ms, mad_ms, tflops}],\n"
-    "saved_bytes {x, preact, routing, logits, total}, workspace_bytes {forward, backward}. A\n"
-    "figure that does not exist is null. With --configs: {version, command, device, configs\n"
-    "[{config, ...}]}.";
+    "saved_bytes {x, preact, routing, logits, total}, workspace_bytes {forward, backward}, and\n"
+    "with --beside beside [the same of each]. A figure that does not exist is null. With\n"
+    "--configs: {version, command, device, configs [{config, ...}]}.";
 
 struct BenchSettings : Settings {
   bool operations = false;
   bool every_kernel = false;
+  std::vector<std::string> beside;  ///< options of other layers, timed in turn with this one
   int repeats = 20;
   int steady_state = 0;  ///< milliseconds
   double skew = 0;       ///< see LayerTensors
@@ -210,8 +211,10 @@ Group copy_group(const char* name, const Buffer& from, const Buffer& to, std::si
 /// Everything that one shape is timed with, and the report.
 class Bench {
  public:
-  explicit Bench(const BenchSettings& settings)
+  /// `beside`: of another layer, without the experts alone, copies and the bound.
+  explicit Bench(const BenchSettings& settings, bool beside = false)
       : settings_(settings),
+        beside_(beside),
         plan_(settings.plan(settings.desc, settings.layer_line())),
         tensors_(settings.desc, plan_.saved_bytes(), settings.seed, settings.skew, settings.device),
         workspace_(plan_.workspace_bytes(), settings.device) {
@@ -224,13 +227,14 @@ class Bench {
     }
     if (settings.on_cuda()) {
       add_cuda();
-    } else {
+    } else if (!beside) {
       bound_ = std::make_unique<OpenblasBound>(settings.desc, tensors_.row_counts().all,
                                                settings.threads, settings.seed);
     }
   }
 
-  void time() {
+  /// Everything that is timed.
+  std::vector<Group*> groups() {
     std::vector<Group*> groups;
     const auto add = [&](std::vector<Group>& list) {
       for (Group& group : list) groups.push_back(&group);
@@ -242,11 +246,7 @@ class Bench {
     if (operations_ && settings_.operations) add(operations_->groups());
     if (alone_ && settings_.operations) add(alone_->operations());
     add(others_);
-    if (settings_.steady_state > 0) {
-      time_in_steady_state(groups, settings_.steady_state * 1e-3, settings_.device);
-    } else {
-      time_interleaved(groups, settings_.repeats, settings_.threads, settings_.device);
-    }
+    return groups;
   }
 
   Json report() const {
@@ -312,9 +312,10 @@ class Bench {
       }
       return Status();
     };
-    alone_ = std::make_unique<ExpertsAlone>(settings_, tensors_);
     others_.push_back({.tasks = {{.name = "host", .run = call, .on_host = true}}});
     others_.push_back({.tasks = {operations_->routing()}});
+    if (beside_) return;
+    alone_ = std::make_unique<ExpertsAlone>(settings_, tensors_);
     constexpr std::size_t kGigabyte = std::size_t{1} << 30;
     const LayerDesc& desc = settings_.desc;
     const auto values =
@@ -380,6 +381,7 @@ class Bench {
 
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
   const BenchSettings& settings_;
+  bool beside_;
   LayerPlan plan_;
   LayerTensors tensors_;
   Buffer workspace_, copy_from_, copy_to_;
@@ -389,7 +391,7 @@ class Bench {
   std::unique_ptr<Operations> operations_;
   std::unique_ptr<ExpertsAlone> alone_;  // CUDA
   std::unique_ptr<DenseBound> bound_;
-  std::string no_bound_;
+  std::string no_bound_ = "only the first layer has one";
 };
 
 void set_shape(LayerDesc* desc, const LayerDesc& wanted) {
@@ -399,21 +401,51 @@ void set_shape(LayerDesc* desc, const LayerDesc& wanted) {
 }
 
 Json run_one(const BenchSettings& settings) {
-  Bench bench(settings);
-  bench.time();
-  return bench.report();
+  // A report refers to its settings.
+  std::vector<BenchSettings> all = {settings};
+  for (const std::string& options : settings.beside) {
+    all.push_back(settings);
+    all.back().desc = with_options(settings.desc, options);
+  }
+  std::vector<std::unique_ptr<Bench>> benches;
+  std::vector<Group*> groups;
+  for (const BenchSettings& one : all) {
+    benches.push_back(std::make_unique<Bench>(one, !benches.empty()));
+    const std::vector<Group*> its = benches.back()->groups();
+    groups.insert(groups.end(), its.begin(), its.end());
+  }
+  if (settings.steady_state > 0) {
+    time_in_steady_state(groups, settings.steady_state * 1e-3, settings.device);
+  } else {
+    time_interleaved(groups, settings.repeats, settings.threads, settings.device);
+  }
+  Json report = benches[0]->report();
+  for (std::size_t i = 1; i < benches.size(); ++i) {
+    std::printf("\nbeside it, with %s\n", settings.beside[i - 1].c_str());
+    report["beside"].push_back(benches[i]->report());
+  }
+  return report;
+}
+
+/// The benchmark's tensors are those of a layer with K experts a token and one W1.
+void check_tensors(const LayerDesc& desc, const std::string& option) {
+  if (desc.router.takes_lists()) {
+    throw UsageError(option +
+                     ": got router_input=lists, allowed: projection, logits, logits_and_ids, "
+                     "ids_and_weights");
+  }
+  if (desc.experts.w1_layout == W1Layout::separate) {
+    throw UsageError(option +
+                     ": got w1_layout=separate, allowed: interleaved, concatenated, transposed, "
+                     "transposed_interleaved");
+  }
 }
 
 int run_bench(BenchSettings& settings) {
   settings.resolve();
-  // Its tensors are those of a layer with K experts a token and one W1.
-  if (settings.desc.router.takes_lists()) {
-    throw UsageError(
-        "router_input: got lists, allowed: projection, logits, logits_and_ids, "
-        "ids_and_weights");
-  }
-  if (settings.desc.experts.w1_layout == W1Layout::separate) {
-    throw UsageError("--layer: got w1_layout=separate, allowed: interleaved, concatenated");
+  check_tensors(settings.desc, "--layer");
+  for (const std::string& options : settings.beside) {
+    check_tensors(with_options(settings.desc, options), "--beside");
   }
   if (settings.steady_state > 0 && !settings.on_cuda()) {
     throw UsageError("--steady-state: got --device cpu, allowed: --device cuda");
@@ -471,6 +503,13 @@ Subcommand add_bench(CLI::App& app) {
                  "With --ops: time every kernel that can run a grouped GEMM, too")
       ->check(no_value())
       ->needs(parser->get_option("--ops"));
+  parser
+      ->add_option("--beside", settings->beside,
+                   "The same layer with these options of --layer, too, timed in turn with it; may "
+                   "be repeated")
+      ->check(layer_text())
+      ->type_name("'KEY=VALUE ...'")
+      ->allow_extra_args(false);
   add_integer(*parser, "--repeats", settings->repeats, 1, 1000000,
               "Timed repeats of everything (default: 20)");
   add_integer(*parser, "--steady-state", settings->steady_state, 1, 60000,

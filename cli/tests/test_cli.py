@@ -42,7 +42,7 @@ BAD = [
     ("bench --add_bias=maybe", "--add_bias: got 'maybe', allowed: no value"),
     ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
     ("--json x info", "option: got '--json', allowed: --help, --version"),
-    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --repeats, --steady-state, --skew"),
+    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --beside, --repeats, --steady-state, --skew"),
     ("bench --thiek", "--thiek: got nothing, allowed: T,H,I,E,K"),
     ("bench --threads", "--threads: got nothing, allowed: 1 to 4096"),
     ("bench --dtype", "--dtype: got nothing, allowed: f32, bf16, f16"),
@@ -98,12 +98,20 @@ BAD = [
     ),
     (
         "bench --layer router_input=lists",
-        "router_input: got lists, allowed: projection, logits, logits_and_ids, ids_and_weights",
+        "--layer: got router_input=lists, allowed: projection, logits, logits_and_ids, "
+        "ids_and_weights",
     ),
     (
         "bench --layer w1_layout=separate",
-        "--layer: got w1_layout=separate, allowed: interleaved, concatenated",
+        "--layer: got w1_layout=separate, allowed: interleaved, concatenated, transposed, "
+        "transposed_interleaved",
     ),
+    (
+        "bench --beside w1_layout=separate",
+        "--beside: got w1_layout=separate, allowed: interleaved, concatenated, transposed, "
+        "transposed_interleaved",
+    ),
+    ("bench --beside activation=tanh", f"--beside: activation: got 'tanh', allowed: {ACTIVATIONS}"),
     ("bench --layer top_k=2 --configs targets", "--layer: got 'top_k=2', allowed: only without --configs"),
     # The library's own refusals, behind the options that caused them.
     (
@@ -312,6 +320,26 @@ def test_listed_cases_can_be_run_by_name(tmp_path):
     report, _ = check_report(tmp_path / "check.json", "--case", names[-1])
     assert [case["name"] for case in report["cases"]] == [names[-1]]
     assert report["cases"][0]["repro"].startswith(f"sonicmoe check --case {names[-1]} ")
+
+
+def test_layers_are_timed_beside_each_other(tmp_path):
+    path = tmp_path / "bench.json"
+    arguments = f"--thiek {SMALL} --concat_layout --ops --repeats 2".split()
+    others = ["activation=reglu bias=true", "w1_layout=transposed_interleaved"]
+    for options in others:
+        arguments += ["--beside", options]
+    result = run("bench", *arguments, "--json", path)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    layers = [one["layer"] for one in [report, *report["beside"]]]
+    assert [layer["activation"] for layer in layers] == ["swiglu", "reglu", "swiglu"]
+    layouts = ["concatenated", "concatenated", "transposed_interleaved"]
+    assert [layer["w1_layout"] for layer in layers] == layouts
+    for one, bias in zip([report, *report["beside"]], [False, True, False]):
+        rows = {row["what"]: row["runs"] for row in one["results"]}
+        assert ("bias_grad" in rows) == bias
+        assert rows["forward"] == rows["up_proj"] == 2
+        assert f"beside it, with {others[0]}" in result.stdout
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
