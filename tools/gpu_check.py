@@ -25,9 +25,9 @@ yet; that file may be 10 commits old.
 
 import argparse
 import datetime
-import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import shutil
@@ -200,7 +200,7 @@ def pack(build: Path, folder: Path) -> int:
         copy = folder / path.name
         shutil.copy(path, copy)
         subprocess.run(["strip", copy], check=True)
-        with copy.open("rb") as plain, gzip.open(f"{copy}.gz", "wb", compresslevel=1) as packed:
+        with copy.open("rb") as plain, lzma.open(f"{copy}.xz", "wb", preset=1) as packed:
             shutil.copyfileobj(plain, packed)
         copy.unlink()
     manifest = {
@@ -253,9 +253,9 @@ class Run:
         self.folder, self.out = folder, folder / "receipt"
         shutil.rmtree(self.out, ignore_errors=True)
         self.out.mkdir()
-        for packed in folder.glob("*.gz"):
+        for packed in folder.glob("*.xz"):
             plain = packed.with_suffix("")
-            with gzip.open(packed) as source, plain.open("wb") as target:
+            with lzma.open(packed) as source, plain.open("wb") as target:
                 shutil.copyfileobj(source, target)
             plain.chmod(0o755)
         self.tests: dict[str, str] = {}
