@@ -52,7 +52,8 @@ INNER = {
     "epilogue": ((f"{SM90}epilogue/*",), ("device", "traits", "pipeline")),
     "kernel": ((f"{SM90}grouped_gemm.cuh",), ("scheduler", "mainloop", "epilogue")),
     "launch": ((f"{SM90}launch.cuh", f"{SM90}kernel_file.*"), ("base", "host", "kernel")),
-    "operations": ((f"{SM90}*.cu", f"{SM90}up_proj.cuh", f"{SM90}down_proj_dgrad.cuh"), ("base", "device", "host", "epilogue", "launch")),
+    "operations": ((f"{SM90}*.cu", f"{SM90}up_proj.cuh", f"{SM90}down_proj*.cuh", f"{SM90}transposed.cuh"),
+                   ("base", "device", "host", "epilogue", "launch")),
 }  # fmt: skip
 # What may speak to the device outside of its backend, so that the rest of its layer need not.
 CUDA = {"testkit/device_memory.cpp", "cli/bench/device_clock.cpp", "cli/bench/cublas_bound.cpp"}

@@ -62,6 +62,24 @@ struct Fragment {
   std::uint32_t w[4];
 };
 
+/// Four lanes hold eight columns of 8 rows and of the 8 rows below, as accumulators whose columns
+/// alternate in meaning do: lane q of the four has column q in `first` and column 4 + q in
+/// `second`, the upper row in the low half. Puts them as a Fragment has them: columns 2 q + {0, 1}
+/// of the upper row in `upper`, those of the lower row in `lower`.
+__device__ __forceinline__ void to_columns(std::uint32_t first, std::uint32_t second,
+                                           std::uint32_t* upper, std::uint32_t* lower) {
+  const int lane = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int distance = 2; distance > 0; distance /= 2) {
+    const bool above = (lane & distance) != 0;
+    const std::uint32_t other = __shfl_xor_sync(0xffffffffu, above ? first : second, distance);
+    first = above ? other : first;
+    second = above ? second : other;
+  }
+  *upper = __byte_perm(first, second, 0x5410);
+  *lower = __byte_perm(first, second, 0x7632);
+}
+
 /// `value`, as if it were new: the compiler computes what follows from it here, instead of keeping
 /// it in registers through the main loop.
 __device__ __forceinline__ int here(int value) {

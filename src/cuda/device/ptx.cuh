@@ -277,6 +277,17 @@ __device__ __forceinline__ void load_box_multicast(std::uint32_t to, const CUten
       : "memory");
 }
 
+/// The same for a map of rank 5, at (c0, 0, 0, c3, c4).
+__device__ __forceinline__ void load_box5_multicast(std::uint32_t to, const CUtensorMap* map,
+                                                    std::uint32_t barrier, std::uint16_t mask,
+                                                    int c0, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%4, %5, %5, %6, %7}], [%2], %3;" ::"r"(to),
+      "l"(map), "r"(barrier), "h"(mask), "r"(c0), "r"(0), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 /// Stores a box from shared memory; elements outside the tensor are not written. The store belongs
 /// to the group that this thread commits next.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, std::uint32_t from, int c0,

@@ -208,6 +208,8 @@ Db1<T> layout_of(const BiasGradDesc& d, const BiasGradArgs& a) {
     case W1Layout::interleaved:
       return {gate, gate + 1, n, 2 * n, 2};
     case W1Layout::concatenated:
+    case W1Layout::transposed:
+    case W1Layout::transposed_interleaved:  // as the columns of H alternate
       return {gate, gate + n, n, 2 * n, 1};
     case W1Layout::separate:
       break;

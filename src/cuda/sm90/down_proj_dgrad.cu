@@ -1,12 +1,16 @@
 // The entries of down_proj_dgrad in the kernel list, and its sums over n blocks.
 #include "cuda/device/warp.cuh"
 #include "cuda/sm90/down_proj_dgrad.cuh"
-#include "cuda/sm90/kernel_file.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
 constexpr int kNarrowPercent = 58;  // docs/findings/tile-choice.md
+
+std::string reject_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  if (std::string reason = reject_gemm(d, device); !reason.empty()) return reason;
+  return reject_wide_transposed(d);
+}
 
 std::string defer_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
   return defer_to_narrow(device, d.usual_rows(), d.experts, tiles(d.intermediate, 256),
@@ -41,7 +45,7 @@ Status sum_dscores(const GroupedGemmDesc& d, const float* partials, int n_blocks
 constinit const Kernel<GroupedGemmDesc> kDownProjDgrad256 =
     file_entry<WideDownProjDgrad>({.op = "down_proj_dgrad",
                                    .name = "sm90.down_proj_dgrad.128x256",
-                                   .reject = reject_gemm,
+                                   .reject = reject_wide,
                                    .defer = defer_wide,
                                    .workspace = WideDownProjDgrad::workspace});
 constinit const Kernel<GroupedGemmDesc> kDownProjDgrad128 =

@@ -2,8 +2,9 @@
 
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/activation_grad.cuh"
+#include "cuda/sm90/kernel_file.h"
 #include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/layouts.h"
+#include "cuda/sm90/transposed.cuh"
 
 /// dA' = dO[tokens] W2 stays in registers: M = rows, gathered or contiguous; N = n, K = d. With A
 /// recomputed from H: dH = dAct(s dA', H), A' = s A, dS = <dA', A>.
@@ -11,9 +12,13 @@ namespace sonicmoe::cuda {
 
 inline constexpr int kWide = 256;  // may be scheduled dynamically; a kernel for each activation
 
-template <class T, RowSource kSource, class Activations, int kTileN, int kStages>
-struct DownProjDgrad : Traits<T, kRowsAlongM<kSource>, Major::mn, kTileN, Schedule::cooperative,
-                              kStages, StoreActivationGrad<Activations>, kTileN == kWide> {};
+template <class T, RowSource kSource, W1Form kForm, class Activations, int kTileN, int kStages>
+struct DownProjDgrad
+    : Traits<T, kRowsAlongM<kSource>, kForm == W1Form::rows ? Major::mn : Major::k, kTileN,
+             Schedule::cooperative, kStages,
+             StoreActivationGrad<Activations, kForm == W1Form::alternating>, kTileN == kWide> {
+  static constexpr bool kBPairsRows = kForm == W1Form::alternating;
+};
 
 /// dscores = the sums over the n blocks of `partials` (n_blocks, R), where an expert owns the row.
 Status sum_dscores(const GroupedGemmDesc& d, const float* partials, int n_blocks,
@@ -26,13 +31,15 @@ inline std::size_t partials_bytes(const GroupedGemmDesc& d, int n_blocks) {
   return static_cast<std::size_t>(n_blocks) * static_cast<std::size_t>(d.rows) * 4;
 }
 
-template <RowSource kSource, class T, int kTileN, int kStages>
+template <RowSource kSource, class T, bool kTransposed, int kTileN, int kStages>
 struct DownProjDgradFamily {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_activations<(kTileN == kWide)>(d.activation, [&](auto activations) {
-      return f(DownProjDgrad<T, kSource, decltype(activations), kTileN, kStages>{});
-    });
+    return visit_form_and_activations<kTransposed, (kTileN == kWide)>(
+        d, [&](auto form, auto activations) {
+          constexpr W1Form kForm = decltype(form)::value;
+          return f(DownProjDgrad<T, kSource, kForm, decltype(activations), kTileN, kStages>{});
+        });
   }
 
   template <class Config>
@@ -44,13 +51,9 @@ struct DownProjDgradFamily {
     // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
     const double cycles = kTileN * (4.3 * k_blocks + 78);
     TensorMaps maps(d.dtype);
-    const CUtensorMap w2 = maps.encode({.base = a.w2,
-                                        .inner = n,
-                                        .outer = d.hidden,
-                                        .experts = d.experts,
-                                        .outer_stride = n,
-                                        .expert_stride = d.hidden * n,
-                                        .box = kTileK / 2});
+    TensorView view = w2_view(d, a.w2, kTransposed ? kTileN / 2 : kTileK / 2);
+    view.pairs_rows = Config::kBPairsRows;
+    const CUtensorMap w2 = maps.encode(view);
     const GemmParams p{.a = rows_along_m<Config>(&maps, d, a.dout, a.row_tokens),
                        .b = {.maps = {w2, w2}, .last_chunk = last_chunk(n)},
                        .extents = {.begins = a.offsets,
@@ -86,8 +89,13 @@ struct DownProjDgradFamily {
 
 template <int kTileN, int kStages>
 struct DownProjDgradTiles {
-  template <RowSource kSource, class T>
-  using Family = DownProjDgradFamily<kSource, T, kTileN, kStages>;
+  template <RowSource kSource, class T, bool kTransposed>
+  using Family = DownProjDgradFamily<kSource, T, kTransposed, kTileN, kStages>;
+
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_file<Family>(d, f);
+  }
 
   static std::size_t workspace(const GroupedGemmDesc& d, const Exec&) {
     return partials_bytes(d, tiles(d.intermediate, kTileN)) +

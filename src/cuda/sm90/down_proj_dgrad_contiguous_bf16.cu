@@ -4,7 +4,8 @@
 
 namespace sonicmoe::cuda {
 
-template struct KernelFile<WideDownProjDgrad, RowSource::contiguous, __nv_bfloat16>;
-template struct KernelFile<NarrowDownProjDgrad, RowSource::contiguous, __nv_bfloat16>;
+template struct KernelFile<WideDownProjDgrad::Family<RowSource::contiguous, __nv_bfloat16, false>>;
+template struct KernelFile<
+    NarrowDownProjDgrad::Family<RowSource::contiguous, __nv_bfloat16, false>>;
 
 }  // namespace sonicmoe::cuda

@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-template struct KernelFile<WideDownProjDgrad, RowSource::contiguous, __half>;
-template struct KernelFile<NarrowDownProjDgrad, RowSource::contiguous, __half>;
+template struct KernelFile<WideDownProjDgrad::Family<RowSource::contiguous, __half, false>>;
+template struct KernelFile<NarrowDownProjDgrad::Family<RowSource::contiguous, __half, false>>;
 
 }  // namespace sonicmoe::cuda

@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-template struct KernelFile<WideDownProjDgrad, RowSource::gathered, __nv_bfloat16>;
-template struct KernelFile<NarrowDownProjDgrad, RowSource::gathered, __nv_bfloat16>;
+template struct KernelFile<WideDownProjDgrad::Family<RowSource::gathered, __nv_bfloat16, false>>;
+template struct KernelFile<NarrowDownProjDgrad::Family<RowSource::gathered, __nv_bfloat16, false>>;
 
 }  // namespace sonicmoe::cuda

@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-template struct KernelFile<WideDownProjDgrad, RowSource::gathered, __half>;
-template struct KernelFile<NarrowDownProjDgrad, RowSource::gathered, __half>;
+template struct KernelFile<WideDownProjDgrad::Family<RowSource::gathered, __half, false>>;
+template struct KernelFile<NarrowDownProjDgrad::Family<RowSource::gathered, __half, false>>;
 
 }  // namespace sonicmoe::cuda

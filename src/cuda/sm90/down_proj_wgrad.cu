@@ -1,15 +1,19 @@
-// dW2 = dO[tokens]^T (s A): M = d (dO gathered along K), N = n, K = rows.
+// dW2 = dO[tokens]^T (s A): M = d (dO gathered along K), N = n, K = rows. With transposed weights
+// the transpose is stored.
 #include "core/backends.h"
-#include "cuda/sm90/epilogue/store_tile.cuh"
+#include "cuda/sm90/epilogue/store_transposed.cuh"
 #include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/layouts.h"
 
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, ALoad kALoad, bool kPlain, int kTileN, int kStages>
+template <class T, ALoad kALoad, bool kTransposed_, bool kPlain, int kTileN, int kStages>
 struct DownProjWgrad : Traits<T, kALoad, Major::mn, kTileN, Schedule::cooperative, kStages,
-                              StoreTile<AtMByN<kPlain>, false>> {};
+                              std::conditional_t<kTransposed_, StoreTransposed<kPlain>,
+                                                 StoreTile<AtMByN<kPlain>, false>>> {
+  static constexpr bool kTransposed = kTransposed_;  ///< are the weights
+};
 
 template <int kTileN, int kStages>
 struct Family {
@@ -19,9 +23,12 @@ struct Family {
       using T = decltype(type);
       const bool plain = !d.f32_weight_grads && !d.accumulate_weight_grads;
       return visit_a_load_k(d, [&](auto a_load) {
-        constexpr ALoad kALoad = decltype(a_load)::value;
-        if (plain) return f(DownProjWgrad<T, kALoad, true, kTileN, kStages>{});
-        return f(DownProjWgrad<T, kALoad, false, kTileN, kStages>{});
+        return visit_transposed(d, [&](auto transposed) {
+          constexpr ALoad kALoad = decltype(a_load)::value;
+          constexpr bool kTransposed = decltype(transposed)::value;
+          if (plain) return f(DownProjWgrad<T, kALoad, kTransposed, true, kTileN, kStages>{});
+          return f(DownProjWgrad<T, kALoad, kTransposed, false, kTileN, kStages>{});
+        });
       });
     });
   }
@@ -38,22 +45,16 @@ struct Family {
                                                 .outer_stride = n,
                                                 .box = kTileK / 2});
     const OperandA rows = rows_along_k<Config>(&maps, d, a.dout, a.row_tokens, a.dw2);
+    const int box = Config::kTransposed ? WarpgroupTile::kRows : WarpTile::kRows;
+    const TensorView dw2 = w2_view(d, a.dw2, box);
     StoreParams e{.out = {a.dw2},
-                  .expert_stride = d.hidden * n,
-                  .row_stride = n,
-                  .rows = static_cast<int>(d.hidden),
-                  .columns = static_cast<int>(n),
+                  .expert_stride = dw2.expert_stride,
+                  .row_stride = dw2.outer_stride,
+                  .rows = static_cast<int>(dw2.outer),
+                  .columns = static_cast<int>(dw2.inner),
                   .f32 = d.f32_weight_grads,
                   .accumulate = d.accumulate_weight_grads};
-    if (!d.f32_weight_grads) {
-      e.boxes[0] = maps.encode({.base = a.dw2,
-                                .inner = n,
-                                .outer = d.hidden,
-                                .experts = d.experts,
-                                .outer_stride = n,
-                                .expert_stride = d.hidden * n,
-                                .box = WarpTile::kRows});
-    }
+    if (!d.f32_weight_grads) e.boxes[0] = maps.encode(dw2);
     if (!maps.status().ok()) return maps.status();
     const int n_blocks = tiles(n, kTileN);
     const GemmParams p{.a = rows,

@@ -47,13 +47,19 @@ CUtensorMap TensorMaps::encode(const TensorView& v) noexcept {
   const auto extent = [](std::int64_t x) {
     return static_cast<cuuint64_t>(std::max<std::int64_t>(x, 1));
   };
-  const cuuint64_t extents[3] = {extent(v.inner), extent(v.outer), extent(v.experts)};
   const auto stride = [](std::int64_t x) {
     return static_cast<cuuint64_t>(std::max<std::int64_t>(x, 8) * 2);
   };
+  const cuuint32_t rows = static_cast<cuuint32_t>(v.box);
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const cuuint64_t extents[3] = {extent(v.inner), extent(v.outer), extent(v.experts)};
   const cuuint64_t strides[2] = {stride(v.outer_stride), stride(v.expert_stride)};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(v.box), 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
+  const cuuint32_t box[3] = {64, rows, 1};
+  // Row 8 g + 4 b + q is (b, q, g), and b runs fastest.
+  const cuuint64_t paired_extents[5] = {extent(v.inner), 2, 4, extent(v.outer / 8),
+                                        extent(v.experts)};
+  const cuuint64_t paired_strides[4] = {4 * strides[0], strides[0], 8 * strides[0], strides[1]};
+  const cuuint32_t paired_box[5] = {64, 2, 4, rows / 8, 1};
   CUtensorMapDataType type{};
   switch (dtype_) {
     case DType::bf16:
@@ -67,8 +73,10 @@ CUtensorMap TensorMaps::encode(const TensorView& v) noexcept {
       return map;
   }
   const auto encode_once = [&] {
-    return encode_tiled(&map, type, 3, const_cast<void*>(v.base), extents, strides, box, steps,
-                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    return encode_tiled(&map, type, v.pairs_rows ? 5 : 3, const_cast<void*>(v.base),
+                        v.pairs_rows ? paired_extents : extents,
+                        v.pairs_rows ? paired_strides : strides, v.pairs_rows ? paired_box : box,
+                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode_once();

@@ -17,6 +17,9 @@ struct TensorView {
   std::int64_t inner = 0, outer = 0, experts = 1;
   std::int64_t outer_stride = 0, expert_stride = 0;  ///< elements, multiples of 8
   int box = 0;                                       ///< at most 256
+  /// A box has the rows of each eight in the order 0, 4, 1, 5, 2, 6, 3, 7. Loads of such a map are
+  /// those of load_box5_multicast(); `outer` and `box` are multiples of 8.
+  bool pairs_rows = false;
 };
 
 /// Encodes maps and keeps the first failure.

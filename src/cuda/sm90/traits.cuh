@@ -44,6 +44,12 @@ enum class ALoad {
   load_k,    ///< K: the expert's rows, contiguous. M: columns of those rows
 };
 
+/// What the two maps of operand B are, where rows are M.
+enum class BMaps {
+  of_tile,  ///< of the left and the right half of a tile
+  of_k,     ///< of the first and the second part of K
+};
+
 /// All numbers of one compiled kernel.
 template <class T_, ALoad kALoad_, Major kBMajor_, int kTileN_, Schedule kSchedule, int kStages_,
           class Epilogue_, bool kDynamic_ = false>
@@ -60,6 +66,9 @@ struct Traits {
   static constexpr bool kRowsAreM = kALoad == ALoad::gather_m || kALoad == ALoad::load_m;
   static constexpr bool kGathers = kALoad == ALoad::gather_m || kALoad == ALoad::gather_k;
   static constexpr Major kAMajor = kRowsAreM ? Major::k : Major::mn;
+  // Kernels of transposed weights set these two otherwise.
+  static constexpr BMaps kBMaps = kBMajor_ == Major::k ? BMaps::of_tile : BMaps::of_k;
+  static constexpr bool kBPairsRows = false;  ///< maps are as TensorView::pairs_rows says
   /// How often the producer's loop over k blocks is unrolled (GatherM). Wide tiles have twice the
   /// cycles a block and gain nothing by it.
   static constexpr int kUnroll = kALoad == ALoad::gather_m && kTileN <= 128 ? 2 : 1;
@@ -97,7 +106,7 @@ struct OperandA {
 
 /// Operand B, always through tensor maps.
 struct OperandB {
-  CUtensorMap maps[2];  ///< K contiguous: for both boxes of a tile. Else by half of K or of N
+  CUtensorMap maps[2];  ///< BMaps says of what; where rows are K, by half of N
   bool gate_and_up;     ///< K contiguous: both boxes start at the same row of their maps
   int last_chunk;       ///< N contiguous, rows are M: where the last chunk of 64 columns begins
 };

@@ -1,12 +1,12 @@
 // The entries of up_proj in the kernel list.
-#include "cuda/sm90/kernel_file.h"
 #include "cuda/sm90/up_proj.cuh"
 
 namespace sonicmoe::cuda {
 namespace {
 
 std::string reject_wide(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  if (std::string reason = reject_gemm(d, device); !reason.empty() || !d.bias) return reason;
+  if (std::string reason = reject_gemm(d, device); !reason.empty()) return reason;
+  if (std::string reason = reject_wide_transposed(d); !reason.empty() || !d.bias) return reason;
   const bool compiled = visit_activations<true>(
       d.activation, [](auto activations) { return kCompiledWithBias<256, decltype(activations)>; });
   return compiled ? "" : "bias: got true, allowed: false for " + to_string(d.activation);

@@ -2,8 +2,9 @@
 
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/activation.cuh"
+#include "cuda/sm90/kernel_file.h"
 #include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/layouts.h"
+#include "cuda/sm90/transposed.cuh"
 
 /// H = x[tokens] W1^T + b1 and A = act(H): M = rows, gathered or contiguous; N = gate and up
 /// columns; K = d.
@@ -12,9 +13,16 @@ namespace sonicmoe::cuda {
 template <int kTileN>
 constexpr bool kWide = kTileN == 256;  // may be scheduled dynamically; a kernel for each activation
 
-template <class T, RowSource kSource, class Activations, bool kBias, int kTileN, int kStages>
-struct UpProj : Traits<T, kRowsAlongM<kSource>, Major::k, kTileN, Schedule::cooperative, kStages,
-                       StoreActivation<Activations, kBias>, kWide<kTileN>> {};
+template <class T, RowSource kSource, W1Form kForm, class Activations, bool kBias, int kTileN,
+          int kStages>
+struct UpProj
+    : Traits<T, kRowsAlongM<kSource>, kForm == W1Form::rows ? Major::k : Major::mn, kTileN,
+             Schedule::cooperative, kStages,
+             StoreActivation<Activations, kBias, kForm == W1Form::alternating>, kWide<kTileN>> {
+  static constexpr BMaps kBMaps =
+      kForm == W1Form::rows || (kForm == W1Form::columns && Activations::kGated) ? BMaps::of_tile
+                                                                                 : BMaps::of_k;
+};
 
 /// Is there a kernel with a bias? In wide tiles for the activations of models with biases: SwiGLU
 /// and those with members.
@@ -22,21 +30,23 @@ template <int kTileN, class Activations>
 constexpr bool kCompiledWithBias = !kWide<kTileN> || Activations::kHasMembers ||
                                    std::is_same_v<Activations, OneActivation<SwigluFn>>;
 
-template <RowSource kSource, class T, int kTileN, int kStages>
+template <RowSource kSource, class T, bool kTransposed, int kTileN, int kStages>
 struct UpProjFamily {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_activations<kWide<kTileN>>(d.activation, [&](auto activations) {
-      using Activations = decltype(activations);
-      using Plain = UpProj<T, kSource, Activations, false, kTileN, kStages>;
-      using Biased = UpProj<T, kSource, Activations, true, kTileN, kStages>;
-      if constexpr (kWide<kTileN>) {
-        // A look for a bias costs 6 % of the kernel: worth a kernel without.
-        if (!d.bias) return f(Plain{});
-      }
-      // Plain stands for a kernel that is not compiled: the entry rejects its descriptors.
-      return f(std::conditional_t<kCompiledWithBias<kTileN, Activations>, Biased, Plain>{});
-    });
+    return visit_form_and_activations<kTransposed, kWide<kTileN>>(
+        d, [&](auto form, auto activations) {
+          constexpr W1Form kForm = decltype(form)::value;
+          using Activations = decltype(activations);
+          using Plain = UpProj<T, kSource, kForm, Activations, false, kTileN, kStages>;
+          using Biased = UpProj<T, kSource, kForm, Activations, true, kTileN, kStages>;
+          if constexpr (kWide<kTileN>) {
+            // A look for a bias costs 6 % of the kernel: worth a kernel without.
+            if (!d.bias) return f(Plain{});
+          }
+          // Plain stands for a kernel that is not compiled: the entry rejects its descriptors.
+          return f(std::conditional_t<kCompiledWithBias<kTileN, Activations>, Biased, Plain>{});
+        });
   }
 
   template <class Config>
@@ -45,23 +55,19 @@ struct UpProjFamily {
     if (d.rows == 0) return {};
     const bool gated = is_glu(d.activation);
     const std::int64_t n = d.intermediate;
-    const W1View w1 = w1_view(d, d.hidden), b1 = w1_view(d, 1);
+    const W1View b1 = w1_view(d, 1);
     const int n_blocks = tiles(n, gated ? kTileN / 2 : kTileN), k_blocks = tiles(d.hidden, kTileK);
     // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
     const double cycles = kTileN * (4.4 * k_blocks + 20);
     TensorMaps maps(d.dtype);
-    const auto encode_w1 = [&](const void* base) {
-      return maps.encode({.base = base,
-                          .inner = d.hidden,
-                          .outer = n,
-                          .experts = d.experts,
-                          .outer_stride = w1.row_stride,
-                          .expert_stride = w1.expert_stride,
-                          .box = kTileN / 2});
-    };
-    const void* const up = gated ? up_base(d, w1, a.w1, a.w1_up) : a.w1;
+    OperandB b{.gate_and_up = gated, .last_chunk = last_chunk(parts_of(d).width)};
+    if constexpr (kTransposed) {
+      encode_w1_columns(&maps, d, a.w1, kTileK / 2, b.maps);
+    } else {
+      encode_w1_rows(&maps, d, a.w1, a.w1_up, kTileN / 2, b.maps);
+    }
     const GemmParams p{.a = rows_along_m<Config>(&maps, d, a.x, a.row_tokens),
-                       .b = {.maps = {encode_w1(a.w1), encode_w1(up)}, .gate_and_up = gated},
+                       .b = b,
                        .extents = {.begins = a.offsets,
                                    .ends = row_ends(a),
                                    .experts = static_cast<int>(d.experts),
@@ -76,7 +82,7 @@ struct UpProjFamily {
                                                                   .box = WarpTile::kRows}),
                                         .preact = d.inference ? nullptr : a.preact,
                                         .act = a.act,
-                                        .bias_stride = b1.row_stride,
+                                        .bias_stride = d.alternates() ? 1 : b1.row_stride,
                                         .bias_expert_stride = b1.expert_stride,
                                         .intermediate = static_cast<int>(n),
                                         .activations = decltype(e.activations)::of(d.activation)};
@@ -92,8 +98,13 @@ struct UpProjFamily {
 
 template <int kTileN, int kStages>
 struct UpProjTiles {
-  template <RowSource kSource, class T>
-  using Family = UpProjFamily<kSource, T, kTileN, kStages>;
+  template <RowSource kSource, class T, bool kTransposed>
+  using Family = UpProjFamily<kSource, T, kTransposed, kTileN, kStages>;
+
+  template <class F>
+  static Status visit(const GroupedGemmDesc& d, F&& f) {
+    return visit_file<Family>(d, f);
+  }
 };
 using WideUpProj = UpProjTiles<256, 4>;
 using NarrowUpProj = UpProjTiles<128, 6>;

@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-template struct KernelFile<WideUpProj, RowSource::contiguous, __half>;
-template struct KernelFile<NarrowUpProj, RowSource::contiguous, __half>;
+template struct KernelFile<WideUpProj::Family<RowSource::contiguous, __half, false>>;
+template struct KernelFile<NarrowUpProj::Family<RowSource::contiguous, __half, false>>;
 
 }  // namespace sonicmoe::cuda

@@ -1,4 +1,5 @@
-// dX~ = dH W1: M = rows, N = d, K = 2n as gate columns, then up columns (n without a gate).
+// dX~ = dH W1: M = rows, N = d, K = 2n as gate columns, then up columns; in one part where they
+// alternate (n without a gate).
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/store_tile.cuh"
 #include "cuda/sm90/launch.cuh"
@@ -7,16 +8,21 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, int kTileN, Schedule kSchedule, int kStages>
-struct UpProjDgrad : Traits<T, ALoad::load_m, Major::mn, kTileN, kSchedule, kStages,
-                            StoreTile<AtRows, false>, kTileN == 256> {};
+template <class T, Major kBMajor, int kTileN, Schedule kSchedule, int kStages>
+struct UpProjDgrad : Traits<T, ALoad::load_m, kBMajor, kTileN, kSchedule, kStages,
+                            StoreTile<AtRows, false>, kTileN == 256> {
+  static constexpr BMaps kBMaps = BMaps::of_k;
+};
 
 template <int kTileN, Schedule kSchedule, int kStages>
 struct Family {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
     return visit_storage(d.dtype, [&](auto type) {
-      return f(UpProjDgrad<decltype(type), kTileN, kSchedule, kStages>{});
+      return visit_transposed(d, [&](auto transposed) {
+        constexpr Major kMajor = decltype(transposed)::value ? Major::k : Major::mn;
+        return f(UpProjDgrad<decltype(type), kMajor, kTileN, kSchedule, kStages>{});
+      });
     });
   }
 
@@ -24,9 +30,7 @@ struct Family {
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void* workspace,
                     const Exec& exec) {
     if (d.rows == 0) return {};
-    const std::int64_t n = d.intermediate;
-    const bool gated = is_glu(d.activation);
-    const W1View w1 = w1_view(d, d.hidden);
+    const Parts parts = parts_of(d);
     TensorMaps maps(d.dtype);
     // K is two maps of n columns each, never one of 2n: a block of K must not reach into the other.
     GemmParams p{.b = {.last_chunk = last_chunk(d.hidden)},
@@ -34,18 +38,13 @@ struct Family {
                              .ends = row_ends(a),
                              .experts = static_cast<int>(d.experts),
                              .n_blocks = tiles(d.hidden, kTileN),
-                             .k_blocks = (gated ? 2 : 1) * tiles(n, kTileK),
-                             .k_half = tiles(n, kTileK)}};
+                             .k_blocks = parts.count * tiles(parts.width, kTileK),
+                             .k_half = tiles(parts.width, kTileK)}};
     encode_preact(&maps, d, a.dpreact, kTileM, p.a.maps);
-    const void* const bases[2] = {a.w1, gated ? up_base(d, w1, a.w1, a.w1_up) : a.w1};
-    for (int half = 0; half < 2; ++half) {
-      p.b.maps[half] = maps.encode({.base = bases[half],
-                                    .inner = d.hidden,
-                                    .outer = n,
-                                    .experts = d.experts,
-                                    .outer_stride = w1.row_stride,
-                                    .expert_stride = w1.expert_stride,
-                                    .box = kTileK / 2});
+    if constexpr (Config::kBMajor == Major::k) {
+      encode_w1_columns(&maps, d, a.w1, kTileN / 2, p.b.maps);
+    } else {
+      encode_w1_rows(&maps, d, a.w1, a.w1_up, kTileK / 2, p.b.maps);
     }
     const StoreParams e{.boxes = {maps.encode({.base = a.dx_rows,
                                                .inner = d.hidden,

@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-template struct KernelFile<WideUpProj, RowSource::gathered, __nv_bfloat16>;
-template struct KernelFile<NarrowUpProj, RowSource::gathered, __nv_bfloat16>;
+template struct KernelFile<WideUpProj::Family<RowSource::gathered, __nv_bfloat16, false>>;
+template struct KernelFile<NarrowUpProj::Family<RowSource::gathered, __nv_bfloat16, false>>;
 
 }  // namespace sonicmoe::cuda

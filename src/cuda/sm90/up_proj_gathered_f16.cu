@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda {
 
-template struct KernelFile<WideUpProj, RowSource::gathered, __half>;
-template struct KernelFile<NarrowUpProj, RowSource::gathered, __half>;
+template struct KernelFile<WideUpProj::Family<RowSource::gathered, __half, false>>;
+template struct KernelFile<NarrowUpProj::Family<RowSource::gathered, __half, false>>;
 
 }  // namespace sonicmoe::cuda

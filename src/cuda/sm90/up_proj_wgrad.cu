@@ -1,5 +1,5 @@
 // dW1 = dH^T x[tokens], computed as its transpose: M = d (x gathered along K), N = n (gate rows,
-// then up rows), K = rows.
+// then up rows), K = rows. With transposed weights it is stored as it is computed.
 #include "core/backends.h"
 #include "cuda/sm90/epilogue/store_transposed.cuh"
 #include "cuda/sm90/launch.cuh"
@@ -8,9 +8,38 @@
 namespace sonicmoe::cuda {
 namespace {
 
-template <class T, ALoad kALoad, bool kPlain, int kTileN, int kStages>
+template <class T, ALoad kALoad, bool kTransposed_, bool kPlain, int kTileN, int kStages>
 struct UpProjWgrad : Traits<T, kALoad, Major::mn, kTileN, Schedule::cooperative, kStages,
-                            StoreTransposed<kPlain>> {};
+                            std::conditional_t<kTransposed_, StoreTile<AtMByParts<kPlain>, false>,
+                                               StoreTransposed<kPlain>>> {
+  static constexpr bool kTransposed = kTransposed_;  ///< are the weights
+};
+
+/// Where dW1 (E, W, d) goes, or two of (E, n, d).
+void store_rows(TensorMaps* maps, const GroupedGemmDesc& d, const GroupedGemmArgs& a,
+                StoreParams* e) {
+  const bool gated = is_glu(d.activation);
+  const W1View dw1 = w1_view(d, d.hidden);
+  void* const up = gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : a.dw1;
+  e->out[0] = a.dw1;
+  e->out[1] = up;
+  e->expert_stride = dw1.expert_stride;
+  e->row_stride = dw1.row_stride;
+  e->rows = static_cast<int>(d.intermediate);
+  e->columns = static_cast<int>(d.hidden);
+  if (!d.f32_weight_grads) encode_w1_rows(maps, d, a.dw1, up, WarpgroupTile::kRows, e->boxes);
+}
+
+/// Where dW1 (E, d, W) goes.
+void store_columns(TensorMaps* maps, const GroupedGemmDesc& d, const GroupedGemmArgs& a,
+                   StoreParams* e) {
+  e->out[0] = a.dw1;
+  e->expert_stride = d.hidden * d.preact_width();
+  e->row_stride = d.preact_width();
+  e->rows = static_cast<int>(d.hidden);
+  e->columns = static_cast<int>(parts_of(d).width);
+  if (!d.f32_weight_grads) encode_w1_columns(maps, d, a.dw1, WarpTile::kRows, e->boxes);
+}
 
 template <int kTileN, int kStages>
 struct Family {
@@ -20,19 +49,20 @@ struct Family {
       using T = decltype(type);
       const bool plain = !d.f32_weight_grads && !d.accumulate_weight_grads;
       return visit_a_load_k(d, [&](auto a_load) {
-        constexpr ALoad kALoad = decltype(a_load)::value;
-        if (plain) return f(UpProjWgrad<T, kALoad, true, kTileN, kStages>{});
-        return f(UpProjWgrad<T, kALoad, false, kTileN, kStages>{});
+        return visit_transposed(d, [&](auto transposed) {
+          constexpr ALoad kALoad = decltype(a_load)::value;
+          constexpr bool kTransposed = decltype(transposed)::value;
+          if (plain) return f(UpProjWgrad<T, kALoad, kTransposed, true, kTileN, kStages>{});
+          return f(UpProjWgrad<T, kALoad, kTransposed, false, kTileN, kStages>{});
+        });
       });
     });
   }
 
   template <class Config>
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*, const Exec& exec) {
-    const std::int64_t n = d.intermediate;
-    const bool gated = is_glu(d.activation);
-    const W1View dw1 = w1_view(d, d.hidden);
-    const int n_half = tiles(n, kTileN);
+    const Parts parts = parts_of(d);
+    const int n_half = tiles(parts.width, kTileN);
     TensorMaps maps(d.dtype);
     // N is two maps of n columns each: a tile of gate rows must not reach into the up rows. Without
     // rows nothing is loaded, but the maps must point somewhere.
@@ -41,26 +71,14 @@ struct Family {
                              .ends = row_ends(a),
                              .expert_order = a.expert_order,
                              .experts = static_cast<int>(d.experts),
-                             .n_blocks = (gated ? 2 : 1) * n_half,
+                             .n_blocks = parts.count * n_half,
                              .n_half = n_half}};
     encode_preact(&maps, d, d.rows > 0 ? a.dpreact : a.dw1, kTileK / 2, p.b.maps);
-    StoreParams e{
-        .out = {a.dw1,
-                gated ? up_base(d, dw1, a.dw1, a.dw1_up, d.f32_weight_grads ? 4 : 2) : nullptr},
-        .expert_stride = dw1.expert_stride,
-        .row_stride = dw1.row_stride,
-        .rows = static_cast<int>(n),
-        .columns = static_cast<int>(d.hidden),
-        .f32 = d.f32_weight_grads,
-        .accumulate = d.accumulate_weight_grads};
-    for (int half = 0; half < (gated ? 2 : 1) && !d.f32_weight_grads; ++half) {
-      e.boxes[half] = maps.encode({.base = e.out[half],
-                                   .inner = d.hidden,
-                                   .outer = n,
-                                   .experts = d.experts,
-                                   .outer_stride = dw1.row_stride,
-                                   .expert_stride = dw1.expert_stride,
-                                   .box = WarpgroupTile::kRows});
+    StoreParams e{.f32 = d.f32_weight_grads, .accumulate = d.accumulate_weight_grads};
+    if constexpr (Config::kTransposed) {
+      store_columns(&maps, d, a, &e);
+    } else {
+      store_rows(&maps, d, a, &e);
     }
     if (!maps.status().ok()) return maps.status();
     return launch<Config>(p, e, exec, "up_proj_wgrad: launch");

@@ -11,10 +11,10 @@ namespace sonicmoe::cuda {
 
 template <class Activations>
 struct ActivationGradParams {
-  CUtensorMap preact_boxes[2];   ///< H: gate and up, or the one there is, (1, R, n) in 64 x 64
+  CUtensorMap preact_boxes[2];   ///< H by parts (PreactParts), in boxes of 64 x 64
   CUtensorMap dpreact_boxes[2];  ///< dH alike, in 64 x 16
   CUtensorMap scaled_act_boxes;  ///< in 64 x 16
-  void* dpreact;                 ///< (R, 2n) as [gate | up], or (R, n)
+  void* dpreact;                 ///< (R, W)
   void* scaled_act;              ///< (R, n)
   const float* row_scores;       ///< (R); contiguous rows: or null, for s = 1
   float* dscores;                ///< (n blocks, R): one partial sum for each; null without scores
@@ -23,15 +23,18 @@ struct ActivationGradParams {
   Activations activations;
 };
 
-/// A tile has an epilogue stage for each 64 columns. The producer brings H there, gate beside up,
-/// and dH takes its place on the way out. A warp has 16 rows. Rows of H past the expert's end
+/// A tile has an epilogue stage for each 64 columns. The producer brings H there, part beside part,
+/// and dH takes its place on the way out. Where gates and ups alternate, the accumulators' columns
+/// of each eight are the units 0, 4, 1, 5, 2, 6, 3, 7 (TensorView::pairs_rows): so a lane has the
+/// units whose pairs ldmatrix brings it. A warp has 16 rows. Rows of H past the expert's end
 /// belong to other experts, and may already be dH; dA' is anything there. They are computed but not
 /// stored.
-template <class Activations>
+template <class Activations, bool kAlternates>
 struct StoreActivationGrad : DefersNothing {
   using Params = ActivationGradParams<Activations>;
   static constexpr bool kAdds = false;
-  static constexpr int kParts = Activations::kGated ? 2 : 1;
+  template <class T>
+  using Parts = PreactParts<T, Activations::kGated, kAlternates>;
   static constexpr int kBuffers = 2;  ///< for A'
   static constexpr int kStagingBytes = kBuffers * WarpTile::kBytes;
   template <int kN>
@@ -46,11 +49,12 @@ struct StoreActivationGrad : DefersNothing {
                                               std::uint32_t stage, Barrier& full) {
     const int left = tile.rows - tile.m_block * kTileM;
     const int halves = left > 64 ? 2 : left > 0 ? 1 : 0;
-    full.expect(kParts * halves * kChunkBytes);
-    for (int part = 0; part < kParts; ++part) {
+    const Parts<typename Traits::T> parts{e.preact_boxes};
+    full.expect(parts.kCount * halves * kChunkBytes);
+    for (int part = 0; part < parts.kCount; ++part) {
       for (int half = 0; half < halves; ++half) {
-        load_box(stage + EpilogueStages<Traits>::part(part) + half * kChunkBytes,
-                 &e.preact_boxes[part], full.address(), tile.n_block * Traits::kTileN + chunk * 64,
+        load_box(stage + EpilogueStages<Traits>::part(part) + half * kChunkBytes, parts.map(part),
+                 full.address(), parts.column(part, tile.n_block * Traits::kTileN + chunk * 64),
                  tile.first_row + tile.m_block * kTileM + half * 64, 0);
       }
     }
@@ -66,7 +70,7 @@ struct StoreActivationGrad : DefersNothing {
     float scores[2] = {};  ///< s of this lane's two rows, from prefetch()
 
     using T = typename Traits::T;
-    static constexpr bool kGated = kParts == 2;
+    static constexpr bool kGated = Activations::kGated;
     static constexpr int kCount = Traits::kTileN / 2;
     static_assert(Traits::kM64 == 1);
 
@@ -101,46 +105,15 @@ struct StoreActivationGrad : DefersNothing {
       const int t = here(static_cast<int>(threadIdx.x)) % 128, lane = t % 32;
       const int row = uniform(first_row(t));
       const int rows = valid() - row, at = tile_row() + row;
-      T* const dpreact = static_cast<T*>(e.dpreact);
-      const std::int64_t width = kGated ? 2 * n : n;
-      const ChunkStore<T> dgates{&e.dpreact_boxes[0], dpreact, width, n};
-      const ChunkStore<T> dups{&e.dpreact_boxes[1], dpreact + n, width, n};
+      const Parts<T> dparts{e.dpreact_boxes, static_cast<T*>(e.dpreact), n};
       const ChunkStore<T> acts{&e.scaled_act_boxes, static_cast<T*>(e.scaled_act), n, n};
       RowReduce dscores;
-      static_for<Traits::kTileN / 64>([&](auto index) {
-        constexpr int chunk = decltype(index)::value;
+      const auto store_chunk = [&](int chunk, const float* da) {
         const std::uint32_t stage = uniform(stages.wait(chunk)) + row * kLineBytes;
-        const WarpTile gate(stage + stages.part(0), lane), up(stage + stages.part(1), lane);
+        const WarpTile staged[2] = {{stage + stages.part(0), lane}, {stage + stages.part(1), lane}};
         // The copy engine has read what left from here two chunks ago: see the wait below.
         const WarpTile scaled(staging + chunk % kBuffers * WarpTile::kBytes, lane);
-        Fragment next_g = gate.get(0), next_u = {};
-        if (kGated) next_u = up.get(0);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const Fragment g = next_g, u = next_u;
-          if (i < 3) {
-            next_g = gate.get(i + 1);
-            if (kGated) next_u = up.get(i + 1);
-          }
-          Fragment dg, du, a;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float score = scores[j % 2];
-            const float* da = &acc[(chunk * 4 + i) * 8 + 2 * j];
-            const float2 gs = Pair<T>::unpack(g.w[j]);
-            const float2 us = Pair<T>::unpack(u.w[j]);
-            const math::Gradients r0 = fn.backward(gs.x, us.x, score * da[0]);
-            const math::Gradients r1 = fn.backward(gs.y, us.y, score * da[1]);
-            dscores.add(j % 2, da[0], r0.act);
-            dscores.add(j % 2, da[1], r1.act);
-            dg.w[j] = Pair<T>::pack(r0.dgate, r1.dgate);
-            du.w[j] = Pair<T>::pack(r0.dup, r1.dup);
-            a.w[j] = Pair<T>::pack(score * r0.act, score * r1.act);
-          }
-          gate.put(i, dg);
-          if (kGated) up.put(i, du);
-          scaled.put(i, a);
-        }
+        differentiate(fn, da, staged, scaled, dscores);
         if (chunk > 0) {
           // Rarely blocks: the copy engine reads what left from the chunk before.
           if (lane == 0) store_wait_read<0>();
@@ -151,22 +124,103 @@ struct StoreActivationGrad : DefersNothing {
         const bool whole = rows >= WarpTile::kRows && unit < n;
         order_before_copy_engine();
         if (whole && lane == 0) {
-          dgates.send(gate, at, unit);
-          if (kGated) dups.send(up, at, unit);
+          dparts.send(staged, at, unit);
           acts.send(scaled, at, unit);
           store_commit();
         }
         if (!whole) {
-          dgates.store_rows(gate, at, unit, rows);
-          if (kGated) dups.store_rows(up, at, unit, rows);
+          dparts.store_rows(staged, at, unit, rows);
           acts.store_rows(scaled, at, unit, rows);
           order_before_copy_engine();  // which writes there next
         }
+      };
+      static_for<Traits::kTileN / 64>([&](auto chunk) {
+        store_chunk(decltype(chunk)::value, &acc[decltype(chunk)::value * 32]);
       });
       // Columns past n add nothing: H is zero there and so is A. (Unless dA' is infinite or NaN
       // there, from weights of other columns.)
       if (!kAlwaysScored<Traits> && e.dscores == nullptr) return;
       dscores.store(e.dscores + tile.n_block * e.capacity + at, rows, lane);
+    }
+
+    /// dH and A' of a chunk, in place of H and in `scaled`. `da`: dA' of it, 32 accumulators.
+    template <class Fn>
+    __device__ __forceinline__ void differentiate(const Fn& fn, const float* da,
+                                                  const WarpTile (&staged)[2],
+                                                  const WarpTile& scaled, RowReduce& dscores) {
+      if constexpr (kAlternates) return differentiate_pairs(fn, da, staged, scaled, dscores);
+      const WarpTile &gate = staged[0], &up = staged[1];
+      // Fragments are loaded one ahead, where an activation's members leave registers for that.
+      constexpr bool kAhead = std::is_empty_v<Fn>;
+      Fragment next_g = {}, next_u = {};
+      const auto load = [&](int i) {
+        next_g = gate.get(i);
+        if (kGated) next_u = up.get(i);
+      };
+      if (kAhead) load(0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!kAhead) load(i);
+        const Fragment g = next_g, u = next_u;
+        if (kAhead && i < 3) load(i + 1);
+        Fragment dg, du, a;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float score = scores[j % 2];
+          const float* d = &da[i * 8 + 2 * j];
+          const float2 gs = Pair<T>::unpack(g.w[j]);
+          const float2 us = Pair<T>::unpack(u.w[j]);
+          const math::Gradients r0 = fn.backward(gs.x, us.x, score * d[0]);
+          const math::Gradients r1 = fn.backward(gs.y, us.y, score * d[1]);
+          dscores.add(j % 2, d[0], r0.act);
+          dscores.add(j % 2, d[1], r1.act);
+          dg.w[j] = Pair<T>::pack(r0.dgate, r1.dgate);
+          du.w[j] = Pair<T>::pack(r0.dup, r1.dup);
+          a.w[j] = Pair<T>::pack(score * r0.act, score * r1.act);
+        }
+        gate.put(i, dg);
+        if (kGated) up.put(i, du);
+        scaled.put(i, a);
+      }
+    }
+
+    /// The same where gates and ups alternate: a fragment has the pairs of 8 units, of which a lane
+    /// has units q and 4 + q.
+    template <class Fn>
+    __device__ __forceinline__ void differentiate_pairs(const Fn& fn, const float* da,
+                                                        const WarpTile (&staged)[2],
+                                                        const WarpTile& scaled,
+                                                        RowReduce& dscores) {
+      Fragment next = staged[0].get(0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        Fragment a;
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+          const int at = 2 * i + eight;  // of 8 fragments, four in a part
+          const Fragment h = next;
+          if (at < 7) next = staged[(at + 1) / 4].get((at + 1) % 4);
+          Fragment dh;
+          std::uint32_t acts[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {  // unit q, then unit 4 + q
+            float act[2];
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              const float d = da[at * 4 + 2 * row + j];
+              const float2 pair = Pair<T>::unpack(h.w[2 * j + row]);
+              const math::Gradients r = fn.backward(pair.x, pair.y, scores[row] * d);
+              dscores.add(row, d, r.act);
+              dh.w[2 * j + row] = Pair<T>::pack(r.dgate, r.dup);
+              act[row] = scores[row] * r.act;
+            }
+            acts[j] = Pair<T>::pack(act[0], act[1]);
+          }
+          staged[at / 4].put(at % 4, dh);
+          to_columns(acts[0], acts[1], &a.w[2 * eight], &a.w[2 * eight + 1]);
+        }
+        scaled.put(i, a);
+      }
     }
   };
 };

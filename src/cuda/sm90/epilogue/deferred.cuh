@@ -79,6 +79,11 @@ struct DeferredTile {
   int row, column, expert;  ///< in the tensor map
   int rows;                 ///< of the matrix from `row` on
 };
+/// The same where an expert's matrix has two parts.
+template <int kChunks>
+struct DeferredPart : DeferredTile<kChunks> {
+  int part;  ///< which tensor map
+};
 
 /// Rounded accumulators of 64 columns, acc[0] to acc[31], into a staging tile. Unless `old` is null
 /// they are first added to what is there, in fp32. `rows` and `columns` are what the matrix has

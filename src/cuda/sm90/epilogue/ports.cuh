@@ -28,6 +28,46 @@ struct ChunkStore {
   }
 };
 
+/// H or dH (R, W), a chunk of 64 units at a time, in parts of 64 columns. Part 0 has the gates (or
+/// all there is), part 1 the ups. Where gates and ups alternate, each part has the pairs of 32
+/// units.
+template <class T, bool kGated, bool kAlternates>
+struct PreactParts {
+  static constexpr int kCount = kGated ? 2 : 1;
+  const CUtensorMap (&boxes)[2];  ///< by part; where they alternate: boxes[0] of all columns
+  T* matrix;
+  int n;
+
+  __device__ __forceinline__ const CUtensorMap* map(int part) const {
+    return &boxes[kAlternates ? 0 : part];
+  }
+  /// The part's first column in its map, for the chunk that begins with unit `unit`.
+  static __device__ __forceinline__ int column(int part, int unit) {
+    return kAlternates ? 2 * unit + 64 * part : unit;
+  }
+  /// As ChunkStore::send() and store_rows(), for all parts of the chunk.
+  __device__ __forceinline__ void send(const WarpTile (&tiles)[2], int row, int unit) const {
+    static_for<kCount>([&](auto index) {
+      constexpr int part = decltype(index)::value;
+      store(part).send(tiles[part], row, column(part, unit));
+    });
+  }
+  __device__ __forceinline__ void store_rows(const WarpTile (&tiles)[2], int row, int unit,
+                                             int rows) const {
+    static_for<kCount>([&](auto index) {
+      constexpr int part = decltype(index)::value;
+      store(part).store_rows(tiles[part], row, column(part, unit), rows);
+    });
+  }
+
+ private:
+  __device__ __forceinline__ ChunkStore<T> store(int part) const {
+    const std::int64_t width = kGated ? 2 * n : n;
+    if constexpr (kAlternates) return {map(part), matrix, width, 2 * n};
+    return {map(part), matrix + part * n, width, n};
+  }
+};
+
 /// Adds a bias of the columns by starting the accumulators at it, which costs no registers.
 template <class T>
 struct ColumnBias {

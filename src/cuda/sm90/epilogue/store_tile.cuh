@@ -8,11 +8,12 @@
 namespace sonicmoe::cuda {
 
 struct StoreParams {
-  CUtensorMap boxes[2];        ///< of 16-bit `out`, boxes of the epilogue's tile
-  void* out[2];                ///< the matrix; its second half, where N has two
+  CUtensorMap boxes[2];        ///< of 16-bit `out`, boxes of the epilogue's tile; by part of N
+  void* out[2];                ///< the matrix; its second part, where that is apart
   std::int64_t expert_stride;  ///< elements; unused where the experts share one matrix by rows
   std::int64_t row_stride;     ///< elements. Not a multiple of 8: no boxes, one element at a time
-  int rows, columns;           ///< of one expert's matrix (rows: unused where experts share one)
+  int rows, columns;           ///< of one expert's matrix, or of a part of it (rows: unused where
+                               ///< experts share one)
   const void* bias;            ///< (E, columns): with kBias
   const float* row_scores;     ///< (R): with kScores
   bool scores_bias;            ///< with kScores: the score multiplies the bias, too
@@ -28,6 +29,7 @@ struct Place {
   int rows, columns;        ///< of the matrix from there on
   std::int64_t start;       ///< offset of its first element in `out`
   std::int64_t row_stride;
+  int part = 0;  ///< of N: which tensor map
 };
 
 /// The place of element (row, column) in the expert's matrix.
@@ -45,8 +47,9 @@ __device__ __forceinline__ Place in_expert(const StoreParams& e, int expert, int
 struct AtRows {
   static constexpr bool kPlain = true;
   static constexpr bool kClips = false;
+  static constexpr bool kParts = false;
   template <class Traits>
-  static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
+  static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile, int) {
     const int column = tile.n_block * Traits::kTileN, row = tile.first_row + tile.m_block * kTileM;
     return {.row = row,
             .column = column,
@@ -63,9 +66,29 @@ template <bool kPlain_>
 struct AtMByN {
   static constexpr bool kPlain = kPlain_;
   static constexpr bool kClips = true;
+  static constexpr bool kParts = false;
   template <class Traits>
-  static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile) {
+  static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile, int) {
     return in_expert(e, tile.expert, tile.m_block * kTileM, tile.n_block * Traits::kTileN);
+  }
+};
+
+/// The same with N in two parts, whose columns follow each other in memory. The first has n_half
+/// n blocks.
+template <bool kPlain_>
+struct AtMByParts {
+  static constexpr bool kPlain = kPlain_;
+  static constexpr bool kClips = true;
+  static constexpr bool kParts = true;
+  template <class Traits>
+  static __device__ __forceinline__ Place place(const StoreParams& e, const Tile& tile,
+                                                int n_half) {
+    const int part = tile.n_block >= n_half;
+    const int column = (tile.n_block - part * n_half) * Traits::kTileN;
+    Place at = in_expert(e, tile.expert, tile.m_block * kTileM, column);
+    at.part = part;
+    at.start += part * e.columns;
+    return at;
   }
 };
 
@@ -124,8 +147,10 @@ struct StoreTile : LoadsNothing {
   template <class Traits>
   static constexpr bool kDefers = At::kPlain && !Traits::kPingpong;
   template <class Traits>
-  using Deferred = std::conditional_t<kDefers<Traits>, DeferredTile<Traits::kTileN / 64>,
-                                      DefersNothing::Deferred<Traits>>;
+  using Deferred =
+      std::conditional_t<!kDefers<Traits>, DefersNothing::Deferred<Traits>,
+                         std::conditional_t<At::kParts, DeferredPart<Traits::kTileN / 64>,
+                                            DeferredTile<Traits::kTileN / 64>>>;
 
   template <class Traits>
   static __device__ __forceinline__ bool send(const Params& e, Deferred<Traits>& deferred,
@@ -142,10 +167,12 @@ struct StoreTile : LoadsNothing {
         const int row = uniform(here(deferred.row)), rows = uniform(here(deferred.rows));
         const int column = uniform(here(deferred.column)) + chunk * 64;
         const int expert = At::kClips ? uniform(here(deferred.expert)) : 0;
+        int part = 0;
+        if constexpr (At::kParts) part = uniform(here(deferred.part));
         if (rows <= 0 || column >= e.columns) return tiles.skip();
         const WarpTile tile = tiles.next();
         put_all(tile, fragments);
-        store<typename Traits::T>(e, tiles, tile, row, column, expert, rows);
+        store<typename Traits::T>(e, tiles, tile, part, row, column, expert, rows);
       });
     }
   }
@@ -185,7 +212,7 @@ struct StoreTile : LoadsNothing {
                                            Deferred<Traits>& deferred,
                                            const EpilogueStages<Traits>&) {
       if constexpr (kScores) apply_scores(acc);
-      const Place at = At::template place<Traits>(e, tile);
+      const Place at = At::template place<Traits>(e, tile, gemm.extents.n_half);
       const int t = here(static_cast<int>(threadIdx.x)) % 128;
       const int warp_row = uniform(t / 32) * 16;
       if constexpr (kDefers<Traits>) {
@@ -193,6 +220,7 @@ struct StoreTile : LoadsNothing {
         deferred.row = at.row + row;
         deferred.column = at.column;
         deferred.expert = at.expert;
+        if constexpr (At::kParts) deferred.part = at.part;
         deferred.rows = at.rows - row;
         deferred.chunks.template defer<T>(acc[0]);
       } else {
@@ -253,7 +281,8 @@ struct StoreTile : LoadsNothing {
         const WarpTile tile = tiles.next();
         put_on_top(tile, &acc[chunk * 32], !At::kPlain && e.accumulate ? out + chunk * 64 : nullptr,
                    at.row_stride, at.rows - row, columns);
-        store<T>(e, tiles, tile, at.row + row, at.column + chunk * 64, at.expert, at.rows - row);
+        store<T>(e, tiles, tile, at.part, at.row + row, at.column + chunk * 64, at.expert,
+                 at.rows - row);
       });
     }
 
@@ -276,17 +305,17 @@ struct StoreTile : LoadsNothing {
   };
 
  private:
-  /// A filled staging tile to (row, column), of whose rows the matrix has `rows`.
+  /// A filled staging tile to (row, column) of a part, of whose rows the matrix has `rows`.
   template <class T>
   static __device__ __forceinline__ void store(const Params& e, StagingTiles<kBuffers>& tiles,
-                                               const WarpTile& tile, int row, int column,
+                                               const WarpTile& tile, int part, int row, int column,
                                                int expert, int rows) {
     const bool boxed = At::kClips || e.row_stride % 8 == 0;
     const bool whole = At::kClips || (boxed && rows >= WarpTile::kRows);
     if (whole) fence_async_proxy();
     __syncwarp();
     if (whole) {
-      if (tile.lane() == 0) store_box(&e.boxes[0], tile.address(), column, row, expert);
+      if (tile.lane() == 0) store_box(&e.boxes[part], tile.address(), column, row, expert);
     } else {
       T* const out = static_cast<T*>(e.out[0]);
       if (boxed) {

@@ -18,12 +18,8 @@ struct StoreTransposed : LoadsNothing {
   static constexpr int kStagingBytes = kBuffers * WarpgroupTile::kBytes / 4;
 
   template <class Traits>
-  struct DeferredHalf : DeferredTile<Traits::kTileN / 64> {
-    int half;  ///< which tensor map
-  };
-  template <class Traits>
-  using Deferred =
-      std::conditional_t<kPlain, DeferredHalf<Traits>, DefersNothing::Deferred<Traits>>;
+  using Deferred = std::conditional_t<kPlain, DeferredPart<Traits::kTileN / 64>,
+                                      DefersNothing::Deferred<Traits>>;
 
   /// All warps of a warpgroup together.
   template <class Traits>
@@ -44,7 +40,7 @@ struct StoreTransposed : LoadsNothing {
         // The tile before may have ended with any chunk.
         if (chunk == 0) everyone_once_read();
         const WarpgroupTile tile = staging_tile(uniform(staging), chunk, warp, lane);
-        const int half = uniform(here(deferred.half)), expert = uniform(here(deferred.expert));
+        const int part = uniform(here(deferred.part)), expert = uniform(here(deferred.expert));
         const int row = uniform(here(deferred.row)) + chunk * 64,
                   column = uniform(here(deferred.column));
         put_all(tile, fragments);
@@ -53,7 +49,7 @@ struct StoreTransposed : LoadsNothing {
         // one, from which the chunk before left.
         everyone_once_read();
         if (warp == 0 && lane == 0) {
-          store_box(&e.boxes[half], tile.address(), column, row, expert);
+          store_box(&e.boxes[part], tile.address(), column, row, expert);
           store_commit();
         }
       });
@@ -90,7 +86,7 @@ struct StoreTransposed : LoadsNothing {
       if (column >= e.columns) return;
       const Place at = in_expert(e, tile.expert, row, column);
       if constexpr (kPlain) {
-        deferred.half = half;
+        deferred.part = half;
         deferred.row = at.row;
         deferred.column = at.column;
         deferred.expert = at.expert;
