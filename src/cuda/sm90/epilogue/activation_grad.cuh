@@ -134,9 +134,22 @@ struct StoreActivationGrad : DefersNothing {
           order_before_copy_engine();  // which writes there next
         }
       };
-      static_for<Traits::kTileN / 64>([&](auto chunk) {
-        store_chunk(decltype(chunk)::value, &acc[decltype(chunk)::value * 32]);
-      });
+      constexpr int kChunks = Traits::kTileN / 64;
+      if constexpr (kChunks > 2) {
+        // One body for all chunks, which come to acc[0] to acc[31] in turn. Unrolled, the code does
+        // not fit into the instruction cache (docs/findings/instruction-cache.md).
+#pragma unroll 1
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          store_chunk(chunk, acc);
+#pragma unroll
+          for (int i = 32; i < kCount; ++i) acc[i - 32] = acc[i];
+          pin(acc);
+        }
+      } else {
+        static_for<kChunks>([&](auto chunk) {
+          store_chunk(decltype(chunk)::value, &acc[decltype(chunk)::value * 32]);
+        });
+      }
       // Columns past n add nothing: H is zero there and so is A. (Unless dA' is infinite or NaN
       // there, from weights of other columns.)
       if (!kAlwaysScored<Traits> && e.dscores == nullptr) return;
