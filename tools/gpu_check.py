@@ -70,7 +70,7 @@ SMALL = "4096,2048,768,128,8"
 # It asks how much memory the whole device has left.
 ALONE = "CudaPlan.CallsTakeNoDeviceMemory"
 # The other tests go in so many processes at a time: what they wait for is mostly the oracle.
-SHARDS = 6
+SHARDS = 8
 # Every kernel once, in what a sanitizer can afford.
 SANITIZED = ":".join(
     [
@@ -93,6 +93,7 @@ SANITIZED = ":".join(
             "activation_geglu_separate_bias_f16",
             "router_topk_over_softmax_bias_bf16",
             "given_hostile_bias_swiglu_bf16",
+            "given_hostile_bias_transposed_interleaved_bf16",
             "rounding_stochastic_topk_over_softmax_f16",
             "sums_topk_bf16",
             "sums_given_f16",
