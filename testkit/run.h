@@ -83,10 +83,10 @@ inline constexpr GemmOutput kGemmOutputs[] = {{"preact", &LayerTensors::preact, 
 std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool weights,
                                      std::int64_t least_rows = 0);
 
-/// For the gradient of the router's weights, where all of a row's error is that of one number, so
-/// that the 2x rule says little of few rows. The squared error of m rows scatters by sqrt(2 / m) of
-/// its mean: by a third here, where the rule allows four times the mean.
-inline constexpr std::int64_t kRouterRows = 16;
+/// For the gradient of the router's weights, where all of a row's error is that of one number, and
+/// for dS, a number a row: the 2x rule says little of few rows. The squared error of m rows
+/// scatters by sqrt(2 / m) of its mean: by a third here, where the rule allows four times the mean.
+inline constexpr std::int64_t kFewestNumbers = 16;
 
 /// Of the same gradient: how many errors it has that are independent. A row of it repeats those of
 /// its tokens' dlogits, and of a token's dlogits one follows from the others, for they add up to 0.

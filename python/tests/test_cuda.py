@@ -167,6 +167,7 @@ def test_the_last_backward_needs_one_h_less():
     x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def peak(retain):
+        torch.cuda.empty_cache()  # what is left of larger blocks counts as allocated
         o, _ = moe(x)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -235,7 +235,8 @@ struct SituGlu {
     const float g = alpha * tanh_g, u = beta * tanh_u, v = g * s;
     // d(g s) = (1 - tanh^2) s + g s (1 - s)
     const float slope = s * fma(g, 1.0f - s, fma(-tanh_g, tanh_g, 1.0f));
-    return {v * u, da * u * slope, da * v * fma(-tanh_u, tanh_u, 1.0f)};
+    // product() and not v u, which has a dozen roundings: dS shows them.
+    return {product(p, r, gate, up), da * u * slope, da * v * fma(-tanh_u, tanh_u, 1.0f)};
   }
 
  private:
