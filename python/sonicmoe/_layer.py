@@ -125,7 +125,7 @@ def experts(
     return _given_layer(_ops.ids_forward, x, given, {}, ExpertArgs(*of_experts))
 
 
-def experts_from_logits(
+def logits_layer(
     x: torch.Tensor,
     logits: torch.Tensor,
     ids: torch.Tensor | None,
@@ -133,6 +133,7 @@ def experts_from_logits(
     softmax_over_topk: bool,
     norm_topk_probs: bool,
     *of_experts: Any,
+    **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of logits (T, E), with ids (T, K) or without."""
     _ops.require()
@@ -146,7 +147,8 @@ def experts_from_logits(
     x, logits = autocast(x, logits)
     options = {"top_k": int(top_k)} | _ops.router_options(softmax_over_topk, norm_topk_probs)
     given = logits.contiguous(), ids
-    return _given_layer(_ops.logits_forward, x, given, options, ExpertArgs(*of_experts))
+    experts = ExpertArgs(*of_experts, **named)
+    return _given_layer(_ops.logits_forward, x, given, options, experts)
 
 
 def _given_layer(

@@ -224,7 +224,7 @@ def experts_from_logits(
         x, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
         w1_up, b1_up, w1_up_main_grad,
     )  # fmt: skip
-    return _layer.experts_from_logits(
+    return _layer.logits_layer(
         x, logits, ids, K, softmax_over_topk, norm_topk_probs, *of_experts
     )
 

@@ -52,31 +52,58 @@ class Experts(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def accumulating(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight as the layer takes it, and what backward adds its gradient to."""
-        weight = self.weight
-        if not weight.requires_grad:
-            return weight, None
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            raise ValueError(
-                f"{name}.weight.main_grad: got None, allowed: a torch.float32 tensor like the "
-                "weight, for gradient_accumulation_fusion adds to it"
-            )
-        if getattr(weight, "overwrite_main_grad", False):
-            raise ValueError(f"{name}.weight.overwrite_main_grad: got True, allowed: False")
-        if hasattr(weight, "grad_added_to_main_grad"):
-            if torch.compiler.is_compiling():  # no code of ours runs in that backward
-                weight.grad_added_to_main_grad = True
-            else:
-                weight = _AddedToMainGrad.apply(weight)
-        return weight, main_grad
+    def forward(
+        self, x: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """weight and bias as they are now, parametrized or adapted; x is for hooks alone."""
+        return self.weight, self.bias
 
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}"
         )
+
+
+def _accumulating(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight as the layer takes it, and what backward adds its gradient to."""
+    if not weight.requires_grad:
+        return weight, None
+    if not isinstance(weight, nn.Parameter):
+        raise ValueError(
+            f"{name}.weight: got a tensor that a parametrization, an adapter or a hook has made, "
+            "allowed: the parameter itself, for gradient_accumulation_fusion adds to its main_grad"
+        )
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            f"{name}.weight.main_grad: got None, allowed: a torch.float32 tensor like the "
+            "weight, for gradient_accumulation_fusion adds to it"
+        )
+    if getattr(weight, "overwrite_main_grad", False):
+        raise ValueError(f"{name}.weight.overwrite_main_grad: got True, allowed: False")
+    if hasattr(weight, "grad_added_to_main_grad"):
+        if torch.compiler.is_compiling():  # no code of ours runs in that backward
+            weight.grad_added_to_main_grad = True
+        else:
+            weight = _AddedToMainGrad.apply(weight)
+    return weight, main_grad
+
+
+def _in_order(made: torch.Tensor | None) -> torch.Tensor | None:
+    """What a parametrization or an adapter has made may lie in any order: a copy puts it right."""
+    return made if made is None or isinstance(made, nn.Parameter) else made.contiguous()
+
+
+def _is_plain(router: nn.Module) -> bool:
+    """Whether calling the router gives the product with its weight and nothing else."""
+    return (
+        type(router) is nn.Linear
+        and router.bias is None
+        and "forward" not in vars(router)
+        and not (router._forward_pre_hooks or router._forward_hooks)
+        and not (router._backward_pre_hooks or router._backward_hooks)
+    )
 
 
 class MoE(nn.Module):
@@ -95,6 +122,10 @@ class MoE(nn.Module):
     With `routing="token_rounding"` the layer rounds each expert's tokens to a multiple of `tile`
     while training (see :func:`sonicmoe.functional.token_rounding` for the rules of `rounding`); in
     `eval()` and in inference mode it is plain top-K. Draws come from PyTorch's generator.
+
+    `router`, `c_fc` and `c_proj` may have hooks, parametrizations and adapters, and `router` may be
+    any module that makes logits (T, E) of x (T, d): every forward calls them. A plain linear router
+    is not called: its product is a part of the layer.
 
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
     `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
@@ -177,7 +208,27 @@ class MoE(nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         tokens = x.reshape(-1, self.hidden_size)
-        w1, w2, main_grads = self.c_fc.weight, self.c_proj.weight, {}
+        experts, main_grads = self._experts(tokens, backend, kernel_backend_moe, is_inference_mode)
+        if self.routing == "token_rounding" and self.training and not is_inference_mode:
+            out, logits, counts = self._rounded(backend, tokens, experts, main_grads)
+        else:
+            out, logits, counts = self._top_k(backend, tokens, experts, main_grads)
+        aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
+        return out.view(x.shape), aux_loss
+
+    def _experts(
+        self,
+        x: torch.Tensor,
+        backend: ModuleType,
+        kernel_backend_moe: KernelBackendMoE,
+        is_inference_mode: bool,
+    ) -> tuple[tuple, dict[str, torch.Tensor | None]]:
+        """What the layers take of the experts, in order, and the main_grads by name."""
+        # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
+        seen = x.detach()
+        w1, b1 = map(_in_order, self.c_fc(seen))
+        w2, b2 = map(_in_order, self.c_proj(seen))
+        main_grads = {}
         if self.gradient_accumulation_fusion:
             if backend is not _layer:
                 raise ValueError(
@@ -185,40 +236,48 @@ class MoE(nn.Module):
                     "KernelBackendMoE.sonicmoe, with gradient_accumulation_fusion"
                 )
             if torch.is_grad_enabled() and not is_inference_mode:
-                w1, main_grads["w1_main_grad"] = self.c_fc.accumulating("c_fc")
-                w2, main_grads["w2_main_grad"] = self.c_proj.accumulating("c_proj")
-        if self.routing == "token_rounding" and self.training and not is_inference_mode:
-            out, logits, counts = self._rounded(backend, tokens, w1, w2, main_grads)
-            return out.view(x.shape), backend.switch_loss(logits, counts)
-        out, logits, counts = backend.topk_layer(
-            tokens,
-            self.router.weight,
-            self.top_k,
-            self.softmax_over_topk,
-            self.norm_topk_probs,
-            w1,
-            self.c_fc.bias,
-            w2,
-            self.c_proj.bias,
-            self.activation_function,
-            is_inference_mode,
-            self.layout,
-            **main_grads,
-        )
-        aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
-        return out.view(x.shape), aux_loss
+                w1, main_grads["w1_main_grad"] = _accumulating("c_fc", w1)
+                w2, main_grads["w2_main_grad"] = _accumulating("c_proj", w2)
+        experts = w1, b1, w2, b2, self.activation_function, is_inference_mode, self.layout
+        return experts, main_grads
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's logits (T, E) of x (T, d)."""
+        logits = self.router(x)
+        _check.tensors(**{"router(x)": logits})
+        shape = x.shape[0], self.num_experts
+        if logits.shape != shape:
+            raise ValueError(
+                f"router(x): got shape {tuple(logits.shape)}, allowed: (T, E) = {tuple(shape)}"
+            )
+        return logits
+
+    def _top_k(
+        self,
+        backend: ModuleType,
+        x: torch.Tensor,
+        experts: tuple,
+        main_grads: dict[str, torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The output, the logits and the counts."""
+        options = self.top_k, self.softmax_over_topk, self.norm_topk_probs, *experts
+        if _is_plain(self.router):
+            return backend.topk_layer(x, self.router.weight, *options, **main_grads)
+        (x,) = autocast(x)
+        (logits,) = autocast(self._logits(x))
+        out, counts = backend.logits_layer(x, logits, None, *options, **main_grads)
+        return out, logits, counts
 
     def _rounded(
         self,
         backend: ModuleType,
         x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
+        experts: tuple,
         main_grads: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
-        x, router_w = autocast(x.contiguous(), self.router.weight)  # kept once, by both
-        logits = nn.functional.linear(x, router_w)
+        (x,) = autocast(x.contiguous())  # kept once, by the router and the experts
+        logits = self._logits(x)
         # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
         draws = None
         if self.rounding in _check.DRAWING_RULES:
@@ -232,20 +291,7 @@ class MoE(nn.Module):
             self.norm_topk_probs,
             draws,
         )
-        out, _ = backend.routed_layer(
-            x,
-            scores,
-            token_ids,
-            expert_ids,
-            w1,
-            self.c_fc.bias,
-            w2,
-            self.c_proj.bias,
-            self.activation_function,
-            False,
-            self.layout,
-            **main_grads,
-        )
+        out, _ = backend.routed_layer(x, scores, token_ids, expert_ids, *experts, **main_grads)
         return out, logits, frequency
 
     def extra_repr(self) -> str:

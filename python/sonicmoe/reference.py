@@ -5,6 +5,8 @@ formula with them, runs on any device and in any floating type (fp64 too), and r
 storage type at the same points: H, A, Y and the output once each, scores never.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +19,7 @@ __all__ = [
     "experts",
     "experts_from_logits",
     "grouped_experts",
+    "logits_layer",
     "route",
     "routed_layer",
     "score_ids",
@@ -180,6 +183,25 @@ def routed_layer(
         )
 
 
+def logits_layer(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor | None,
+    top_k: int,
+    softmax_over_topk: bool,
+    norm_topk_probs: bool,
+    *of_experts: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o (T, d) and counts (E) int32 of logits (T, E), and of ids (T, K) if they are given;
+    `of_experts`: the arguments of routed_layer from w1 on."""
+    if ids is None:
+        scores, ids = route(logits, top_k, softmax_over_topk, norm_topk_probs)
+    else:
+        scores = score_ids(logits, ids, softmax_over_topk, norm_topk_probs)
+    tokens = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
+    return routed_layer(x, scores.flatten(), tokens, ids.flatten(), *of_experts)
+
+
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -230,13 +252,9 @@ def experts_from_logits(
     b1_up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of logits (T, E), and of ids (T, K) if they are given."""
-    if ids is None:
-        weights, ids = route(logits, K, softmax_over_topk, norm_topk_probs)
-    else:
-        weights = score_ids(logits, ids, softmax_over_topk, norm_topk_probs)
-    return experts(
-        x, ids, weights, w1, w2, b1, b2, activation=activation, layout=layout, w1_up=w1_up,
-        b1_up=b1_up,
+    return logits_layer(
+        x, logits, ids, K, softmax_over_topk, norm_topk_probs, w1, b1, w2, b2, activation, False,
+        layout, w1_up, b1_up,
     )  # fmt: skip
 
 

@@ -1,0 +1,200 @@
+"""The module and the world around it: hooks, adapters, transforms, counters, exported programs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from sonicmoe import ActivationType, KernelBackendMoE, MoE
+
+T, D, N, E, K = 40, 24, 16, 6, 2
+BACKENDS = [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch]
+ROUTINGS = ["top_k", "token_rounding"]
+
+
+def make_module(**options):
+    options = {"tile": 1} | options
+    return MoE(E, K, D, N, ActivationType.SWIGLU, options.pop("bias", False), 0.3, **options)
+
+
+def backward(outputs):
+    o, aux_loss = outputs
+    (o.square().sum() + aux_loss).backward()
+
+
+def assert_same_step(ours, plain, x, backend=KernelBackendMoE.sonicmoe):
+    """Output, loss and all gradients that the plain module has."""
+    x, plain_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    outputs, expected = ours(x, backend), plain(plain_x, backend)
+    for a, b in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    backward(outputs)
+    backward(expected)
+    torch.testing.assert_close(x.grad, plain_x.grad)
+    gradients = {name: p.grad for name, p in ours.named_parameters()}
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)
+
+
+# Hooks, adapters, routers.
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("part", ["router", "c_fc", "c_proj"])
+def test_hooks_of_parts_are_called(part, routing, backend):
+    plain = make_module(routing=routing)
+    moe = copy.deepcopy(plain)
+    heard = []
+    hooked = getattr(moe, part)
+    hooked.register_forward_pre_hook(lambda module, args: heard.append(args[0].shape))
+    hooked.register_forward_hook(lambda *_: heard.append("forward"))
+    hooked.register_full_backward_hook(lambda *_: heard.append("backward"))
+    assert_same_step(moe, plain, torch.randn(2, T, D), backend)
+    assert heard == [(2 * T, D), "forward", "backward"]
+
+
+class Scaled(nn.Module):
+    """A weight times a trained number for each row, in another order of memory."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(weight.shape[:-1]).unsqueeze(-1))
+
+    def forward(self, weight):
+        return (weight * self.scale).mT.contiguous().mT
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_parametrizations_act(grad, routing, backend):
+    moe = make_module(routing=routing)
+    plain = copy.deepcopy(moe)
+    x = torch.randn(T, D)
+    for name in ("router", "c_fc", "c_proj"):
+        part = getattr(moe, name)
+        parametrize.register_parametrization(part, "weight", Scaled(part.weight))
+        getattr(plain, name).weight.data = part.weight.detach().contiguous()
+    if not grad:
+        with torch.no_grad():
+            torch.testing.assert_close(moe(x, backend)[0], plain(x, backend)[0])
+        return
+    backward(moe(x, backend))
+    backward(plain(x, backend))
+    for name in ("router", "c_fc", "c_proj"):
+        (parametrization,) = getattr(moe, name).parametrizations.weight
+        original = getattr(moe, name).parametrizations.weight.original
+        gradient = getattr(plain, name).weight.grad
+        torch.testing.assert_close(original.grad, gradient * parametrization.scale)
+        expected = (gradient * original).sum(-1, keepdim=True)
+        torch.testing.assert_close(parametrization.scale.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+class Adapter(nn.Module):
+    """What adapters do to a module: they hold it and change what it returns."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        made = self.inner(x)
+        return (made[0] * self.factor, made[1]) if isinstance(made, tuple) else made * self.factor
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_adapters_act(routing, backend):
+    moe = make_module(routing=routing, bias=True)
+    plain = copy.deepcopy(moe)
+    for name in ("router", "c_fc", "c_proj"):
+        getattr(plain, name).weight.data *= 2
+        setattr(moe, name, Adapter(getattr(moe, name)))
+    x = torch.randn(T, D)
+    outputs, expected = moe(x, backend), plain(x, backend)
+    for a, b in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    backward(outputs)
+    backward(expected)
+    for name in ("router", "c_fc", "c_proj"):
+        gradient = getattr(plain, name).weight.grad
+        torch.testing.assert_close(getattr(moe, name).inner.weight.grad, 2 * gradient)
+        assert getattr(moe, name).factor.grad
+
+
+class Biased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(D, 8)
+        self.second = nn.Linear(8, E)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("mode", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_any_router_is_called(autocast, routing, mode):
+    torch.manual_seed(2)
+    options = dict(routing=routing, softmax_over_topk=mode[0], norm_topk_probs=mode[1])
+    moe = make_module(**options)
+    moe.router = Biased()
+    plain = copy.deepcopy(moe)
+    x = torch.randn(T, D)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        backward(moe(x))
+        backward(plain(x, KernelBackendMoE.torch))
+    tolerance = 0.02 if autocast else 1e-5
+    for a, b in zip(moe.parameters(), plain.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < tolerance * b.grad.norm()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_called_router_compiles(routing):
+    torch._dynamo.reset()
+    moe = make_module(routing=routing)
+    moe.router = nn.Linear(D, E)
+    parametrize.register_parametrization(moe.c_fc, "weight", Scaled(moe.c_fc.weight))
+    x = torch.randn(T, D)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    for a, b in zip(moe(x), compiled(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_overridden_forward_of_the_router_is_called():
+    moe = make_module()
+    plain = copy.deepcopy(moe)
+    plain.router.weight.data *= 2
+    called = moe.router.forward
+    moe.router.forward = lambda x: called(x) * 2  # as offloading does
+    x = torch.randn(T, D)
+    torch.testing.assert_close(moe(x), plain(x))
+
+
+def test_bad_routers_are_refused():
+    moe = make_module()
+    x = torch.randn(T, D)
+    moe.router = nn.Linear(D, E + 1)
+    with pytest.raises(ValueError, match=r"^router\(x\): got shape \(40, 7\), allowed: \(T, E\) = "):
+        moe(x)
+    moe.router = nn.LSTM(D, E)
+    with pytest.raises(TypeError, match=r"^router\(x\): got tuple, allowed: a tensor$"):
+        moe(x)
+
+
+@pytest.mark.parametrize("part", ["c_fc", "c_proj"])
+def test_main_grad_takes_the_parameter_itself(part):
+    moe = make_module(gradient_accumulation_fusion=True)
+    for weight in (moe.c_fc.weight, moe.c_proj.weight):
+        weight.main_grad = torch.zeros(weight.shape)
+    experts = getattr(moe, part)
+    parametrize.register_parametrization(experts, "weight", Scaled(experts.weight))
+    with pytest.raises(ValueError, match=f"^{part}.weight: got a tensor that a parametrization"):
+        moe(torch.randn(T, D))
+    with torch.no_grad():
+        moe(torch.randn(T, D))
