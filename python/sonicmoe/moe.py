@@ -1,5 +1,6 @@
 """The MoE module."""
 
+import warnings
 from types import ModuleType
 
 import torch
@@ -172,6 +173,14 @@ class MoE(nn.Module):
         if not 1 <= tile <= 1024:
             raise ValueError(f"tile: got {tile}, allowed: 1 to 1024")
         _check.layer_sizes(hidden_size, intermediate_size, num_experts, num_experts_per_tok)
+        if num_experts_per_tok == 1 and (softmax_over_topk or norm_topk_probs):
+            warnings.warn(
+                f"softmax_over_topk: got {softmax_over_topk}, norm_topk_probs: got "
+                f"{norm_topk_probs}, with num_experts_per_tok=1: every weight is 1, so the task's "
+                "loss gives the router no gradient; softmax_over_topk=False without "
+                "norm_topk_probs gives it one",
+                stacklevel=2,
+            )
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
@@ -189,6 +198,11 @@ class MoE(nn.Module):
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
         self.c_fc = Experts(num_experts, hidden_size, width, add_bias, std)
         self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
+
+    @property
+    def concat_layout(self) -> bool:
+        """The original's name of `layout == "concatenated"`."""
+        return self.layout == "concatenated"
 
     def forward(
         self,
@@ -214,7 +228,8 @@ class MoE(nn.Module):
         else:
             out, logits, counts = self._top_k(backend, tokens, experts, main_grads)
         aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
-        return out.view(x.shape), aux_loss
+        # A view of two dimensions could not be detached in place, as pipelines do with outputs.
+        return out if x.dim() == 2 else out.view(x.shape), aux_loss
 
     def _experts(
         self,

@@ -1,6 +1,7 @@
 """The module and the world around it: hooks, adapters, transforms, counters, exported programs."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -198,3 +199,36 @@ def test_main_grad_takes_the_parameter_itself(part):
         moe(torch.randn(T, D))
     with torch.no_grad():
         moe(torch.randn(T, D))
+
+
+# Constant weights, views.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_topk_probs": True}, {"softmax_over_topk": False, "norm_topk_probs": True}],
+)
+def test_one_expert_with_constant_weights_warns(options):
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="the router no gradient; softmax_over_topk=False "):
+            MoE(E, 1, D, N, ActivationType.SWIGLU, False, 0.3, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_module(**options)
+        moe = MoE(E, 1, D, N, ActivationType.SWIGLU, False, 0.3, softmax_over_topk=False)
+    moe(torch.randn(T, D))[0].square().sum().backward()
+    assert moe.router.weight.grad.any()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_output_of_two_dimensions_is_no_view(backend, grad):
+    x = torch.randn(T, D, requires_grad=grad)
+    o, _ = make_module()(x, backend)
+    assert not o._is_view()
+    o.detach_()
+
+
+def test_concat_layout_says_the_layout():
+    assert make_module(concat_layout=True).concat_layout
+    assert not make_module().concat_layout
