@@ -20,6 +20,18 @@ def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bo
     return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def _run(operator: Callable, inference: bool, *inputs: Any, **named: Any) -> Any:
+    """What the operator returns, without a history in inference mode."""
+    if not inference:
+        return operator(*inputs, **named)
+    if torch.compiler.is_compiling():
+        # A change of the grad mode would enter the graph, which torch.export could not load again.
+        inputs = [i.detach() if isinstance(i, torch.Tensor) else i for i in inputs]
+        return operator(*inputs, **named)
+    with torch.no_grad():
+        return operator(*inputs, **named)
+
+
 class ExpertArgs(NamedTuple):
     """What each layer takes of its experts, as its last arguments. Weights are as they are stored;
     `w1_up`, `b1_up` and `w1_up_main_grad` belong to the layout "separate"."""
@@ -86,8 +98,8 @@ def topk_layer(
     _check.alike(x, router_w=router_w)
     x, experts = ExpertArgs(*of_experts, **named).checked(x, router_w)
     options = {"top_k": int(top_k)} | _ops.router_options(softmax_over_topk, norm_topk_probs)
-    with torch.set_grad_enabled(not experts.is_inference_mode):
-        return _ops.layer_forward(x.contiguous(), router_w, *experts.of_operator(**options))[:3]
+    inputs = x.contiguous(), router_w, *experts.of_operator(**options)
+    return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)[:3]
 
 
 def routed_layer(
@@ -160,8 +172,8 @@ def _given_layer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An operator whose caller routes: `given` are its arguments behind x."""
     x, experts = experts.checked(x, *given)
-    with torch.set_grad_enabled(not experts.is_inference_mode):
-        return operator(x.contiguous(), *given, *experts.of_operator(**options))[:2]
+    inputs = x.contiguous(), *given, *experts.of_operator(**options)
+    return _run(operator, experts.is_inference_mode, *inputs)[:2]
 
 
 def grouped_experts(
@@ -194,16 +206,17 @@ def grouped_experts(
         zero_tail=zero_tail,
         expected_rows=expected_rows,
     )
-    with torch.set_grad_enabled(not experts.is_inference_mode):
-        return _ops.grouped_forward(
-            rows.contiguous(),
-            None if counts is None else counts.contiguous(),
-            None if offsets is None else offsets.contiguous(),
-            None if scores is None else scores.float().contiguous(),
-            *of_operator,
-            None if experts.is_inference_mode else dx_out,
-            out=out,
-        )
+    return _run(
+        _ops.grouped_forward,
+        experts.is_inference_mode,
+        rows.contiguous(),
+        None if counts is None else counts.contiguous(),
+        None if offsets is None else offsets.contiguous(),
+        None if scores is None else scores.float().contiguous(),
+        *of_operator,
+        None if experts.is_inference_mode else dx_out,
+        out=out,
+    )
 
 
 def token_rounding(

@@ -1,6 +1,7 @@
 """The module and the world around it: hooks, adapters, transforms, counters, exported programs."""
 
 import copy
+import io
 import warnings
 
 import pytest
@@ -232,3 +233,47 @@ def test_an_output_of_two_dimensions_is_no_view(backend, grad):
 def test_concat_layout_says_the_layout():
     assert make_module(concat_layout=True).concat_layout
     assert not make_module().concat_layout
+
+
+# Exported programs.
+
+
+class Block(nn.Module):
+    def __init__(self, inference, **options):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.moe = make_module(**options)
+        self.inference = inference
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x), is_inference_mode=self.inference)[0]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("called_router", [False, True])
+def test_an_exported_program_is_saved_and_loaded(called_router, inference, strict):
+    block = Block(inference)
+    if called_router:
+        block.moe.router = nn.Linear(D, E)
+    block.eval()
+    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    example = (torch.randn(2, 10, D),)
+    program = torch.export.export(block, example, dynamic_shapes=(dims,), strict=strict)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    loaded = torch.export.load(buffer)
+    for shape in ((2, 10), (3, 7)):
+        x = torch.randn(*shape, D)
+        for made in (program, loaded, program.run_decompositions()):
+            torch.testing.assert_close(made.module()(x), block(x))
+
+
+def test_inference_that_is_compiled_keeps_nothing():
+    torch._dynamo.reset()
+    moe = make_module()
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    x = torch.randn(T, D, requires_grad=True)
+    o, _ = compiled(x, is_inference_mode=True)
+    assert not o.requires_grad and torch.equal(o, moe(x)[0])
