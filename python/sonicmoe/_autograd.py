@@ -81,6 +81,45 @@ def place_of_dpreact(ctx, preact):
     return preact
 
 
+def _refuse_vmap(*_: object, **__: object) -> None:
+    raise NotImplementedError(
+        "sonicmoe: got a batch of vmap (is_grads_batched, jacrev, jacfwd, hessian), allowed: calls "
+        "without it; x (..., d) takes batches itself, and a loop makes gradients of each sample"
+    )
+
+
+def _refuse_jvp(*_: object) -> None:
+    raise NotImplementedError(
+        "sonicmoe: got a tangent of forward-mode differentiation (jvp, jacfwd), allowed: reverse "
+        "mode (backward, torch.func.grad, torch.func.vjp)"
+    )
+
+
+def _no_second_derivative(name: str, got: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"sonicmoe::{name} has no second derivative: got {got}; KernelBackendMoE.torch has one"
+    )
+
+
+class _FirstDerivatives(torch.autograd.Function):
+    """Passes gradients on, and refuses to differentiate them by `others`, which made them."""
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise _no_second_derivative(ctx.name, "a derivative of a gradient, allowed: first ones")
+
+    jvp = staticmethod(_refuse_jvp)
+    vmap = staticmethod(_refuse_vmap)
+
+
 def function(name: str, operator: Callable, save: Callable, backward: Callable) -> type:
     """An autograd.Function of `operator`, for eager calls; a derivative of its backward is refused.
     """
@@ -92,19 +131,53 @@ def function(name: str, operator: Callable, save: Callable, backward: Callable) 
         ctx.owns_preact = True  # no caller of ours hands it out
         return output
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(_once(name, backward))}
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(_once(name, backward)),
+        "jvp": staticmethod(_refuse_jvp),
+    }
+    return type(name, (torch.autograd.Function,), members)
+
+
+def _transformed(name: str, operator: Callable, save: Callable, backward: Callable) -> type:
+    """The same for torch.func's transforms. They want setup_context, which costs eager calls host
+    time, and they always run backward so that its derivative could be taken."""
+
+    def forward(*inputs):
+        return operator(*inputs)
+
+    def first(ctx, *gradients):
+        with torch.no_grad():
+            returned = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return returned
+        made = [t for t in returned if t is not None]
+        others = [t for t in (*gradients, *ctx.saved_tensors) if t is not None]
+        passed = iter(_FirstDerivatives.apply(name, len(made), *made, *others))
+        return tuple(None if t is None else next(passed) for t in returned)
+
+    members = {
+        "forward": staticmethod(forward),
+        "setup_context": staticmethod(save),
+        "backward": staticmethod(first),
+        "jvp": staticmethod(_refuse_jvp),
+        "vmap": staticmethod(_refuse_vmap),
+    }
     return type(name, (torch.autograd.Function,), members)
 
 
 def _once(name: str, backward: Callable) -> Callable:
     def backward_once(ctx, *gradients):
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"sonicmoe::{name} has no second derivative: got create_graph=True, allowed: False"
-            )
+            raise _no_second_derivative(name, "create_graph=True, allowed: False")
         return backward(ctx, *gradients)
 
     return backward_once
+
+
+def transforms() -> bool:
+    """Whether torch.func's transforms are at work."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def differentiable(name: str, save: Callable, backward: Callable) -> Callable:
@@ -116,13 +189,26 @@ def differentiable(name: str, save: Callable, backward: Callable) -> Callable:
     operator = getattr(torch.ops.sonicmoe, name).default
     torch.library.register_autograd(operator, _once(name, backward), setup_context=save)
     eager = function(name, operator, save, backward)
+    transformed = _transformed(name, operator, save, backward)
 
     def call(*inputs):
         if torch.compiler.is_compiling():
             return operator(*inputs)
+        if transforms():
+            return transformed.apply(*inputs)
         if torch.is_grad_enabled():
             return eager.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():  # nothing to save
             return operator(*inputs)
 
     return call
+
+
+#: Refusals of what PyTorch would do by a loop over the batch, or refuse in its own words.
+_refusals = torch.library.Library("sonicmoe", "IMPL")
+
+
+def refuse_vmap(name: str) -> None:
+    """Of an operator, in torch.func.vmap and in the older vmap behind is_grads_batched."""
+    for key in ("FuncTorchBatched", "Batched"):
+        _refusals.impl(name, _refuse_vmap, key)

@@ -253,6 +253,8 @@ def grouped_forward(*inputs, out=None):
             with torch.no_grad():
                 out.copy_(result)
         return result
+    if _autograd.transforms():
+        raise NotImplementedError("out: got a tensor, allowed: None, in torch.func's transforms")
     result = out.detach()
     if torch.is_grad_enabled():
         return _GroupedForwardInto.apply(*inputs, result)[0]
@@ -293,6 +295,7 @@ if AVAILABLE:
     torch.ops.load_library(_LIBRARY)
     for _name, _fake in _fakes.FAKES.items():
         torch.library.register_fake(f"sonicmoe::{_name}", _fake)
+        _autograd.refuse_vmap(_name)
     layer_forward = _autograd.differentiable(
         "layer_forward", _save_for_layer_backward, _layer_backward
     )
