@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import _autograd, _fakes
+from . import _autograd, _fakes, _flops
 from ._fakes import options_of
 
 _LIBRARY = Path(__file__).parent / "lib" / "libsonicmoe_torch.so"
@@ -296,6 +296,7 @@ if AVAILABLE:
     for _name, _fake in _fakes.FAKES.items():
         torch.library.register_fake(f"sonicmoe::{_name}", _fake)
         _autograd.refuse_vmap(_name)
+    _flops.register()
     layer_forward = _autograd.differentiable(
         "layer_forward", _save_for_layer_backward, _layer_backward
     )

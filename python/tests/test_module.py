@@ -9,8 +9,16 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
 
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, grouped_experts
+from sonicmoe import (
+    ActivationType,
+    KernelBackendMoE,
+    MoE,
+    experts,
+    grouped_experts,
+    moe_general_routing_inputs,
+)
 
 T, D, N, E, K = 40, 24, 16, 6, 2
 BACKENDS = [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch]
@@ -379,3 +387,64 @@ def test_memory_of_the_caller_is_refused_in_transforms():
     assert torch.equal(grad(loss)(rows), leaf.grad)
     with pytest.raises(NotImplementedError, match="^out: got a tensor, allowed: None, in torch.f"):
         grad(lambda rows: loss(rows, out=out))(rows)
+
+
+# FLOPs.
+
+
+def counted(call):
+    with FlopCounterMode(display=False) as counter:
+        result = call()
+    return counter.get_total_flops(), result
+
+
+@pytest.mark.parametrize("activation, products", [("swiglu", 6), ("relu", 4)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("called_router", [False, True])
+def test_flops_of_the_module(called_router, compiled, activation, products):
+    torch._dynamo.reset()
+    moe = MoE(E, K, D, N, activation, False, 0.3)
+    if called_router:
+        moe.router = nn.Linear(D, E)
+    forward = products * T * K * N * D + 2 * T * E * D
+    x = torch.randn(T, D, requires_grad=True)
+    call = torch.compile(moe, backend="aot_eager") if compiled else moe
+    call(x)  # a compiler's own runs are not counted
+    flops, (o, _) = counted(lambda: call(x))
+    assert flops == forward
+    assert counted(o.sum().backward)[0] == 2 * forward
+    assert counted(lambda: moe(x, is_inference_mode=True))[0] == forward
+
+
+def test_flops_of_gradients_that_are_wanted():
+    moe = make_module()
+    up, down, router = 4 * T * K * N * D, 2 * T * K * N * D, 2 * T * E * D
+    x = torch.randn(T, D, requires_grad=True)
+    for inputs, flops in (
+        ([x], up + down + router),  # down: dA, which every gradient of H needs
+        ([moe.c_fc.weight], up + down),
+        ([moe.c_proj.weight], 2 * down),
+        ([moe.router.weight], down + router),
+    ):
+        o = moe(x)[0].sum()
+        assert counted(lambda: torch.autograd.grad(o, inputs))[0] == flops  # noqa: B023
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_flops_of_given_routing(separate):
+    x = torch.randn(T, D, requires_grad=True)
+    w1 = torch.randn(E, N if separate else 2 * N, D, requires_grad=True)
+    w2 = torch.randn(E, D, N, requires_grad=True)
+    options = {"w1_up": torch.randn(E, N, D, requires_grad=True)} if separate else {}
+    tokens, ids = torch.randint(0, T, (70,)), torch.randint(-1, E, (70,))
+    pairs, counts = ids[:T].view(T, 1), torch.full((E,), 2)
+    for rows, call in (
+        (70, lambda: moe_general_routing_inputs(
+            x, torch.rand(70), tokens, ids, w1, None, w2, None, **options)[0]),
+        (T, lambda: experts(x, pairs, torch.rand(T, 1), w1, w2, **options)[0]),
+        (T, lambda: grouped_experts(x, counts, w1, w2, **options)),
+        (T, lambda: grouped_experts(x, counts, w1, w2, out=torch.empty(T, D), **options)),
+    ):  # fmt: skip
+        flops, o = counted(call)
+        assert flops == 6 * rows * N * D
+        assert counted(o.sum().backward)[0] == 2 * flops

@@ -1,0 +1,70 @@
+"""FLOPs of the operators' matrix products, for torch.utils.flop_counter.
+
+They count the rows that shapes say: T*K, the length of lists, or the capacity R. How many of those
+are sentinels or belong to no expert is known to the device alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ._fakes import options_of
+
+
+def _chosen(given: dict[str, Any]) -> int:
+    return given["x"].shape[0] * int(options_of(given["layer"])["top_k"])
+
+
+#: Rows of each forward operator, of its arguments by name.
+_ROWS = {
+    "layer_forward": _chosen,
+    "routed_forward": lambda given: given["scores"].shape[0],
+    "ids_forward": lambda given: given["ids"].numel(),
+    "logits_forward": _chosen,
+    "grouped_forward": lambda given: given["rows"].shape[0],
+    "grouped_forward_out": lambda given: given["rows"].shape[0],
+}
+_BACKWARDS = tuple(f"{kind}_backward" for kind in ("layer", "routed", "ids", "logits", "grouped"))
+
+
+def _product(rows: int, weights: torch.Tensor | None) -> int:
+    """Of rows with their experts' weights (E, out, in)."""
+    return 0 if weights is None else 2 * rows * weights.shape[1] * weights.shape[2]
+
+
+def _router(given: dict[str, Any]) -> int:
+    return 2 * given["x"].shape[0] * given["router_w"].numel() if "router_w" in given else 0
+
+
+def _forward(given: dict[str, Any], rows: int) -> int:
+    weights = given["w1"], given["w1_up"], given["w2"]
+    return sum(_product(rows, w) for w in weights) + _router(given)
+
+
+def _backward(given: dict[str, Any]) -> int:
+    """One product for dA, and one for each of dx, dW1, dW2 and the router's that is wanted."""
+    rows = given["preact"].shape[0]
+    up = _product(rows, given["w1"]) + _product(rows, given["w1_up"])
+    down = _product(rows, given["w2"])
+    wants_dw1 = given["wants_dw1"] or (given["w1_up"] is not None and given["wants_dw1_up"])
+    of_experts = up * (given["wants_dx"] + wants_dw1) + down * (1 + given["wants_dw2"])
+    return of_experts + _router(given) * (given["wants_dx"] + given.get("wants_drouter_w", False))
+
+
+def _register(name: str, formula: Callable[[dict[str, Any]], int]) -> None:
+    packet = getattr(torch.ops.sonicmoe, name)
+    arguments = packet.default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+
+    @register_flop_formula(packet, get_raw=True)
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return formula(defaults | dict(zip(defaults, args, strict=False)) | kwargs)
+
+
+def register() -> None:
+    for name, rows in _ROWS.items():
+        _register(name, lambda given, rows=rows: _forward(given, rows(given)))
+    for name in _BACKWARDS:
+        _register(name, _backward)
