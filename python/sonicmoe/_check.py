@@ -15,10 +15,47 @@ _OPTIONAL = ("b1", "b2", "w1_up", "b1_up", "w1_main_grad", "w2_main_grad", "w1_u
 
 
 def tensors(**values: object) -> None:
-    """All are tensors; those of _OPTIONAL may be None."""
+    """All are plain tensors; those of _OPTIONAL may be None."""
     for name, value in values.items():
+        if is_dtensor(value):
+            raise TypeError(f"{name}: got a DTensor, allowed: {_of_dtensor(name)}")
         if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
             raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
+
+
+def is_dtensor(value: object) -> bool:
+    """By what it has: its class lives in a module that is slow to import."""
+    return hasattr(value, "to_local") and hasattr(value, "placements")
+
+
+def _of_dtensor(name: str) -> str:
+    return f"this rank's tensor, {name}.to_local(); ExpertParallel is for experts that are sharded"
+
+
+def local(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """What this rank has of a module's tensor beside x: all of it, as DTensors or as plain tensors.
+    Its gradient is replicated too."""
+    if not is_dtensor(value):
+        if value is not None and is_dtensor(x):
+            raise TypeError(f"{name}: got a plain tensor, allowed: a DTensor like x, or x.to_local()")
+        return value
+    if not all(placement.is_replicate() for placement in value.placements):
+        raise ValueError(
+            f"{name}: got a DTensor with placements {tuple(value.placements)}, allowed: "
+            f"Replicate() alone, or {_of_dtensor(name)}"
+        )
+    if not is_dtensor(x):
+        raise TypeError(f"{name}: got a DTensor beside a plain x, allowed: {_of_dtensor(name)}")
+    return value.to_local()
+
+
+def not_sharded_alone(name: str, part: torch.nn.Module) -> None:
+    """Of a part that FSDP2 has made a unit of its own, which it marks by methods like this one."""
+    if hasattr(part, "set_reshard_after_forward"):
+        raise ValueError(
+            f"{name}: got a module under fully_shard, which frees its parameters when its forward "
+            "returns, allowed: a plain one; shard the MoE or its block"
+        )
 
 
 def supported(name: str, dtype: torch.dtype) -> None:

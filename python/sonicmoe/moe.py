@@ -72,7 +72,7 @@ def _accumulating(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
         return weight, None
     if not isinstance(weight, nn.Parameter):
         raise ValueError(
-            f"{name}.weight: got a tensor that a parametrization, an adapter or a hook has made, "
+            f"{name}.weight: got what a parametrization, an adapter, a hook or a DTensor has made, "
             "allowed: the parameter itself, for gradient_accumulation_fusion adds to its main_grad"
         )
     main_grad = getattr(weight, "main_grad", None)
@@ -91,9 +91,21 @@ def _accumulating(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
     return weight, main_grad
 
 
-def _in_order(made: torch.Tensor | None) -> torch.Tensor | None:
-    """What a parametrization or an adapter has made may lie in any order: a copy puts it right."""
-    return made if made is None or isinstance(made, nn.Parameter) else made.contiguous()
+def _weights(
+    name: str, made: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias as the layer takes them. What a parametrization or an adapter has made may
+    lie in any order of memory: a copy puts it right."""
+    weight, bias = made
+    own = _check.local(f"{name}.weight", weight, x), _check.local(f"{name}.bias", bias, x)
+    return tuple(t if t is None or isinstance(t, nn.Parameter) else t.contiguous() for t in own)
+
+
+def _as_x(x: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor | None:
+    """A result as a DTensor if x is one."""
+    if made is None or not _check.is_dtensor(x):
+        return made
+    return type(x).from_local(made, x.device_mesh, x.placements, run_check=False)
 
 
 def _is_plain(router: nn.Module) -> bool:
@@ -126,7 +138,8 @@ class MoE(nn.Module):
 
     `router`, `c_fc` and `c_proj` may have hooks, parametrizations and adapters, and `router` may be
     any module that makes logits (T, E) of x (T, d): every forward calls them. A plain linear router
-    is not called: its product is a part of the layer.
+    is not called: its product is a part of the layer. Parameters may be replicated DTensors, with x
+    a replicated DTensor too. FSDP2 may shard the module, but none of the three alone.
 
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
     `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
@@ -218,9 +231,12 @@ class MoE(nn.Module):
         backend = _BACKENDS.get(kernel_backend_moe)
         if backend is None:
             raise _unavailable(kernel_backend_moe)
-        _check.tensors(x=x)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x: got {type(x).__name__}, allowed: a tensor")
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
+        for name in ("router", "c_fc", "c_proj"):
+            _check.not_sharded_alone(name, getattr(self, name))
         tokens = x.reshape(-1, self.hidden_size)
         experts, main_grads = self._experts(tokens, backend, kernel_backend_moe, is_inference_mode)
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
@@ -229,7 +245,8 @@ class MoE(nn.Module):
             out, logits, counts = self._top_k(backend, tokens, experts, main_grads)
         aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
         # A view of two dimensions could not be detached in place, as pipelines do with outputs.
-        return out if x.dim() == 2 else out.view(x.shape), aux_loss
+        out = out if x.dim() == 2 else out.view(x.shape)
+        return _as_x(x, out), _as_x(x, aux_loss)
 
     def _experts(
         self,
@@ -241,8 +258,8 @@ class MoE(nn.Module):
         """What the layers take of the experts, in order, and the main_grads by name."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
         seen = x.detach()
-        w1, b1 = map(_in_order, self.c_fc(seen))
-        w2, b2 = map(_in_order, self.c_proj(seen))
+        w1, b1 = _weights("c_fc", self.c_fc(seen), x)
+        w2, b2 = _weights("c_proj", self.c_proj(seen), x)
         main_grads = {}
         if self.gradient_accumulation_fusion:
             if backend is not _layer:
@@ -258,7 +275,7 @@ class MoE(nn.Module):
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """The router's logits (T, E) of x (T, d)."""
-        logits = self.router(x)
+        logits = _check.local("router(x)", self.router(x), x)
         _check.tensors(**{"router(x)": logits})
         shape = x.shape[0], self.num_experts
         if logits.shape != shape:
@@ -277,9 +294,11 @@ class MoE(nn.Module):
         """The output, the logits and the counts."""
         options = self.top_k, self.softmax_over_topk, self.norm_topk_probs, *experts
         if _is_plain(self.router):
-            return backend.topk_layer(x, self.router.weight, *options, **main_grads)
+            router_w = _check.local("router.weight", self.router.weight, x)
+            return backend.topk_layer(_check.local("x", x, x), router_w, *options, **main_grads)
         (x,) = autocast(x)
         (logits,) = autocast(self._logits(x))
+        x = _check.local("x", x, x)
         out, counts = backend.logits_layer(x, logits, None, *options, **main_grads)
         return out, logits, counts
 
@@ -293,6 +312,7 @@ class MoE(nn.Module):
         """The output, the logits and the counts before rounding."""
         (x,) = autocast(x.contiguous())  # kept once, by the router and the experts
         logits = self._logits(x)
+        x = _check.local("x", x, x)
         # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
         draws = None
         if self.rounding in _check.DRAWING_RULES:

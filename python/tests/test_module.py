@@ -7,6 +7,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +20,7 @@ from sonicmoe import (
     MoE,
     experts,
     grouped_experts,
+    moe_TC_softmax_topk_layer,
     moe_general_routing_inputs,
 )
 
@@ -205,7 +209,7 @@ def test_main_grad_takes_the_parameter_itself(part):
         weight.main_grad = torch.zeros(weight.shape)
     experts = getattr(moe, part)
     parametrize.register_parametrization(experts, "weight", Scaled(experts.weight))
-    with pytest.raises(ValueError, match=f"^{part}.weight: got a tensor that a parametrization"):
+    with pytest.raises(ValueError, match=f"^{part}.weight: got what a parametrization"):
         moe(torch.randn(T, D))
     with torch.no_grad():
         moe(torch.randn(T, D))
@@ -448,3 +452,96 @@ def test_flops_of_given_routing(separate):
         flops, o = counted(call)
         assert flops == 6 * rows * N * D
         assert counted(o.sum().backward)[0] == 2 * flops
+
+
+# Distributed tensors, on a mesh of one rank.
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def spread(moe, mesh, *placements):
+    """The module with parameters as DTensors."""
+    moe = copy.deepcopy(moe)
+    for part in (moe.router, moe.c_fc, moe.c_proj):
+        for name, p in list(part.named_parameters()):
+            setattr(part, name, nn.Parameter(distribute_tensor(p.detach(), mesh, placements)))
+    return moe
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("called_router", [False, True])
+def test_replicated_weights(called_router, routing, backend, mesh):
+    plain = make_module(routing=routing, bias=True)
+    if called_router:
+        plain.router = nn.Linear(D, E)
+    moe = spread(plain, mesh, Replicate())
+    x = torch.randn(2, T, D)
+    leaf = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+    plain_leaf = x.clone().requires_grad_()
+    outputs, expected = moe(leaf, backend), plain(plain_leaf, backend)
+    backward(outputs)
+    backward(expected)
+    for a, b in zip(outputs, expected, strict=True):
+        assert isinstance(a, DTensor)
+        torch.testing.assert_close(a.full_tensor(), b)
+    torch.testing.assert_close(leaf.grad.full_tensor(), plain_leaf.grad)
+    for a, b in zip(moe.parameters(), plain.parameters(), strict=True):
+        assert isinstance(a.grad, DTensor)
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+    assert moe(leaf, is_inference_mode=True)[1] is None
+
+
+def test_other_distributed_tensors_are_refused(mesh):
+    plain = make_module()
+    x = torch.randn(T, D)
+    everywhere = distribute_tensor(x, mesh, [Replicate()])
+    sharded = spread(plain, mesh, Shard(0))
+    with pytest.raises(ValueError, match=r"^c_fc.weight: got .*to_local\(\); ExpertParallel"):
+        sharded(everywhere)
+    with pytest.raises(ValueError, match=r"^x: got a DTensor with placements \(Shard.*to_local"):
+        spread(plain, mesh, Replicate())(distribute_tensor(x, mesh, [Shard(0)]))
+    with pytest.raises(TypeError, match=r"^c_fc.weight: got a DTensor beside a plain x.*local"):
+        spread(plain, mesh, Replicate())(x)
+    with pytest.raises(TypeError, match="^c_fc.weight: got a plain tensor, allowed: a DTensor l"):
+        plain(everywhere)
+    w1, w2 = sharded.c_fc.weight, sharded.c_proj.weight
+    with pytest.raises(TypeError, match=r"^w1: got a DTensor, allowed: this rank's .*to_local"):
+        moe_TC_softmax_topk_layer(x, plain.router.weight, w1, None, w2, None, K)
+    with pytest.raises(TypeError, match=r"^w1: got a DTensor, allowed: this rank's .*to_local"):
+        experts(x, torch.zeros(T, 1).int(), torch.rand(T, 1), w1, w2)
+    assert torch.equal(
+        moe_TC_softmax_topk_layer(
+            x, plain.router.weight, w1.to_local(), None, w2.to_local(), None, K
+        )[0],
+        plain(x)[0],
+    )
+
+
+@pytest.mark.parametrize("part", ["router", "c_fc", "c_proj"])
+def test_a_part_that_is_sharded_alone_is_refused(part, mesh):
+    moe = make_module()
+    fully_shard(getattr(moe, part), mesh=mesh)
+    with pytest.raises(ValueError, match=f"^{part}: got a module under fully_shard.* shard the M"):
+        moe(torch.randn(T, D))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_module_that_is_sharded(routing, mesh):
+    plain = make_module(routing=routing)
+    moe = copy.deepcopy(plain)
+    fully_shard(moe, mesh=mesh)
+    x = torch.randn(T, D)
+    for a, b in zip(moe(x), plain(x), strict=True):
+        assert torch.equal(a, b)
+    backward(moe(x))
+    backward(plain(x))
+    for a, b in zip(moe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad)
