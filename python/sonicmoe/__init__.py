@@ -9,6 +9,8 @@ from .functional import (
     grouped_experts,
     moe_general_routing_inputs,
     moe_TC_softmax_topk_layer,
+    switch_loss,
+    token_rounding,
 )
 from .moe import MoE
 
@@ -27,4 +29,6 @@ __all__ = [
     "is_glu",
     "moe_TC_softmax_topk_layer",
     "moe_general_routing_inputs",
+    "switch_loss",
+    "token_rounding",
 ]

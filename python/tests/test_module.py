@@ -2,7 +2,9 @@
 
 import copy
 import io
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
+import sonicmoe
 from sonicmoe import (
     ActivationType,
     KernelBackendMoE,
@@ -195,7 +198,7 @@ def test_bad_routers_are_refused():
     moe = make_module()
     x = torch.randn(T, D)
     moe.router = nn.Linear(D, E + 1)
-    with pytest.raises(ValueError, match=r"^router\(x\): got shape \(40, 7\), allowed: \(T, E\) = "):
+    with pytest.raises(ValueError, match=r"^router\(x\): got shape \(40, 7\), allowed: \(T, E\) "):
         moe(x)
     moe.router = nn.LSTM(D, E)
     with pytest.raises(TypeError, match=r"^router\(x\): got tuple, allowed: a tensor$"):
@@ -545,3 +548,18 @@ def test_a_module_that_is_sharded(routing, mesh):
     backward(plain(x))
     for a, b in zip(moe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
+# Names, types, hints.
+
+
+def test_the_documented_names_are_exported():
+    documented = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    table = re.search(r"\| function \| returns \|\n\|---\|---\|\n((?:\|.*\n)+)", documented)
+    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*?\|", table[1], re.MULTILINE)))
+    assert "token_rounding" in names and "switch_loss" in names
+    assert set(names) <= set(sonicmoe.__all__)
+
+
+def test_the_package_is_typed():
+    assert (Path(sonicmoe.__file__).parent / "py.typed").exists()
