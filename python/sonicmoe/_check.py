@@ -37,7 +37,7 @@ def local(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tenso
     Its gradient is replicated too."""
     if not is_dtensor(value):
         if value is not None and is_dtensor(x):
-            raise TypeError(f"{name}: got a plain tensor, allowed: a DTensor like x, or x.to_local()")
+            raise TypeError(f"{name}: got a plain tensor, allowed: a DTensor like x, or plain x")
         return value
     if not all(placement.is_replicate() for placement in value.placements):
         raise ValueError(
@@ -77,6 +77,17 @@ def alike(x: torch.Tensor, name_of_x: str = "x", **others: torch.Tensor | None) 
                 f"{name}: got {tensor.dtype}, allowed: {dtype}, the dtype of {name_of_x}"
             )
         on_device(name, tensor, device, name_of_x)
+
+
+def autocast_dtype(device: torch.device) -> None:
+    """Of the library: the CPU has no kernels for fp16."""
+    kind = device.type
+    if kind == "cpu" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        if dtype == torch.float16:
+            raise ValueError(
+                f"torch.autocast: got dtype={dtype} on the CPU, allowed: dtype=torch.bfloat16"
+            )
 
 
 def main_grad(name: str, value: torch.Tensor | None, weight: torch.Tensor) -> None:
@@ -245,7 +256,8 @@ def chosen(top_k: int, experts: int) -> None:
         raise ValueError(f"top_k: got {top_k}, allowed: 1 to experts ({experts})")
 
 
-#: The published names of the rules (NR-f, SR-f, NR-s, Balance-f, UP, DOWN), and the library's.
+#: The published names of the rules (NR-f, SR-f, NR-s, Balance-f, UP, DOWN) and the library's own,
+#: each with the library's.
 ROUNDING_RULES = {
     "nr": "nearest",
     "sr": "stochastic",
@@ -253,9 +265,15 @@ ROUNDING_RULES = {
     "balance": "balance",
     "up": "up",
     "down": "down",
+    "nearest": "nearest",
+    "stochastic": "stochastic",
+    "nearest_scores": "nearest_scores",
 }
-#: Those that need random numbers.
-DRAWING_RULES = ("sr", "nr_s")
+
+
+def draws(name: str, rule: str) -> bool:
+    """Whether the rule needs random numbers."""
+    return rounding_rule(name, rule) in ("stochastic", "nearest_scores")
 
 
 def rounding_rule(name: str, rule: str) -> str:

@@ -57,6 +57,7 @@ class ExpertArgs(NamedTuple):
         w1, b1, w2, b2, activation, inference, layout, *rest = self
         w1_grad, w2_grad, w1_up, b1_up, up_grad = rest
         _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
+        _check.autocast_dtype(x.device)
         x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
         _check.alike(x, x_name, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
         inference = _keeps_nothing(inference, x, *others, w1, b1, w2, b2, w1_up, b1_up)
@@ -230,6 +231,7 @@ def token_rounding(
 ) -> tuple[torch.Tensor, ...]:
     """Lists scores, token ids, expert ids; counts (E) after rounding and before."""
     _ops.require()
+    _check.autocast_dtype(logits.device)
     layer = _ops.layer_text(
         top_k=int(top_k),
         **_ops.router_options(softmax_over_topk, norm_topk_probs),

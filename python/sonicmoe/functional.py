@@ -313,15 +313,16 @@ def token_rounding(
 
     `rule`: "nr" nearest, ties down; "sr" up with probability (f - floor) / tile; "nr_s" up with the
     share of score that rounding down would drop; "balance" nearest with the running error; "up";
-    "down". `seed` and `offset`, 64 bits each, fix the draws of "sr" and "nr_s": move `offset` on at
-    every step.
+    "down". The C++ names of the first three do too: "nearest", "stochastic", "nearest_scores".
+    `seed` and `offset`, 64 bits each, fix the draws of "sr" and "nr_s": move `offset` on at every
+    step.
     """
     _check.logits("logits", logits)
     _check.integer("K", K)
     _check.integer("tile", tile)
     seed, offset = _check.word("seed", seed), _check.word("offset", offset)
     draws = None
-    if rule in _check.DRAWING_RULES:  # made where the logits are: a copy from the host cannot be captured
+    if _check.draws("rule", rule):  # made where the logits are: a host copy cannot be captured
         draws = torch.full((2,), seed, dtype=torch.int64, device=logits.device)
         draws[1:].fill_(offset)  # draws[1] = offset waits for the stream
     return _layer.token_rounding(

@@ -171,6 +171,13 @@ class MoE(nn.Module):
         _check.integer("num_experts_per_tok", num_experts_per_tok)
         _check.integer("hidden_size", hidden_size)
         _check.integer("intermediate_size", intermediate_size)
+        if activation_function == "silu":
+            warnings.warn(
+                "activation_function: got 'silu', which has no gate: the experts of models whose "
+                "configuration says hidden_act='silu' have one, which is 'swiglu' here; "
+                "ActivationType.SILU does not warn",
+                stacklevel=2,
+            )
         activation_function = _check.activation("activation_function", activation_function)
         if layout == "separate":
             raise ValueError(
@@ -315,7 +322,7 @@ class MoE(nn.Module):
         x = _check.local("x", x, x)
         # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
         draws = None
-        if self.rounding in _check.DRAWING_RULES:
+        if _check.draws("rounding", self.rounding):
             draws = torch.randint(2**62, (2,), device=x.device)
         scores, token_ids, expert_ids, _, frequency = backend.token_rounding(
             logits,

@@ -71,11 +71,11 @@ def _target(f: int, tile: int, tokens: int, rule: str, draw: int, error: int, sc
     ceil = floor if floor == f else floor + tile
     if floor == ceil or ceil > tokens:
         return floor
-    if rule == "nr":
+    if rule == "nearest":
         up = ceil - f < f - floor
-    elif rule == "sr":
+    elif rule == "stochastic":
         up = draw * tile < (f - floor) << 32
-    elif rule == "nr_s":
+    elif rule == "nearest_scores":
         dropped = scores[floor:f].sum().item()
         added = scores[f:ceil].sum().item()
         up = (draw >> 8) / 2**24 * (dropped + added) < dropped
@@ -96,7 +96,7 @@ def token_rounding(
     draws: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Lists scores, token ids, expert ids; counts (E) after rounding and before."""
-    _check.rounding_rule("rule", rule)
+    rule = _check.rounding_rule("rule", rule)
     tokens, experts = logits.shape
     top_scores, ids = route(logits, top_k, softmax_over_topk, norm_topk_probs)
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)

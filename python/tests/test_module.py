@@ -553,6 +553,49 @@ def test_a_module_that_is_sharded(routing, mesh):
 # Names, types, hints.
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_fp16_autocast_on_the_cpu_is_refused(routing):
+    moe = make_module(routing=routing)
+    x, weights = torch.randn(T, D), (moe.c_fc.weight, moe.c_proj.weight)
+    words = "^torch.autocast: got dtype=torch.float16 on the CPU, allowed: dtype=torch.bfloat16$"
+    with torch.autocast("cpu", torch.float16):
+        with pytest.raises(ValueError, match=words):
+            moe(x)
+        with pytest.raises(ValueError, match=words):
+            experts(x, torch.zeros(T, 1).int(), torch.rand(T, 1), *weights)
+        assert moe(x, KernelBackendMoE.torch)[0].dtype == torch.float16
+
+
+def test_the_name_silu_warns_that_it_has_no_gate():
+    with pytest.warns(UserWarning, match="^activation_function: got 'silu', .* 'swiglu' here"):
+        moe = MoE(E, K, D, N, "silu", False, 0.3)
+    assert moe.activation_function is ActivationType.SILU
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MoE(E, K, D, N, ActivationType.SILU, False, 0.3)
+        MoE(E, K, D, N, "swiglu", False, 0.3)
+
+
+@pytest.mark.parametrize(
+    "name, published", [("nearest", "nr"), ("stochastic", "sr"), ("nearest_scores", "nr_s")]
+)
+def test_rounding_rules_have_their_names_in_cpp_too(name, published):
+    logits = torch.randn(T, E)
+    options = dict(tile=8, seed=3, offset=5)
+    ours = sonicmoe.token_rounding(logits, K, rule=name, **options)
+    theirs = sonicmoe.token_rounding(logits, K, rule=published, **options)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    options = dict(routing="token_rounding", tile=8)
+    moe, other = make_module(rounding=name, **options), make_module(rounding=published, **options)
+    other.load_state_dict(moe.state_dict())
+    for backend in BACKENDS:
+        results = []
+        for module in (moe, other):
+            torch.manual_seed(1)
+            results.append(module(torch.linspace(-1, 1, T * D).view(T, D), backend)[0])
+        assert torch.equal(*results)
+
+
 def test_the_documented_names_are_exported():
     documented = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     table = re.search(r"\| function \| returns \|\n\|---\|---\|\n((?:\|.*\n)+)", documented)

@@ -12,6 +12,7 @@ from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, referenc
 from sonicmoe._check import ROUNDING_RULES
 
 RULES = tuple(ROUNDING_RULES)
+ALLOWED = "'nr', 'sr', 'nr_s', 'balance', 'up', 'down', 'nearest', 'stochastic', 'nearest_scores'"
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -139,8 +140,8 @@ def test_no_tokens():
         ({"tile": 1025}, "tile: got 1025, allowed: 1 to 1024"),
         ({"K": 5}, "top_k: got 5, allowed: 1 to experts (4)"),
         (
-            {"rule": "nearest"},
-            "rule: got 'nearest', allowed: 'nr', 'sr', 'nr_s', 'balance', 'up', 'down'",
+            {"rule": "nr_f"},
+            f"rule: got 'nr_f', allowed: {ALLOWED}",
         ),
         (
             {"logits": torch.tensor([[0.0, float("nan"), 0.0, 0.0]])},
@@ -203,7 +204,7 @@ def test_module_refusals():
         ({"tile": 0}, "tile: got 0, allowed: 1 to 1024"),
         (
             {"rounding": "x"},
-            "rounding: got 'x', allowed: 'nr', 'sr', 'nr_s', 'balance', 'up', 'down'",
+            f"rounding: got 'x', allowed: {ALLOWED}",
         ),
     ]:
         with pytest.raises(ValueError) as error:
