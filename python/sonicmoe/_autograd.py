@@ -102,7 +102,7 @@ def _no_second_derivative(name: str, got: str) -> NotImplementedError:
 
 
 class _FirstDerivatives(torch.autograd.Function):
-    """Passes gradients on, and refuses to differentiate them by `others`, which made them."""
+    """Passes `count` gradients on, and refuses their derivatives by the tensors behind them."""
 
     @staticmethod
     def forward(name: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

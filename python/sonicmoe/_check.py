@@ -24,8 +24,8 @@ def tensors(**values: object) -> None:
 
 
 def is_dtensor(value: object) -> bool:
-    """By what it has: its class lives in a module that is slow to import."""
-    return hasattr(value, "to_local") and hasattr(value, "placements")
+    """By what its class has, which lives in a module that is slow to import."""
+    return hasattr(type(value), "to_local") and hasattr(type(value), "placements")
 
 
 def _of_dtensor(name: str) -> str:
@@ -50,8 +50,8 @@ def local(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tenso
 
 
 def not_sharded_alone(name: str, part: torch.nn.Module) -> None:
-    """Of a part that FSDP2 has made a unit of its own, which it marks by methods like this one."""
-    if hasattr(part, "set_reshard_after_forward"):
+    """Of a part that FSDP2 has made a unit of its own, whose class then has this method."""
+    if hasattr(type(part), "set_reshard_after_forward"):
         raise ValueError(
             f"{name}: got a module under fully_shard, which frees its parameters when its forward "
             "returns, allowed: a plain one; shard the MoE or its block"
