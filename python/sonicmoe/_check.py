@@ -11,6 +11,7 @@ import torch
 from .enums import ActivationType, allowed_activations, is_glu, parse_activation
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # known without a look at attributes
 _OPTIONAL = ("b1", "b2", "w1_up", "b1_up", "w1_main_grad", "w2_main_grad", "w1_up_main_grad")
 
 
@@ -25,7 +26,8 @@ def tensors(**values: object) -> None:
 
 def is_dtensor(value: object) -> bool:
     """By what its class has, which lives in a module that is slow to import."""
-    return hasattr(type(value), "to_local") and hasattr(type(value), "placements")
+    kind = type(value)
+    return kind not in _PLAIN and hasattr(kind, "to_local") and hasattr(kind, "placements")
 
 
 def _of_dtensor(name: str) -> str:
