@@ -84,7 +84,9 @@ int run(int argc, char** argv) {
     return sub.run();
   }
   const auto extras = app.remaining();
-  throw UsageError(unknown(app, extras.empty() ? std::string() : extras.front()));
+  if (!extras.empty()) throw UsageError(unknown(app, extras.front()));
+  std::fputs(app.help().c_str(), stdout);
+  return 0;
 }
 
 }  // namespace

@@ -34,7 +34,6 @@ def layer(shape, rest=""):
 
 BAD = [
     # (arguments, the line on stderr after "sonicmoe: ")
-    ("", "subcommand: got '', allowed: check, bench, info, route"),
     ("benchmark", "subcommand: got 'benchmark', allowed: check, bench, info, route"),
     ("--speed", "option: got '--speed', allowed: --help, --version"),
     ("info extra", f"argument: got 'extra', allowed: options only ({COMMON})"),
@@ -168,6 +167,8 @@ def test_version_and_help():
         result = run(*subcommand, "--help")
         assert result.returncode == 0
         assert "--help" in result.stdout
+    bare = run()
+    assert bare.returncode == 0 and bare.stdout == run("--help").stdout
 
 
 def fields(report):
