@@ -208,10 +208,12 @@ int run_route(RouteSettings& settings) {
   std::vector<Outcome> outcomes = {comparison.top_k()};
   for (const auto& word : names<RoundingRule>()) {
     if (interrupted()) break;
-    if (settings.rule != "all" && settings.rule != word) continue;
-    RoundingRule rule{};
+    RoundingRule rule{}, wanted{};
     parse(word, &rule);
-    outcomes.push_back(comparison.round(rule));
+    const bool all = settings.rule == "all";
+    if (all || (parse(settings.rule, &wanted) && rule == wanted)) {
+      outcomes.push_back(comparison.round(rule));
+    }
   }
 
   std::printf("sonicmoe %s route %s --seed %llu --offset %llu --threads %d\n", version(),
@@ -294,7 +296,7 @@ Subcommand add_route(CLI::App& app) {
   std::vector<std::string> rules = {"all"};
   for (const auto& rule : names<RoundingRule>()) rules.push_back(rule);
   parser->add_option("--rule", settings->rule, "Default: all")
-      ->check(one_of(rules))
+      ->check(rounding_rule("all"))
       ->type_name(join(rules));
   settings->add_tile(*parser);
   add_integer(*parser, "--offset", settings->offset, 0, kMaxSeed,

@@ -219,12 +219,12 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
           ->type_name(join(names<RouterInput>())));
   for (auto* option : add_router(app)) of_layer.push_back(option);
   const auto set_rounding = [this](const std::string& text) {
-    desc.rounding.rule = from_name<RoundingRule>(text);
+    parse(text, &desc.rounding.rule);
     rounding_given_ = true;
   };
   auto* rounding = app.add_option_function<std::string>("--rounding", set_rounding,
                                                         "Token rounding (default: plain top-K)")
-                       ->check(one_of(names<RoundingRule>()))
+                       ->check(rounding_rule())
                        ->type_name(join(names<RoundingRule>()));
   of_layer.push_back(rounding);
   add_tile(app)->needs(rounding);
@@ -283,6 +283,16 @@ std::string Settings::router_line() const {
   if (desc.router.mode == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
   if (desc.router.norm_topk_probs) line += " --norm_topk_probs";
   return line;
+}
+
+CLI::Validator rounding_rule(const std::string& more) {
+  const auto check = [more](std::string& text) {
+    RoundingRule ignored{};
+    if (parse(text, &ignored) || text == more) return std::string();
+    return "got '" + text + "', allowed: " + (more.empty() ? "" : more + ", ") +
+           join(names<RoundingRule>());
+  };
+  return CLI::Validator(check, "");
 }
 
 CLI::Validator layer_text() { return CLI::Validator(check_layer_text, ""); }

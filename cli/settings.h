@@ -92,6 +92,8 @@ CLI::Option* add_skew(CLI::App& app, double& skew, const std::string& help);
 std::optional<std::vector<std::int64_t>> parse_integers(const std::string& text, std::size_t count);
 /// A check for CLI11: one of these words.
 CLI::Validator one_of(std::vector<std::string> allowed);
+/// A check for CLI11: what parse() takes for a rounding rule, or the word `more`.
+CLI::Validator rounding_rule(const std::string& more = "");
 /// A check for CLI11: the text form of a layer, or of some of its options.
 CLI::Validator layer_text();
 /// `desc` with the options that a text in that form names.

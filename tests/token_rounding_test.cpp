@@ -219,6 +219,17 @@ TEST(RoundingRules, NamesRoundTrip) {
     EXPECT_TRUE(parse(name(rule), &parsed));
     EXPECT_EQ(parsed, rule);
   }
+  const std::pair<const char*, RoundingRule> published[] = {{"nr", RoundingRule::nearest},
+                                                            {"sr", RoundingRule::stochastic},
+                                                            {"nr_s", RoundingRule::nearest_scores}};
+  for (const auto& [word, rule] : published) {
+    RoundingRule parsed = RoundingRule::balance;
+    EXPECT_TRUE(parse(word, &parsed));
+    EXPECT_EQ(parsed, rule);
+    const auto layer = parse_layer(std::string("rounding_rule=") + word);
+    ASSERT_TRUE(layer.ok());
+    EXPECT_EQ(layer->rounding.rule, rule);
+  }
   RoundingRule untouched = RoundingRule::balance;
   EXPECT_FALSE(parse("sideways", &untouched));
   EXPECT_EQ(untouched, RoundingRule::balance);

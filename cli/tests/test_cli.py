@@ -68,7 +68,7 @@ BAD = [
     ("bench --dtype f64", "--dtype: got 'f64', allowed: f32, bf16, f16"),
     ("bench --activation tanh", f"--activation: got 'tanh', allowed: {ACTIVATIONS}"),
     ("bench --activation geglu(l=7)", f"--activation: got 'geglu(l=7)', allowed: {ACTIVATIONS}"),
-    ("bench --rounding sr", f"--rounding: got 'sr', allowed: {RULES}"),
+    ("bench --rounding ns", f"--rounding: got 'ns', allowed: {RULES}"),
     ("check --rounding up", "--rounding: got 'up', allowed: only with --thiek"),
     ("bench --tile 64", "--tile: got '64', allowed: only with --rounding"),
     ("bench --rounding up --tile 1025", "--tile: got '1025', allowed: integers from 1 to 1024"),

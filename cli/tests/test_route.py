@@ -140,6 +140,17 @@ def test_counts_are_printed_on_request(tmp_path):
     assert table[0] not in [line.split() for line in run(*arguments).stdout.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("short", "name"), [("nr", "nearest"), ("sr", "stochastic"), ("nr_s", "nearest_scores")]
+)
+def test_published_names_of_rules(short, name):
+    shown = run("route", *RANDOM.split(), "--rule", short)
+    assert shown.returncode == 0 and name in shown.stdout
+    assert shown.stdout.splitlines()[1:] == run(
+        "route", *RANDOM.split(), "--rule", name
+    ).stdout.splitlines()[1:]
+
+
 def test_draws_follow_seed_and_offset(tmp_path):
     (tmp_path / "logits.npy").write_bytes(
         npy(raw([[(7 * t + 3 * e * t) % 11 for e in range(16)] for t in range(512)]), "(512, 16)")

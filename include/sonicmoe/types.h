@@ -182,7 +182,7 @@ inline bool is_glu(const ActivationSpec& value) noexcept { return is_glu(value.k
 SONICMOE_API std::span<const Activation> activations() noexcept;      ///< every kind, in order
 SONICMOE_API std::size_t size_of(DType value) noexcept;               ///< bytes; 0 if unknown
 SONICMOE_API bool parse(const std::string& text, DType* out);         ///< false if unknown
-SONICMOE_API bool parse(const std::string& text, RoundingRule* out);  ///< false if unknown
+SONICMOE_API bool parse(const std::string& text, RoundingRule* out);  ///< or "nr", "sr", "nr_s"
 /// The text form of an activation: its name, then the parameters that differ from the kind's
 /// defaults, as in "swiglu" or "name(alpha=1.702,limit=7)".
 SONICMOE_API std::string to_string(const ActivationSpec& value);

@@ -41,6 +41,7 @@ template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
 bool read(const std::string& text, Enum* out) {
   return parse_name(text, out);
 }
+bool read(const std::string& text, RoundingRule* out) { return parse(text, out); }
 template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
 std::string allowed(const Enum&) {
   return all_names<Enum>();

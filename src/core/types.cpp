@@ -1,6 +1,8 @@
 #include "sonicmoe/types.h"
 
 #include <cstddef>
+#include <string_view>
+#include <utility>
 
 #include "core/enum_names.h"
 
@@ -135,6 +137,17 @@ const char* name(RoundingRule value) noexcept {
   return "?";
 }
 
-bool parse(const std::string& text, RoundingRule* out) { return parse_name(text, out); }
+bool parse(const std::string& text, RoundingRule* out) {
+  constexpr std::pair<std::string_view, RoundingRule> kShort[] = {
+      {"nr", RoundingRule::nearest},
+      {"sr", RoundingRule::stochastic},
+      {"nr_s", RoundingRule::nearest_scores}};
+  for (const auto& [word, rule] : kShort) {
+    if (text != word) continue;
+    *out = rule;
+    return true;
+  }
+  return parse_name(text, out);
+}
 
 }  // namespace sonicmoe
