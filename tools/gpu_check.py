@@ -3,7 +3,7 @@
 
     tools/gpu_check.py pack BUILD FOLDER    what a machine with a GPU needs, compressed, into FOLDER
     tools/gpu_check.py run FOLDER           there: tests, sanitizers, benchmark -> FOLDER/receipt/
-                                            (--part tests, then --part bench: in two calls)
+                                            (--part tests, sanitizers, then bench: in three calls)
     tools/gpu_check.py verify BUILD         anywhere: does receipts/h200.json cover this build?
 
 BUILD is a build folder with CUDA and the PyTorch extension (`make build`; with
@@ -70,7 +70,7 @@ SMALL = "4096,2048,768,128,8"
 # It asks how much memory the whole device has left.
 ALONE = "CudaPlan.CallsTakeNoDeviceMemory"
 # The other tests go in so many processes at a time: what they wait for is mostly the oracle.
-SHARDS = 8
+SHARDS = 12
 # Every kernel once, in what a sanitizer can afford.
 SANITIZED = ":".join(
     [
@@ -396,28 +396,31 @@ class Run:
         return [{"config": config, **row} for config, row in zip(shapes, measured, strict=True)]
 
     def tests_part(self) -> dict:
-        with ThreadPoolExecutor(2) as pool:  # beside the tests
-            sanitizers, pytest = pool.submit(self.sanitizers), pool.submit(self.pytest)
+        with ThreadPoolExecutor(1) as pool:  # beside the tests
+            pytest = pool.submit(self.pytest)
             self.gtest(f"-{ALONE}", SHARDS)
             pytest_exit = pytest.result()
-            sanitizer = sanitizers.result()
         self.gtest(ALONE)
         errors, python = self.errors()
         states = list(self.tests.values())
         summary = {state: states.count(state) for state in ("passed", "failed", "skipped")}
         self.good &= summary["failed"] == summary["skipped"] == 0 and summary["passed"] > 0
         self.good &= pytest_exit == 0
-        self.good &= set(sanitizer.values()) == {"clean"}
-        print(f"gpu_check: {summary}, {sanitizer}")
+        print(f"gpu_check: {summary}")
         return {
             "tests": summary,
             "pytest_exit": pytest_exit,
-            "sanitizer": sanitizer,
             "errors": errors,
             "python": python,
             "kernels": cuda_kernels(self.folder / "sonicmoe", self.out / "info.json"),
             "test_names": self.tests,
         }
+
+    def sanitizers_part(self) -> dict:
+        sanitizer = self.sanitizers()
+        self.good &= set(sanitizer.values()) == {"clean"}
+        print(f"gpu_check: {sanitizer}")
+        return {"sanitizer": sanitizer}
 
     def bench_part(self, quick: bool) -> dict:
         rows, copy = ([], 0.0) if quick else self.bench("bench", "--repeats", "10")
@@ -425,26 +428,29 @@ class Run:
         dense = [] if quick else self.dense(hot)
         return {"copy_TBps": copy, "bench": rows, "steady_state": hot, "torch_bmm": dense}
 
+    def earlier(self, part: str, device: str) -> dict:
+        """What an earlier call for `part` found, on a device of this name."""
+        found = json.loads((self.folder / f"{part}.json").read_text())
+        if found["device"] != device:
+            sys.exit(f"gpu_check: {part}.json: got {found['device']}, allowed: {device}")
+        self.good &= found.pop("good")
+        return found
+
     def receipt(self, part: str, quick: bool) -> int:
-        """`part`: "tests" leaves its half in receipt/tests.json; "bench" finds that half as
-        tests.json in the folder, and completes the receipt; "all" does both."""
+        """`part`: "tests" and "sanitizers" leave receipt/PART.json; "bench" finds those files in
+        the folder and completes the receipt; "all" does everything."""
         smi = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
         device, driver = smi.splitlines()[0].split(", ")
-        half = {"date": datetime.date.today().isoformat(), "device": device, "driver": driver}
-        if part == "bench":
-            tested = json.loads((self.folder / "tests.json").read_text())
-            if tested["device"] != device:
-                sys.exit(f"gpu_check: tests.json: got {tested['device']}, allowed: {device}")
-            half = tested
+        known = {"date": datetime.date.today().isoformat(), "device": device, "driver": driver}
+        others = {"tests": self.tests_part, "sanitizers": self.sanitizers_part}
+        if part in others:
+            known |= others[part]() | {"good": self.good}
+            (self.out / f"{part}.json").write_text(json.dumps(known, indent=1) + "\n")
         else:
-            half |= self.tests_part()
-            half["good"] = self.good
-        if part == "tests":
-            (self.out / "tests.json").write_text(json.dumps(half, indent=1) + "\n")
-        else:
-            self.good &= half.pop("good")
+            for other, run in others.items():
+                known |= run() if part == "all" else self.earlier(other, device)
             manifest = json.loads((self.folder / "manifest.json").read_text())
-            receipt = manifest | half | self.bench_part(quick)
+            receipt = manifest | known | self.bench_part(quick)
             if weak := weak_bound(receipt["bench"], receipt["python"]):
                 print(f"gpu_check: {weak}")
                 self.good = False
@@ -559,8 +565,8 @@ def main() -> int:
     one = commands.add_parser("run")
     one.add_argument("folder", type=Path)
     one.add_argument("--quick", action="store_true", help="without the benchmark")
-    one.add_argument("--part", choices=("all", "tests", "bench"), default="all",
-                     help="tests leaves receipt/tests.json; bench wants that file in the folder")
+    one.add_argument("--part", choices=("all", "tests", "sanitizers", "bench"), default="all",
+                     help="the first two leave receipt/PART.json; bench wants both in the folder")
     one = commands.add_parser("verify")
     one.add_argument("build", type=Path)
     options = parser.parse_args()

@@ -480,6 +480,40 @@ def test_a_sanitizer_is_clean_if_all_its_processes_are(codes, state):
     assert gpu_check.sanitizer_state(codes) == state
 
 
+def test_a_receipt_is_made_in_three_calls(tmp_path, monkeypatch):
+    card = ["NVIDIA H200"]
+    monkeypatch.setattr(gpu_check, "output", lambda *_, **__: f"{card[0]}, 580.1\n")
+    monkeypatch.setattr(gpu_check, "weak_bound", lambda *_: "")
+    rows = {"bench": [1], "steady_state": [], "torch_bmm": [], "copy_TBps": 4.2}
+    monkeypatch.setattr(gpu_check.Run, "bench_part", lambda *_: rows)
+    tests = {"tests": {"passed": 7}, "python": {}}
+    monkeypatch.setattr(gpu_check.Run, "tests_part", lambda *_: tests)
+    clean = {tool: "clean" for tool in ("memcheck", "racecheck")}
+    found = {"memcheck": "clean", "racecheck": "errors"}
+    monkeypatch.setattr(gpu_check.Run, "sanitizers", lambda *_: found)
+    (tmp_path / "manifest.json").write_text('{"digest": "d"}')
+
+    def run(part):
+        code = gpu_check.Run(tmp_path).receipt(part, False)
+        made = tmp_path / "receipt" / (f"{part}.json" if part != "bench" else "h200.json")
+        return code, made
+
+    for part, code in (("tests", 0), ("sanitizers", 1)):
+        assert run(part)[0] == code
+        run(part)[1].rename(tmp_path / f"{part}.json")
+    assert run("bench")[0] == 1  # a sanitizer was not clean
+    found |= clean
+    run("sanitizers")[1].rename(tmp_path / "sanitizers.json")
+    code, made = run("bench")
+    receipt = json.loads(made.read_text())
+    assert code == 0 and "good" not in receipt
+    assert receipt["sanitizer"] == clean and receipt["digest"] == "d" and receipt["bench"] == [1]
+    assert receipt["tests"] == {"passed": 7} and receipt["device"] == "NVIDIA H200"
+    card[0] = "NVIDIA H100"
+    with pytest.raises(SystemExit, match="tests.json: got NVIDIA H200, allowed: NVIDIA H100"):
+        run("bench")
+
+
 KERNEL = {"code": b"add", "constants": b"1.0", "registers": 32, "shared": 2048, "target": 64}
 
 
