@@ -208,12 +208,11 @@ int run_route(RouteSettings& settings) {
   std::vector<Outcome> outcomes = {comparison.top_k()};
   for (const auto& word : names<RoundingRule>()) {
     if (interrupted()) break;
-    RoundingRule rule{}, wanted{};
+    RoundingRule rule{};
     parse(word, &rule);
-    const bool all = settings.rule == "all";
-    if (all || (parse(settings.rule, &wanted) && rule == wanted)) {
-      outcomes.push_back(comparison.round(rule));
-    }
+    RoundingRule wanted = rule;
+    parse(settings.rule, &wanted);  // "all" names none, and leaves it
+    if (rule == wanted) outcomes.push_back(comparison.round(rule));
   }
 
   std::printf("sonicmoe %s route %s --seed %llu --offset %llu --threads %d\n", version(),

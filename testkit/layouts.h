@@ -9,8 +9,8 @@
 /// W1Layout says. Empty tensors stay empty.
 namespace sonicmoe::testkit {
 
-/// W1 (row_length = d) or b1 (row_length = 1) from rows [gate n | up n] to a layout; `second` is
-/// the up tensor of W1Layout::separate, else empty. unpack_w1 is its inverse.
+/// W1 (row_length = d) or b1 (row_length = 1) from rows [gate n | up n] to a layout. `second` is
+/// the up tensor of W1Layout::separate, else empty. unpack_w1 is the inverse.
 std::pair<Tensor, Tensor> pack_w1(const Tensor& canonical, const LayerDesc& desc,
                                   std::int64_t row_length);
 Tensor unpack_w1(const Tensor& first, const Tensor& second, const LayerDesc& desc,

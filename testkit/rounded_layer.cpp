@@ -215,7 +215,7 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
                                    {"dw1", &LayerTensors::dw1, true},
                                    {"dw2", &LayerTensors::dw2, true}});
     if (desc.router.projects()) {
-      outputs.push_back({"drouter_w", &LayerTensors::drouter_w, true, kFewestNumbers});
+      outputs.push_back({"drouter_w", &LayerTensors::drouter_w, true, kLeastRows});
     } else {
       outputs.push_back({"dlogits", &LayerTensors::dlogits, false});
     }

@@ -86,7 +86,7 @@ std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool w
 /// For the gradient of the router's weights, where all of a row's error is that of one number, and
 /// for dS, a number a row: the 2x rule says little of few rows. The squared error of m rows
 /// scatters by sqrt(2 / m) of its mean: by a third here, where the rule allows four times the mean.
-inline constexpr std::int64_t kFewestNumbers = 16;
+inline constexpr std::int64_t kLeastRows = 16;
 
 /// Of the same gradient: how many errors it has that are independent. A row of it repeats those of
 /// its tokens' dlogits, and of a token's dlogits one follows from the others, for they add up to 0.

@@ -213,7 +213,7 @@ class OpChecker {
         report.checks.push_back(two_times_rule(
             output.name, ours, expected, plain.*output.member,
             expert_ends(g_, expected.size(), output.weights,
-                        output.member == &LayerTensors::row_dscores ? kFewestNumbers : 0),
+                        output.member == &LayerTensors::row_dscores ? kLeastRows : 0),
             {.relative = fp32_by_tensor_cores ? tensor_core_allowance(desc_.experts.hidden) : 0}));
       }
     }

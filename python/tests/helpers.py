@@ -230,7 +230,8 @@ def kept_bytes(function, parameters):
 
 
 def assert_close(got, want):
-    """Dictionaries of the same tensors, but for sums in another order."""
+    """Dictionaries of the same tensors, but for sums in another order: each side has rounded each
+    element once, by eps of it at most."""
     assert got.keys() == want.keys()
     for name in got:
         assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, name

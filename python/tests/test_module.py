@@ -30,6 +30,7 @@ from sonicmoe import (
 T, D, N, E, K = 40, 24, 16, 6, 2
 BACKENDS = [KernelBackendMoE.sonicmoe, KernelBackendMoE.torch]
 ROUTINGS = ["top_k", "token_rounding"]
+EPS = torch.finfo(torch.float32).eps
 
 
 def make_module(**options):
@@ -107,8 +108,11 @@ def test_parametrizations_act(grad, routing, backend):
         original = getattr(moe, name).parametrizations.weight.original
         gradient = getattr(plain, name).weight.grad
         torch.testing.assert_close(original.grad, gradient * parametrization.scale)
-        expected = (gradient * original).sum(-1, keepdim=True)
-        torch.testing.assert_close(parametrization.scale.grad, expected, rtol=1e-4, atol=1e-4)
+        products = (gradient * original).double()
+        ours = parametrization.scale.grad.double()
+        # Sums in fp32 of gradients that themselves may differ by sums in another order.
+        limit = 2 * products.shape[-1] * EPS * products.abs().sum(-1, keepdim=True)
+        assert ((ours - products.sum(-1, keepdim=True)).abs() <= limit).all()
 
 
 class Adapter(nn.Module):
@@ -167,7 +171,8 @@ def test_any_router_is_called(autocast, routing, mode):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         backward(moe(x))
         backward(plain(x, KernelBackendMoE.torch))
-    tolerance = 0.02 if autocast else 1e-5
+    # Sums over all pairs in another order and, in bf16, a rounding on each side.
+    tolerance = T * K * EPS + (2 * torch.finfo(torch.bfloat16).eps if autocast else 0)
     for a, b in zip(moe.parameters(), plain.parameters(), strict=True):
         assert (a.grad - b.grad).norm() < tolerance * b.grad.norm()
 

@@ -77,7 +77,7 @@ SONICMOE_HD float one_minus_exp2(float t) {
 #if defined(__CUDA_ARCH__)
   float e;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-t));
-  // A minimax polynomial of degree 4 that we fitted for the relative error, 2^-22.1.
+  // A minimax polynomial that we fitted for the relative error, 2^-22.1.
   float q = -0x1.1e1480p-7f;
   q = fma(q, t, 0x1.c51d96p-5f);
   q = fma(q, t, -0x1.ebf4ccp-3f);

@@ -62,10 +62,10 @@ struct Fragment {
   std::uint32_t w[4];
 };
 
-/// Four lanes hold eight columns of 8 rows and of the 8 rows below, as accumulators whose columns
-/// alternate in meaning do: lane q of the four has column q in `first` and column 4 + q in
-/// `second`, the upper row in the low half. Puts them as a Fragment has them: columns 2 q + {0, 1}
-/// of the upper row in `upper`, those of the lower row in `lower`.
+/// Puts eight columns that four lanes hold in the order of a Fragment. Lane q of the four has
+/// column q in `first` and column q + 4 in `second`, with the upper row in the low half and the row
+/// eight below in the high half. It gets columns 2q and 2q + 1: of the upper row in `upper`, of the
+/// lower row in `lower`.
 __device__ __forceinline__ void to_columns(std::uint32_t first, std::uint32_t second,
                                            std::uint32_t* upper, std::uint32_t* lower) {
   const int lane = static_cast<int>(threadIdx.x);

@@ -4,6 +4,7 @@
 
 namespace sonicmoe::cuda {
 
+// In down_proj_transposed.cu.
 extern template struct KernelFile<WideDownProj::Family<true>>;
 extern template struct KernelFile<PingpongDownProj::Family<true>>;
 

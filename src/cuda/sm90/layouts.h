@@ -74,8 +74,8 @@ T* up_base(const GroupedGemmDesc& d, const W1View& view, T* first, T* second, in
   return static_cast<Byte*>(first) + view.up * size;
 }
 
-/// Maps of the gate and the up matrix of W1 that is not transposed, in boxes of 64 x `box`; without
-/// a gate twice of the one there is.
+/// Maps of the gate and the up matrix of W1 that is not transposed, in boxes of 64 x `box`. Without
+/// a gate both are of the one matrix there is.
 inline void encode_w1_rows(TensorMaps* maps, const GroupedGemmDesc& d, const void* w1,
                            const void* w1_up, int box, CUtensorMap (&parts)[2]) {
   const W1View view = w1_view(d, d.hidden);
@@ -91,8 +91,8 @@ inline void encode_w1_rows(TensorMaps* maps, const GroupedGemmDesc& d, const voi
   }
 }
 
-/// Maps of a matrix (experts, outer, W) by parts of its columns, in boxes of 64 x `box`; without a
-/// second part the first one twice.
+/// Maps of a matrix (experts, outer, W) by parts of its columns, in boxes of 64 x `box`. Without a
+/// second part both are of the first.
 inline void encode_parts(TensorMaps* maps, const GroupedGemmDesc& d, const void* base,
                          std::int64_t outer, std::int64_t experts, int box,
                          CUtensorMap (&of_parts)[2]) {

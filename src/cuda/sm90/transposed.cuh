@@ -21,10 +21,12 @@ Status visit_form_and_activations(const GroupedGemmDesc& d, F&& f) {
   return visit_form<kTransposed>(d, [&](auto form) {
     return visit_activations<kWide>(d.activation, [&](auto activations) {
       using Activations = decltype(activations);
-      // SwiGLU stands for kernels that are not compiled: the entry rejects their descriptors.
       constexpr bool kAlternates = decltype(form)::value == W1Form::alternating;
-      constexpr bool kCompiled = (!kWide || kCompiledWide<kTransposed, Activations>)&&(
-          !kAlternates || Activations::kGated);
+      constexpr bool kOnlyNarrow = kWide && !kCompiledWide<kTransposed, Activations>;
+      constexpr bool kLacksGate = kAlternates && !Activations::kGated;
+      // SwiGLU stands for kernels that are not compiled: the entry rejects the descriptors of
+      // kOnlyNarrow, and none has kLacksGate.
+      constexpr bool kCompiled = !kOnlyNarrow && !kLacksGate;
       return f(form, std::conditional_t<kCompiled, Activations, OneActivation<SwigluFn>>{});
     });
   });

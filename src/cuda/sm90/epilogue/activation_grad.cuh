@@ -25,8 +25,8 @@ struct ActivationGradParams {
 
 /// A tile has an epilogue stage for each 64 columns. The producer brings H there, part beside part,
 /// and dH takes its place on the way out. Where gates and ups alternate, the accumulators' columns
-/// of each eight are the units 0, 4, 1, 5, 2, 6, 3, 7 (TensorView::pairs_rows): so a lane has the
-/// units whose pairs ldmatrix brings it. A warp has 16 rows. Rows of H past the expert's end
+/// come in the order of TensorView::pairs_rows. So a lane has the units whose pairs ldmatrix brings
+/// it. A warp has 16 rows. Rows of H past the expert's end
 /// belong to other experts, and may already be dH; dA' is anything there. They are computed but not
 /// stored.
 template <class Activations, bool kAlternates>
@@ -113,7 +113,11 @@ struct StoreActivationGrad : DefersNothing {
         const WarpTile staged[2] = {{stage + stages.part(0), lane}, {stage + stages.part(1), lane}};
         // The copy engine has read what left from here two chunks ago: see the wait below.
         const WarpTile scaled(staging + chunk % kBuffers * WarpTile::kBytes, lane);
-        differentiate(fn, da, staged, scaled, dscores);
+        if constexpr (kAlternates) {
+          differentiate_pairs(fn, da, staged, scaled, dscores);
+        } else {
+          differentiate(fn, da, staged, scaled, dscores);
+        }
         if (chunk > 0) {
           // Rarely blocks: the copy engine reads what left from the chunk before.
           if (lane == 0) store_wait_read<0>();
@@ -137,7 +141,9 @@ struct StoreActivationGrad : DefersNothing {
       constexpr int kChunks = Traits::kTileN / 64;
       if constexpr (kChunks > 2) {
         // One body for all chunks, which come to acc[0] to acc[31] in turn. Unrolled, the code does
-        // not fit into the instruction cache (docs/findings/instruction-cache.md).
+        // not fit into the instruction cache. Without pin() the compiler serialises wgmma in some
+        // kernels, and in narrow tiles, with half as many chunks, even so
+        // (docs/findings/instruction-cache.md).
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           store_chunk(chunk, acc);
@@ -161,7 +167,6 @@ struct StoreActivationGrad : DefersNothing {
     __device__ __forceinline__ void differentiate(const Fn& fn, const float* da,
                                                   const WarpTile (&staged)[2],
                                                   const WarpTile& scaled, RowReduce& dscores) {
-      if constexpr (kAlternates) return differentiate_pairs(fn, da, staged, scaled, dscores);
       const WarpTile &gate = staged[0], &up = staged[1];
       // Fragments are loaded one ahead, where an activation's members leave registers for that.
       constexpr bool kAhead = std::is_empty_v<Fn>;

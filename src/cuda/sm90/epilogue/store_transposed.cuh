@@ -80,22 +80,22 @@ struct StoreTransposed : LoadsNothing {
     __device__ __forceinline__ void finish(float (&acc)[1][kCount], Deferred<Traits>& deferred,
                                            const EpilogueStages<Traits>&) {
       const int n_half = gemm.extents.n_half;
-      const int half = tile.n_block >= n_half;
-      const int row = (tile.n_block - half * n_half) * Traits::kTileN;
+      const int part = tile.n_block >= n_half;
+      const int row = (tile.n_block - part * n_half) * Traits::kTileN;
       const int column = tile.m_block * kTileM + m_first * 64;
       if (column >= e.columns) return;
       const Place at = in_expert(e, tile.expert, row, column);
       if constexpr (kPlain) {
-        deferred.part = half;
+        deferred.part = part;
         deferred.row = at.row;
         deferred.column = at.column;
         deferred.expert = at.expert;
         deferred.rows = at.rows;
         deferred.chunks.template defer<T>(acc[0]);
       } else if (e.f32) {
-        store_f32(static_cast<float*>(e.out[half]) + at.start, at, acc[0]);
+        store_f32(static_cast<float*>(e.out[part]) + at.start, at, acc[0]);
       } else {
-        store_16(static_cast<T*>(e.out[half]) + at.start, &e.boxes[half], at, acc[0]);
+        store_16(static_cast<T*>(e.out[part]) + at.start, &e.boxes[part], at, acc[0]);
       }
     }
 
