@@ -29,7 +29,7 @@ constexpr const char* kHelp =
     "numbers alone with their shape in --te. Without --logits: a random router, standard normal\n"
     "logits; of --thiek only T, E and K matter then.\n"
     "JSON: version, command, device, threads, logits, skew, seed, offset, tokens, experts, top_k,\n"
-    "dtype, router, norm_topk_probs, tile, interrupted, results [{rule, rows, padded, dropped,\n"
+    "dtype, router, renormalize, tile, interrupted, results [{rule, rows, padded, dropped,\n"
     "added, up, down, clamped, largest, total, mass_lost, counts}]. The first rule is top_k, "
     "plain\n"
     "routing; counts are rows of each expert; logits is null for the random router.";
@@ -255,8 +255,8 @@ int run_route(RouteSettings& settings) {
                              {"experts", desc.router.experts},
                              {"top_k", desc.router.top_k},
                              {"dtype", name(desc.experts.dtype)},
-                             {"router", name(desc.router.mode)},
-                             {"norm_topk_probs", desc.router.norm_topk_probs},
+                             {"router", name(desc.router.order)},
+                             {"renormalize", desc.router.renormalize},
                              {"tile", settings.tile},
                              {"interrupted", interrupted()},
                              {"results", results}});

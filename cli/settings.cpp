@@ -171,10 +171,10 @@ CLI::Option* Settings::add_dtype(CLI::App& app) {
 std::vector<CLI::Option*> Settings::add_router(CLI::App& app) {
   return {
       app.add_flag_callback(
-             "--topk_over_softmax", [this] { desc.router.mode = RouterMode::topk_over_softmax; },
+             "--topk_over_softmax", [this] { desc.router.order = RouterOrder::score_then_select; },
              "Scores are the K largest of the softmax over all experts")
           ->check(no_value()),
-      app.add_flag("--norm_topk_probs", desc.router.norm_topk_probs,
+      app.add_flag("--norm_topk_probs", desc.router.renormalize,
                    "With --topk_over_softmax: divide the K scores by their sum")
           ->check(no_value())};
 }
@@ -280,8 +280,8 @@ std::string Settings::thiek_line() const {
 
 std::string Settings::router_line() const {
   std::string line;
-  if (desc.router.mode == RouterMode::topk_over_softmax) line += " --topk_over_softmax";
-  if (desc.router.norm_topk_probs) line += " --norm_topk_probs";
+  if (desc.router.order == RouterOrder::score_then_select) line += " --topk_over_softmax";
+  if (desc.router.renormalize) line += " --norm_topk_probs";
   return line;
 }
 

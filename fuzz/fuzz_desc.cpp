@@ -71,7 +71,7 @@ LayerDesc layer_desc(FuzzedDataProvider* in) {
   LayerDesc d;
   d.router.input = pick<RouterInput>(in, 5);
   const bool lists = d.router.takes_lists(), logits = d.router.has_logits();
-  d.router.mode = logits ? pick<RouterMode>(in, 2) : RouterMode::softmax_over_topk;
+  d.router.order = logits ? pick<RouterOrder>(in, 2) : RouterOrder::select_then_score;
   d.tokens = number(in, 40);
   d.experts.hidden = width(in);
   d.experts.intermediate = width(in);
@@ -80,7 +80,7 @@ LayerDesc layer_desc(FuzzedDataProvider* in) {
   d.experts.dtype = pick<DType>(in, 2);
   d.experts.activation = any_activation(in);
   d.experts.w1_layout = pick<W1Layout>(in, 5);
-  d.router.norm_topk_probs = logits && in->ConsumeBool();
+  d.router.renormalize = logits && in->ConsumeBool();
   d.experts.bias = in->ConsumeBool();
   d.experts.inference = in->ConsumeIntegralInRange(0, 7) == 0;
   d.router.list_length = number(in, lists ? 100 : 0);
@@ -142,10 +142,10 @@ void operation(FuzzedDataProvider* in) {
   const ActivationSpec activation = any_activation(in);
   const auto layout = pick<W1Layout>(in, 5);
   const auto input = pick<RouterInput>(in, 5);
-  const auto mode = pick<RouterMode>(in, 2);
+  const auto order = pick<RouterOrder>(in, 2);
   const bool flag = in->ConsumeBool(), other = in->ConsumeBool();
   const RouterDesc router{
-      .experts = experts, .top_k = top_k, .input = input, .mode = mode, .norm_topk_probs = flag};
+      .experts = experts, .top_k = top_k, .input = input, .order = order, .renormalize = flag};
   const GroupedDesc grouped{{.hidden = hidden,
                              .intermediate = intermediate,
                              .dtype = dtype,

@@ -19,8 +19,8 @@ TokenRoundingDesc rounding_desc(FuzzedDataProvider* in) {
   d.experts = in->ConsumeIntegralInRange(1, in->ConsumeBool() ? 5 : 70);
   d.top_k = in->ConsumeIntegralInRange<std::int64_t>(1, d.experts);
   d.dtype = in->ConsumeBool() ? DType::f32 : DType::bf16;
-  d.mode = in->ConsumeBool() ? RouterMode::softmax_over_topk : RouterMode::topk_over_softmax;
-  d.norm_topk_probs = in->ConsumeBool();
+  d.order = in->ConsumeBool() ? RouterOrder::select_then_score : RouterOrder::score_then_select;
+  d.renormalize = in->ConsumeBool();
   d.rule = static_cast<RoundingRule>(in->ConsumeIntegralInRange(0, 5));
   d.tile = in->ConsumeIntegralInRange(1, in->ConsumeBool() ? 16 : 1024);
   return d;

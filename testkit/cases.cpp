@@ -157,12 +157,12 @@ void add_parameters(CaseList* list, bool every) {
 
 struct Mode {
   const char* name;
-  RouterMode router;
+  RouterOrder router;
   bool norm;
 };
-constexpr std::array kModes = {Mode{"softmax_over_topk", RouterMode::softmax_over_topk, false},
-                               Mode{"topk_over_softmax", RouterMode::topk_over_softmax, false},
-                               Mode{"topk_over_softmax_norm", RouterMode::topk_over_softmax, true}};
+constexpr std::array kModes = {Mode{"softmax_over_topk", RouterOrder::select_then_score, false},
+                               Mode{"topk_over_softmax", RouterOrder::score_then_select, false},
+                               Mode{"topk_over_softmax_norm", RouterOrder::score_then_select, true}};
 
 struct Kind {
   const char* name;
@@ -172,8 +172,8 @@ struct Kind {
 void add_routers(CaseList* list) {
   for (const Mode& mode : kModes) {
     const auto desc_of = [&](LayerDesc desc) {
-      desc.router.mode = mode.router;
-      desc.router.norm_topk_probs = mode.norm;
+      desc.router.order = mode.router;
+      desc.router.renormalize = mode.norm;
       return desc;
     };
     const std::string name = std::string("router/") + mode.name;
@@ -323,8 +323,8 @@ void add_rounding(CaseList* list) {
   for (std::size_t i = 0; i < kRules.size(); ++i) {
     const Mode& mode = kModes[i % kModes.size()];
     LayerDesc desc = rounded(shape(150, 72, 40, 7, 3), kRules[i], 16);
-    desc.router.mode = mode.router;
-    desc.router.norm_topk_probs = mode.norm;
+    desc.router.order = mode.router;
+    desc.router.renormalize = mode.norm;
     desc.experts.bias = i >= kModes.size();
     list->add(std::string("rounding/") + sonicmoe::name(kRules[i]) + "-" + mode.name, desc,
               RoutingKind::random, true);
@@ -400,7 +400,7 @@ class InputCases {
     add("rounding", rounded, RoutingKind::random, true);
     for (const Mode& mode : kModes) {
       add(mode.name + std::string("-hostile"), with(some, RouterInput::logits_and_ids, mode),
-          RoutingKind::hostile, mode.router == RouterMode::topk_over_softmax);
+          RoutingKind::hostile, mode.router == RouterOrder::score_then_select);
     }
     add("e896_k10", with(shape(40, 24, 16, 896, 10), RouterInput::logits_and_ids, kModes[1]));
     LayerDesc biased = weighted(some);
@@ -441,8 +441,8 @@ class InputCases {
  private:
   static LayerDesc with(LayerDesc desc, RouterInput input, const Mode& mode) {
     desc.router.input = input;
-    desc.router.mode = mode.router;
-    desc.router.norm_topk_probs = mode.norm;
+    desc.router.order = mode.router;
+    desc.router.renormalize = mode.norm;
     return desc;
   }
   static LayerDesc weighted(const LayerDesc& desc) {

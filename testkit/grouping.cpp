@@ -59,12 +59,12 @@ Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts
 }
 
 std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, std::int64_t experts,
-                                std::int64_t k, RouterMode mode) {
+                                std::int64_t k, RouterOrder by) {
   std::vector<std::int32_t> ids;
   for (std::int64_t t = 0; t < tokens; ++t) {
     const double* row = &logits[t * experts];
     Tensor key(row, row + experts);
-    if (mode == RouterMode::topk_over_softmax) {
+    if (by == RouterOrder::score_then_select) {
       key = probabilities(row, experts);
       for (double& p : key) p = round_to(p, DType::f32);
     }
@@ -78,8 +78,8 @@ std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, std::
 
 std::string explain_top_k(const std::vector<std::int32_t>& ids, const Tensor& logits,
                           std::int64_t tokens, std::int64_t experts, std::int64_t k,
-                          RouterMode mode) {
-  const double slack = mode == RouterMode::topk_over_softmax ? 0x1p-20 : 0;
+                          RouterOrder by) {
+  const double slack = by == RouterOrder::score_then_select ? 0x1p-20 : 0;
   if (ids.size() != static_cast<std::size_t>(tokens * k)) return "wrong number of ids";
   for (std::int64_t t = 0; t < tokens; ++t) {
     const auto where = [&](std::int64_t rank) {

@@ -35,17 +35,17 @@ std::vector<std::int64_t> slots_of_token(const std::vector<std::int32_t>& ids, s
 Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts);
 
 /// The K experts of each token, (T, K): descending logits, or descending fp32-rounded
-/// probabilities for topk_over_softmax; ties to the lower id.
+/// probabilities for score_then_select; ties to the lower id.
 std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, std::int64_t experts,
-                                std::int64_t k, RouterMode mode);
+                                std::int64_t k, RouterOrder by);
 
-/// Whether `ids` is a right answer of top-K for these logits. For softmax_over_topk there is one.
-/// For topk_over_softmax the order of two probabilities closer than 2^-20 (relative) depends on
+/// Whether `ids` is a right answer of top-K for these logits. For select_then_score there is one.
+/// For score_then_select the order of two probabilities closer than 2^-20 (relative) depends on
 /// the last bits of the softmax, so either is right unless the logits are equal. Returns what is
 /// wrong, or "".
 std::string explain_top_k(const std::vector<std::int32_t>& ids, const Tensor& logits,
                           std::int64_t tokens, std::int64_t experts, std::int64_t k,
-                          RouterMode mode);
+                          RouterOrder by);
 
 Routing routing_of_ids(const std::vector<std::int32_t>& ids, std::int64_t k);
 

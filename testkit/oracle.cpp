@@ -220,14 +220,14 @@ Tensor Oracle::scores(const Tensor& logits, const std::vector<std::int32_t>& ids
       const std::vector<Real> all(&logits[t * E], &logits[t * E] + E);
       const std::vector<std::int64_t> slots = slots_of_token(ids, t, K, E);
       std::vector<Real> chosen;
-      if (desc_.router.mode == RouterMode::softmax_over_topk) {
+      if (desc_.router.order == RouterOrder::select_then_score) {
         for (const std::int64_t slot : slots) chosen.push_back(all[ids[slot]]);
         chosen = softmax(chosen);
       } else {
         const std::vector<Real> p = softmax(all);
         Real sum = 0;
         for (const std::int64_t slot : slots) sum += chosen.emplace_back(p[ids[slot]]);
-        if (desc_.router.norm_topk_probs) {
+        if (desc_.router.renormalize) {
           for (Real& s : chosen) s = sum == 0 ? 0 : s / sum;
         }
       }
@@ -461,7 +461,7 @@ Tensor Oracle::score_grad(const Tensor& logits, const std::vector<std::int32_t>&
                           const Tensor& dlogits_in, bool magnitudes) const {
   const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
   const bool all_probabilities =
-      desc_.router.mode == RouterMode::topk_over_softmax && !desc_.router.norm_topk_probs;
+      desc_.router.order == RouterOrder::score_then_select && !desc_.router.renormalize;
   Tensor out(T * E);
   in_precision(precision_, [&](auto real) {
     using Real = decltype(real);

@@ -29,7 +29,7 @@ Routing own_routing(const Problem& problem, Precision precision) {
   const LayerDesc& desc = problem.desc;
   if (!desc.router.chooses()) return problem.lists;
   return routing_of_ids(top_k(logits_of(problem, precision), desc.tokens, desc.router.experts,
-                              desc.router.top_k, desc.router.mode),
+                              desc.router.top_k, desc.router.order),
                         desc.router.top_k);
 }
 

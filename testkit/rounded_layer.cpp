@@ -16,9 +16,9 @@ TokenRoundingDesc rounding_of(const LayerDesc& d) {
 Problem with_lists(const Problem& problem, const RoundedLists& lists, Tensor scores) {
   Problem out = problem;
   out.desc.router.input = RouterInput::lists;
-  out.desc.router.mode = RouterMode::softmax_over_topk;
+  out.desc.router.order = RouterOrder::select_then_score;
   out.desc.router.top_k = 0;
-  out.desc.router.norm_topk_probs = false;
+  out.desc.router.renormalize = false;
   out.desc.rounding.tile = 0;
   out.desc.router.list_length = static_cast<std::int64_t>(lists.token_ids.size());
   out.desc.router.assume_sorted = true;
@@ -182,7 +182,7 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
   const auto& [failure, run, choice, lists] = rounded;
   if (!verdict("expert_ids",
                explain_top_k(choice.ids, run.tensors.logits, desc.tokens, desc.router.experts,
-                             desc.router.top_k, desc.router.mode))) {
+                             desc.router.top_k, desc.router.order))) {
     return report;
   }
   const TokenRoundingDesc rounding = rounding_of(desc);

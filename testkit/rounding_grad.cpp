@@ -26,7 +26,7 @@ Entry entry(const TokenRoundingDesc& desc, const Tensor& logits,
   Entry out{expert >= desc.experts, {}, expert};
   if (out.sentinel) return out;
   const auto begin = ids.begin() + t * desc.top_k, end = begin + desc.top_k;
-  const bool of_chosen = (desc.mode == RouterMode::softmax_over_topk || desc.norm_topk_probs) &&
+  const bool of_chosen = (desc.order == RouterOrder::select_then_score || desc.renormalize) &&
                          std::find(begin, end, expert) != end;
   double max = -HUGE_VAL, sum = 0;
   for (std::int64_t e = 0; e < desc.experts; ++e) {

@@ -34,10 +34,10 @@ Result<TokenChoice> RoundingRunner::choose(const Options& options) const {
   d.tokens = desc_.tokens;
   d.experts = desc_.experts;
   d.dtype = desc_.dtype;
-  const auto top_k = [&](std::int64_t k, RouterMode mode, bool norm, auto take) {
+  const auto top_k = [&](std::int64_t k, RouterOrder order, bool norm, auto take) {
     d.top_k = k;
-    d.mode = mode;
-    d.norm_topk_probs = norm;
+    d.order = order;
+    d.renormalize = norm;
     Arena arena(device_);
     TopKArgs args;
     args.logits = arena.input("logits", logits_);
@@ -47,13 +47,13 @@ Result<TokenChoice> RoundingRunner::choose(const Options& options) const {
     if (status.ok()) take(arena.int32("ids"), floats(arena, "scores"));
     return status;
   };
-  Status status = top_k(desc_.top_k, desc_.mode, desc_.norm_topk_probs, [&](auto ids, auto scores) {
+  Status status = top_k(desc_.top_k, desc_.order, desc_.renormalize, [&](auto ids, auto scores) {
     out.ids = std::move(ids);
     out.scores = std::move(scores);
   });
   if (!status.ok()) return status;
   // The best E of E experts: their probabilities, in another order.
-  status = top_k(desc_.experts, RouterMode::topk_over_softmax, false, [&](auto ids, auto scores) {
+  status = top_k(desc_.experts, RouterOrder::score_then_select, false, [&](auto ids, auto scores) {
     out.probabilities.resize(scores.size());
     for (std::size_t i = 0; i < scores.size(); ++i) {
       out.probabilities[i / desc_.experts * desc_.experts + ids[i]] = scores[i];
@@ -87,8 +87,8 @@ Result<Tensor> RoundingRunner::gradient(const RoundedLists& lists, const Tensor&
   d.experts = desc_.experts;
   d.top_k = desc_.top_k;
   d.dtype = desc_.dtype;
-  d.mode = desc_.mode;
-  d.norm_topk_probs = desc_.norm_topk_probs;
+  d.order = desc_.order;
+  d.renormalize = desc_.renormalize;
   d.list_length = static_cast<std::int64_t>(lists.token_ids.size());
   Arena arena(device_);
   TokenRoundingGradArgs args;

@@ -259,7 +259,7 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   if (desc.router.chooses()) {
     const std::string wrong =
         explain_top_k(run.routing.experts, run.tensors.logits, desc.tokens, desc.router.experts,
-                      desc.router.top_k, desc.router.mode);
+                      desc.router.top_k, desc.router.order);
     report.checks.push_back({"expert_ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return report;
   }

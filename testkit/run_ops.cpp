@@ -129,7 +129,7 @@ class OpChecker {
     std::string wrong = ids == routing_.experts ? "" : "not the ids that were given";
     if (router().chooses()) {
       wrong = explain_top_k(ids, layer_.logits, desc_.tokens, router().experts, router().top_k,
-                            router().mode);
+                            router().order);
     }
     reports_.back().checks.push_back({"ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return;
@@ -357,7 +357,7 @@ class OpChecker {
     args.slot_scores =
         static_cast<const float*>(arena.input("slot_scores", layer_.scores, DType::f32));
     args.slot_experts = arena.input("slot_experts", routing_.experts);
-    if (desc_.router.mode == RouterMode::topk_over_softmax && !desc_.router.norm_topk_probs) {
+    if (desc_.router.order == RouterOrder::score_then_select && !desc_.router.renormalize) {
       args.logits = arena.input("logits", layer_.logits, type());
     }
     args.dlogits_in = arena.input("dlogits_in", problem_.dlogits, type());

@@ -60,7 +60,7 @@ TEST(Types, NamesAndParsingAreInverse) {
   EXPECT_STREQ(name(static_cast<DType>(7)), "?");
   EXPECT_STREQ(name(W1Layout::transposed_interleaved), "transposed_interleaved");
   EXPECT_STREQ(name(static_cast<W1Layout>(5)), "?");
-  EXPECT_STREQ(name(static_cast<RouterMode>(3)), "?");
+  EXPECT_STREQ(name(static_cast<RouterOrder>(3)), "?");
   EXPECT_STREQ(name(static_cast<DeviceType>(2)), "?");
   EXPECT_EQ(size_of(DType::f32), 4u);
   EXPECT_EQ(size_of(DType::bf16), 2u);

@@ -19,7 +19,7 @@ double dot(const Tensor& a, const Tensor& b) {
 /// Routings that do not jump when an input moves a little: lists, ids, or every expert chosen.
 std::vector<Case> cases() {
   std::vector<Case> out;
-  const auto add = [&](const std::string& name, RouterInput input, RouterMode mode,
+  const auto add = [&](const std::string& name, RouterInput input, RouterOrder order,
                        const ActivationSpec& activation) {
     Case c;
     LayerDesc& d = c.desc;
@@ -30,7 +30,7 @@ std::vector<Case> cases() {
     d.experts.dtype = DType::f32;
     d.experts.activation = activation;
     d.router.input = input;
-    d.router.mode = mode;
+    d.router.order = order;
     d.experts.bias = true;
     if (!d.router.chooses()) c.routing = RoutingKind::hostile;
     if (d.router.takes_lists()) {
@@ -43,18 +43,18 @@ std::vector<Case> cases() {
     c.seed = out.size() + 1;
     out.push_back(c);
   };
-  constexpr RouterMode kModes[] = {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax};
+  constexpr RouterOrder kModes[] = {RouterOrder::select_then_score, RouterOrder::score_then_select};
   for (const NamedActivation& activation : tested_activations()) {
     add("given_" + activation.name, RouterInput::lists, kModes[0], activation.spec);
   }
   add("ids_and_weights", RouterInput::ids_and_weights, kModes[0], Activation::swiglu);
   for (const RouterInput input :
        {RouterInput::projection, RouterInput::logits, RouterInput::logits_and_ids}) {
-    for (const RouterMode mode : kModes) {
-      add(std::string(name(input)) + "_" + name(mode), input, mode, Activation::swiglu);
+    for (const RouterOrder order : kModes) {
+      add(std::string(name(input)) + "_" + name(order), input, order, Activation::swiglu);
     }
     add(std::string(name(input)) + "_norm", input, kModes[1], Activation::swiglu);
-    out.back().desc.router.norm_topk_probs = true;
+    out.back().desc.router.renormalize = true;
   }
   // Without a loss on the logits, dX's sum adds the router's part.
   add("softmax_over_topk_alone", RouterInput::projection, kModes[0], Activation::swiglu);

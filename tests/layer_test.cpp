@@ -91,8 +91,8 @@ Case random_case(std::uint64_t seed) {
     d.router.top_k = 1 + below(std::min<std::int64_t>(d.router.experts, 8));
   }
   if (d.router.has_logits()) {
-    d.router.mode = static_cast<RouterMode>(below(2));
-    d.router.norm_topk_probs = below(2) == 0;
+    d.router.order = static_cast<RouterOrder>(below(2));
+    d.router.renormalize = below(2) == 0;
     c.outside_dlogits = below(2) == 0;
   }
   c.desc = d;
@@ -155,8 +155,8 @@ TEST(Layers, EveryInputGivesTheBitsOfTheRouterItReplaces) {
         if (input == RouterInput::ids_and_weights) {
           p.logits.clear();
           p.list_scores = own.tensors.scores;
-          p.desc.router.mode = RouterMode::softmax_over_topk;
-          p.desc.router.norm_topk_probs = false;
+          p.desc.router.order = RouterOrder::select_then_score;
+          p.desc.router.renormalize = false;
         }
         LayerRun run = run_layer(p, kDevice);
         ASSERT_TRUE(run.status.ok()) << run.status.message();

@@ -19,12 +19,12 @@ TEST(LayerText, LeavesOutWhatALayerHasOfItself) {
   EXPECT_EQ(to_string(LayerDesc{}), "");
   LayerDesc d;
   d.tokens = 4096;
-  d.router = {.experts = 32, .top_k = 4, .mode = RouterMode::topk_over_softmax};
+  d.router = {.experts = 32, .top_k = 4, .order = RouterOrder::score_then_select};
   d.experts = {.hidden = 512, .intermediate = 256, .activation = Activation::geglu};
   d.rounding = {.tile = 128, .rule = RoundingRule::balance};
   EXPECT_EQ(to_string(d),
             "tokens=4096 hidden=512 intermediate=256 experts=32 top_k=4 activation=geglu "
-            "router=topk_over_softmax rounding_tile=128 rounding_rule=balance");
+            "router_order=score_then_select rounding_tile=128 rounding_rule=balance");
   EXPECT_EQ(parse_layer(to_string(d)).value(), d);
 }
 
@@ -38,6 +38,7 @@ TEST(LayerText, EveryFieldChangesTheTextAndComesBack) {
     // The last of its values, or the other one.
     std::string value = field.allowed.substr(field.allowed.rfind(' ') + 1);
     if (field.allowed == "an integer") value = "-9223372036854775808";
+    if (field.allowed == "a number") value = "2.3e-38";
     if (value == field.initial) value = field.allowed.substr(0, field.allowed.find(','));
     const std::string text = std::string(field.key) + "=" + value;
     const auto layer = parse_layer(text);
@@ -71,9 +72,9 @@ TEST(LayerText, RefusesByName) {
             "tokens: got '9223372036854775808', allowed: an integer");
   EXPECT_EQ(refusal("tokens="), "tokens: got '', allowed: an integer");
   EXPECT_EQ(refusal("bias=1"), "bias: got '1', allowed: true, false");
-  EXPECT_EQ(refusal("router=0"), "router: got '0', allowed: softmax_over_topk, topk_over_softmax");
-  EXPECT_EQ(refusal("router=given"),
-            "router: got 'given', allowed: softmax_over_topk, topk_over_softmax");
+  EXPECT_EQ(refusal("router_order=0"), "router_order: got '0', allowed: select_then_score, score_then_select");
+  EXPECT_EQ(refusal("router_order=given"),
+            "router_order: got 'given', allowed: select_then_score, score_then_select");
   EXPECT_EQ(refusal("router_input=ids"),
             "router_input: got 'ids', allowed: projection, logits, logits_and_ids, "
             "ids_and_weights, lists");

@@ -81,8 +81,8 @@ TEST_P(Memory, SavedBytesAreWithinTheirBounds) {
   }
   // Scores of experts beyond the K largest have a gradient too.
   const bool all_probabilities =
-      (d.router.has_logits() && d.router.mode == RouterMode::topk_over_softmax &&
-       !d.router.norm_topk_probs) ||
+      (d.router.has_logits() && d.router.order == RouterOrder::score_then_select &&
+       !d.router.renormalize) ||
       d.rounding.tile > 0;
   EXPECT_EQ(saved.logits, all_probabilities ? T * E * size : 0u);
   EXPECT_EQ(saved.total(), saved.x + saved.preact + saved.routing + saved.logits);

@@ -242,7 +242,7 @@ LayerDesc top_k_layer() {
 std::vector<std::pair<const char*, LayerDesc>> layers() {
   std::vector<std::pair<const char*, LayerDesc>> all = {{"softmax over top-K", top_k_layer()}};
   LayerDesc d = top_k_layer();
-  d.router.mode = RouterMode::topk_over_softmax;
+  d.router.order = RouterOrder::score_then_select;
   d.experts.bias = true;
   all.emplace_back("top-K over softmax, biases", d);
   d = top_k_layer();

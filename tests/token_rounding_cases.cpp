@@ -41,7 +41,7 @@ std::vector<std::byte> stored(const std::vector<float>& values, DType type) {
 std::string RoundingCase::text() const {
   return "T " + std::to_string(desc.tokens) + ", E " + std::to_string(desc.experts) + ", K " +
          std::to_string(desc.top_k) + ", tile " + std::to_string(desc.tile) + ", " +
-         name(desc.rule) + ", " + name(desc.mode) + (desc.norm_topk_probs ? ", norm, " : ", ") +
+         name(desc.rule) + ", " + name(desc.order) + (desc.renormalize ? ", norm, " : ", ") +
          name(desc.dtype) + ", seed " + std::to_string(seed) + ", offset " + std::to_string(offset);
 }
 
@@ -52,8 +52,8 @@ RoundingCase random_rounding_case(std::uint64_t number) {
   RoundingCase c;
   TokenRoundingDesc& d = c.desc;
   d.rule = static_cast<RoundingRule>(below(6));
-  d.mode = static_cast<RouterMode>(below(2));
-  d.norm_topk_probs = below(2) == 0;
+  d.order = static_cast<RouterOrder>(below(2));
+  d.renormalize = below(2) == 0;
   d.dtype = below(2) == 0 ? DType::f32 : DType::bf16;
   d.tile = below(40) == 0 ? 1024 : 1 + below(std::int64_t{1} << below(11));
   d.experts = 1 + below(below(4) == 0 ? 300 : 20);

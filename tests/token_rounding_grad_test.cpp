@@ -49,8 +49,8 @@ TokenRoundingDesc small_desc(std::uint64_t number) {
   const Random random(number, 4);
   TokenRoundingDesc d;
   d.rule = static_cast<RoundingRule>(number % 6);
-  d.mode = static_cast<RouterMode>(random.below(0, 2));
-  d.norm_topk_probs = random.below(1, 2) == 0;
+  d.order = static_cast<RouterOrder>(random.below(0, 2));
+  d.renormalize = random.below(1, 2) == 0;
   d.tokens = 8 + random.below(2, 8);
   d.experts = 2 + random.below(3, 6);
   d.top_k = 1 + random.below(4, std::min<std::int64_t>(3, d.experts));

@@ -13,6 +13,8 @@ struct CombineDesc {
   DType dtype = DType::bf16;
   std::int64_t experts = 0;  ///< E if backward may get router_w (AggregateArgs), else 0
   bool inference = false;    ///< the plan has no backward
+  bool f32_dlogits = false;  ///< as in AggregateDesc
+  bool f32_router_w = false;
   bool operator==(const CombineDesc&) const = default;
 };
 

@@ -80,18 +80,21 @@ struct SavedBytes {
 /// ignores pointers that it does not use, but checks the alignment of error_word. `dtype` below is
 /// ExpertsDesc::dtype. Transposed weights have their last two axes the other way round.
 struct ForwardArgs {
-  const void* x = nullptr;         ///< (T, d) dtype
-  const void* router_w = nullptr;  ///< (E, d) dtype; RouterInput::projection only
-  const void* w1 = nullptr;        ///< (E, 2n or n, d) dtype; the gate (E, n, d) if `separate`
-  const void* w1_up = nullptr;     ///< (E, n, d) dtype; `separate` only
-  const void* b1 = nullptr;        ///< (E, 2n or n) dtype in the order of w1; with bias
-  const void* b1_up = nullptr;     ///< (E, n) dtype; with bias and `separate`
-  const void* w2 = nullptr;        ///< (E, d, n) dtype
-  const void* b2 = nullptr;        ///< (E, d) dtype; with bias
+  const void* x = nullptr;                ///< (T, d) dtype
+  const void* router_w = nullptr;         ///< (E, d) dtype or fp32; RouterInput::projection only
+  const float* logit_bias = nullptr;      ///< (E); with RouterDesc::logit_bias
+  const float* selection_bias = nullptr;  ///< (E); with RouterDesc::selection_bias
+  const float* expert_scale = nullptr;    ///< (E); with RouterDesc::expert_scale
+  const void* w1 = nullptr;     ///< (E, 2n or n, d) dtype; the gate (E, n, d) if `separate`
+  const void* w1_up = nullptr;  ///< (E, n, d) dtype; `separate` only
+  const void* b1 = nullptr;     ///< (E, 2n or n) dtype in the order of w1; with bias
+  const void* b1_up = nullptr;  ///< (E, n) dtype; with bias and `separate`
+  const void* w2 = nullptr;     ///< (E, d, n) dtype
+  const void* b2 = nullptr;     ///< (E, d) dtype; with bias
 
   // What RouterInput names. An expert id < 0 or >= E is a sentinel. Duplicates add. A weight or
   // score that is not finite is the caller's: the call neither refuses nor reports it.
-  const void* given_logits = nullptr;       ///< (T, E) dtype; logits, logits_and_ids
+  const void* given_logits = nullptr;       ///< (T, E) dtype or fp32; logits, logits_and_ids
   const std::int32_t* given_ids = nullptr;  ///< (T, K); logits_and_ids, ids_and_weights
   const float* given_weights = nullptr;     ///< (T, K); ids_and_weights
   // Lists of length L. A token id outside [0, T) is an error (see error_word).
@@ -107,7 +110,7 @@ struct ForwardArgs {
 
   // Outputs.
   void* o = nullptr;                   ///< (T, d) dtype
-  void* logits = nullptr;              ///< (T, E) dtype; RouterInput::projection only
+  void* logits = nullptr;              ///< (T, E) dtype or fp32; RouterInput::projection only
   std::int32_t* counts = nullptr;      ///< (E) rows of each expert
   std::int32_t* frequency = nullptr;   ///< (E) rows before token rounding, optional; rounding only
   float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
@@ -126,6 +129,7 @@ struct BackwardArgs {
   // As forward read or wrote them.
   const void* x = nullptr;
   const void* router_w = nullptr;
+  const float* expert_scale = nullptr;
   const void* w1 = nullptr;
   const void* w1_up = nullptr;
   const void* w2 = nullptr;
@@ -136,22 +140,24 @@ struct BackwardArgs {
 
   // Gradients that the caller gives.
   const void* dout = nullptr;  ///< dO (T, d) dtype
-  /// (T, E) dtype, of other losses on the logits; optional, with logits. Null may save the router's
-  /// product for dX (RouterDesc::reaches_all_experts).
+  /// (T, E) like the logits, of other losses on them; optional, with logits. Null may save the
+  /// router's product for dX (RouterDesc::reaches_all_experts).
   const void* dlogits = nullptr;
 
   // Gradients that backward writes, each shaped like its tensor. It overwrites them, but adds to
   // dw1, dw1_up and dw2 with accumulate_weight_grads. Fields marked "or null" may be null, for
   // frozen weights say: backward then skips the operations that compute that gradient alone.
-  void* dx = nullptr;         ///< (T, d) dtype, or null
-  void* drouter_w = nullptr;  ///< (E, d) dtype, or null; RouterInput::projection only
-  void* dw1 = nullptr;        ///< or null, together with dw1_up; fp32 with f32_weight_grads
+  void* dx = nullptr;              ///< (T, d) dtype, or null
+  void* drouter_w = nullptr;       ///< (E, d) like router_w, or null; RouterInput::projection only
+  float* dlogit_bias = nullptr;    ///< (E), or null; with RouterDesc::logit_bias
+  float* dexpert_scale = nullptr;  ///< (E); with RouterDesc::expert_scale
+  void* dw1 = nullptr;             ///< or null, together with dw1_up; fp32 with f32_weight_grads
   void* dw1_up = nullptr;
   void* db1 = nullptr;
   void* db1_up = nullptr;
   void* dw2 = nullptr;  ///< or null; fp32 with f32_weight_grads
   void* db2 = nullptr;
-  /// (T, E) dtype, of `given_logits`, with the share of `dlogits`.
+  /// (T, E) like `given_logits`, with the share of `dlogits`.
   void* dgiven_logits = nullptr;
   /// Of `given_weights` (T, K) or `list_scores` (L); 0 for sentinels.
   float* dscores = nullptr;

@@ -25,15 +25,19 @@
 /// descriptor's dtype.
 namespace sonicmoe {
 
-/// The router's product and its two gradients: logits = x w^T, dx = dlogits w, dw = dlogits^T x.
-/// Behind each shape stand the passes that use the tensor.
+/// The router's product and its gradients: logits = x w^T + bias, dx = dlogits w, dw = dlogits^T x,
+/// dbias = column sums of dlogits. Behind each shape stand the passes that use the tensor. An fp32
+/// w beside 16-bit x enters as two 16-bit parts: 16 bits of w with bf16, 22 with fp16 (of numbers
+/// below 65504 and above 2^-14). So does fp32 dlogits.
 struct RouterGemmArgs {
-  const void* x = nullptr;        ///< (T, d): forward, wgrad
-  const void* w = nullptr;        ///< (E, d): forward, dgrad
-  const void* dlogits = nullptr;  ///< (T, E): dgrad, wgrad
-  void* logits = nullptr;         ///< (T, E): forward
-  void* dx = nullptr;             ///< (T, d): dgrad
-  void* dw = nullptr;             ///< (E, d): wgrad
+  const void* x = nullptr;        ///< (T, d) dtype: forward, wgrad
+  const void* w = nullptr;        ///< (E, d) w_dtype(): forward, dgrad
+  const float* bias = nullptr;    ///< (E): forward, with `bias`
+  const void* dlogits = nullptr;  ///< (T, E) logits_dtype(): dgrad, wgrad
+  void* logits = nullptr;         ///< (T, E) logits_dtype(): forward
+  void* dx = nullptr;             ///< (T, d) dtype: dgrad
+  void* dw = nullptr;             ///< (E, d) w_dtype(): wgrad; with `bias` it may be null
+  float* dbias = nullptr;         ///< (E): wgrad, with `bias`; or null
 };
 enum class GemmPass : std::int32_t { forward = 0, dgrad = 1, wgrad = 2 };
 struct SONICMOE_API RouterGemmDesc {
@@ -43,6 +47,11 @@ struct SONICMOE_API RouterGemmDesc {
   std::int64_t hidden = 0;
   std::int64_t experts = 0;
   DType dtype = DType::bf16;
+  bool bias = false;
+  bool f32_logits = false;
+  bool f32_w = false;  ///< only with f32_logits
+  DType logits_dtype() const noexcept { return f32_logits ? DType::f32 : dtype; }
+  DType w_dtype() const noexcept { return f32_w ? DType::f32 : dtype; }
   bool operator==(const RouterGemmDesc&) const = default;
 };
 
@@ -52,9 +61,10 @@ inline constexpr std::int32_t kBadTokenId = 1;  ///< a token id outside [0, T): 
 inline constexpr std::int32_t kBadLogits = 2;   ///< a row with a NaN or without a finite maximum
 inline constexpr std::int32_t kBadCounts = 4;   ///< segments of rows that overlap or reach past R
 
-/// Scores and expert ids of each token's K experts from its logits, by descending score. CPU calls
-/// and checked calls refuse a NaN or a row whose maximum is not finite (invalid_data) before they
-/// write anything. An unchecked call gives such a row valid expert ids and any scores.
+/// Scores and expert ids of each token's K experts from its logits, by descending value of what
+/// chooses (RouterDesc). CPU calls and checked calls refuse a NaN, +inf, or with softmax a row of
+/// -inf (invalid_data) before they write anything. An unchecked call gives such a row valid expert
+/// ids and any scores.
 ///
 /// With RouterInput::logits_and_ids nothing is chosen: `scores` are those of `given_ids`, in their
 /// order, and `ids` becomes a copy of them. The softmax over the top-K runs over the given logits.
@@ -64,7 +74,10 @@ inline constexpr std::int32_t kBadCounts = 4;   ///< segments of rows that overl
 struct TopKArgs {
   const void* logits = nullptr;             ///< (T, E) dtype
   const std::int32_t* given_ids = nullptr;  ///< (T, K); logits_and_ids
+  const float* selection_bias = nullptr;    ///< (E); with selection_bias
+  const float* expert_scale = nullptr;      ///< (E); with expert_scale
   float* scores = nullptr;                  ///< (T, K)
+  float* probabilities = nullptr;           ///< (T, K) p, if keeps_probabilities()
   std::int32_t* ids = nullptr;              ///< (T, K)
   std::int32_t* error_word = nullptr;       ///< (1), optional, CUDA: see kBadLogits
 };
@@ -239,8 +252,8 @@ struct AggregateArgs {
   const float* slot_scores = nullptr;           ///< (R) or null
   const void* addend = nullptr;                 ///< (T, d) or null; may be `out` itself
   const std::int32_t* slot_experts = nullptr;   ///< (R): with router_w
-  const void* dlogits = nullptr;                ///< (T, E): with router_w
-  const void* router_w = nullptr;               ///< (E, d), or null; not with slot_scores
+  const void* dlogits = nullptr;                ///< (T, E), or fp32: with router_w
+  const void* router_w = nullptr;               ///< (E, d), or fp32; or null; not with slot_scores
   void* out = nullptr;                          ///< (T, d)
 };
 inline constexpr std::int64_t kMaxRoutedTopK = 64;  ///< largest K with router_w
@@ -253,6 +266,8 @@ struct SONICMOE_API AggregateDesc {
   DType dtype = DType::bf16;
   /// E if calls may have router_w; then K is 1 to min(E, kMaxRoutedTopK). 0: they have none.
   std::int64_t experts = 0;
+  bool f32_dlogits = false;   ///< dlogits is fp32; only with experts
+  bool f32_router_w = false;  ///< router_w is fp32; only with f32_dlogits
   bool operator==(const AggregateDesc&) const = default;
 };
 
@@ -263,17 +278,29 @@ struct SONICMOE_API AggregateDesc {
 ///   softmax over the top-K, or renormalised: dlogit_k = s_k (g_k - sum_j g_j s_j), others 0
 ///   otherwise: dlogit_e = p_e (g_e - sum_k g_k s_k), g_e = 0 for experts without a slot
 ///
+/// The other routers (not RouterDesc::plain()) first take g through scales and renormalisation:
+///
+///   h_k = g_k * scale * expert_scale[e];  dexpert_scale[e] += g_k * w_k * scale
+///   dp_k = (h_k - sum_j h_j w_j) / (sum + eps), or h_k if nothing is renormalised
+///
+/// and dp through the score: with sigmoid dlogit = dp p (1 - p), with sqrt_softplus
+/// dlogit = dp sigmoid(z) / 2p, and 0 where p = 0; with softmax as above, of dp and p.
+///
 /// With RouterInput::logits_and_ids a token may have an expert several times, and its slots add.
 /// Sentinels' experts get nothing.
 struct ScoreGradArgs {
   const float* row_dscores = nullptr;          ///< (R)
   const std::int32_t* slot_rows = nullptr;     ///< (R); -1 reads as 0
-  const float* slot_scores = nullptr;          ///< (R): with logits
+  const float* slot_scores = nullptr;          ///< (R): with logits, if plain()
+  const float* slot_probabilities = nullptr;   ///< (R): p, if keeps_probabilities()
   const std::int32_t* slot_experts = nullptr;  ///< (R): with logits
-  const void* logits = nullptr;      ///< (T, E): topk_over_softmax without renormalisation
-  const void* dlogits_in = nullptr;  ///< (T, E), optional: of other losses; with logits
-  void* dlogits = nullptr;           ///< (T, E): with logits
-  float* dscores = nullptr;          ///< (R): without logits
+  const float* expert_scale = nullptr;         ///< (E): with expert_scale
+  const std::int32_t* offsets = nullptr;       ///< (E+1): of rows, with expert_scale
+  const void* logits = nullptr;                ///< (T, E): if RouterDesc::reaches_all_experts()
+  const void* dlogits_in = nullptr;            ///< (T, E), optional: of other losses; with logits
+  void* dlogits = nullptr;                     ///< (T, E): with logits
+  float* dscores = nullptr;                    ///< (R): without logits
+  float* dexpert_scale = nullptr;              ///< (E): with expert_scale
 };
 struct SONICMOE_API ScoreGradDesc : RouterDesc {
   using Args = ScoreGradArgs;
@@ -283,18 +310,24 @@ struct SONICMOE_API ScoreGradDesc : RouterDesc {
   bool operator==(const ScoreGradDesc&) const = default;
 };
 
-/// Switch's load-balancing loss
+/// A loss on logits that keeps a router healthy. q are a token's scores over all experts, divided
+/// by their sum, and lse is the log of the sum of e^z over its logits. Tokens that `token_mask`
+/// leaves out count nowhere.
 ///
-///   E * sum_e (P_e / sum P)(f_e / sum f)
+///   balance  mean over sequences of E * sum_e (P_e / sum P)(f_e / sum f); P_e sums q over a
+///            sequence's tokens, f are its counts, which get no gradient. One sequence: Switch's
+///            load-balancing loss. DeepSeek-V3's sequence-wise loss is this with B sequences.
+///   z        mean over tokens of lse^2 (ST-MoE)
 ///
-/// P_e sums the softmax of the logits over tokens; f are the counts, which get no gradient. Loss
-/// and gradient are 0 when T = 0 or all counts are 0. No call checks the logits.
+/// A sequence whose counts are all 0 is left out of the mean. A mean over nothing is 0, and so is
+/// its gradient. No call checks the logits.
 struct AuxLossArgs {
-  const void* logits = nullptr;          ///< (T, E) dtype
-  const std::int32_t* counts = nullptr;  ///< (E)
-  const float* dloss = nullptr;          ///< (1): backward
-  float* loss = nullptr;                 ///< (1): forward
-  void* dlogits = nullptr;               ///< (T, E): backward
+  const void* logits = nullptr;              ///< (T, E) dtype; sequence b has tokens b*T/B ...
+  const std::int32_t* counts = nullptr;      ///< (B, E): balance; choices of tokens that count
+  const std::uint8_t* token_mask = nullptr;  ///< (T): 0 leaves a token out; with `masked`
+  const float* dloss = nullptr;              ///< (1): backward
+  float* loss = nullptr;                     ///< (1): forward
+  void* dlogits = nullptr;                   ///< (T, E): backward
 };
 struct SONICMOE_API AuxLossDesc {
   using Args = AuxLossArgs;
@@ -302,6 +335,10 @@ struct SONICMOE_API AuxLossDesc {
   std::int64_t experts = 0;
   DType dtype = DType::bf16;
   bool backward = false;
+  RouterLoss loss = RouterLoss::balance;
+  RouterScore score = RouterScore::softmax;  ///< balance: what q is made of
+  std::int64_t sequences = 1;                ///< B, a divisor of T; 1 for z
+  bool masked = false;
   bool operator==(const AuxLossDesc&) const = default;
 };
 

@@ -12,14 +12,36 @@
 
 namespace sonicmoe {
 
-/// How tokens get their experts. Every descriptor that routes inherits these fields, so that a new
-/// field reaches all of them.
+/// How tokens get their experts and scores. Every descriptor that routes inherits these fields, so
+/// that a new field reaches all of them. From logits (T, E), token by token:
+///
+///   z = logits + logit_bias                           fp32, then rounded to the type of the logits
+///   p = score(z)
+///   v = p or z (order) + selection_bias               what chooses, in fp32
+///   only the `kept_groups` best of `groups` groups of neighbouring experts stay
+///   the K largest v                                   ties to the lower expert
+///   w = p, divided by (sum of the K p + eps) if renormalize
+///   score = w * scale * expert_scale
+///
+/// Where the sum that divides is 0, so are the scores and their gradients. The three biases and
+/// scales are fp32 arrays (E) among the arguments. Without logits every option has its default.
 struct RouterDesc {
   std::int64_t experts = 0;  ///< E, 1 to 65536
   std::int64_t top_k = 0;    ///< K, 1 to E; 0 for lists
   RouterInput input = RouterInput::projection;
-  RouterMode mode = RouterMode::softmax_over_topk;  ///< with logits; else softmax_over_topk
-  bool norm_topk_probs = false;  ///< topk_over_softmax: divide the K scores by their sum
+  RouterScore score = RouterScore::softmax;
+  RouterOrder order = RouterOrder::select_then_score;
+  bool renormalize = false;      ///< a softmax over the top-K adds up to 1 anyway
+  float eps = 0.0f;              ///< 0 or more, finite; only with renormalize, not over the top-K
+  float scale = 1.0f;            ///< above 0, finite
+  bool logit_bias = false;       ///< projection only; trained
+  bool selection_bias = false;   ///< where the layer chooses; without a gradient
+  bool expert_scale = false;     ///< trained
+  std::int64_t groups = 1;       ///< of E / groups experts each; up to kMaxGroups
+  std::int64_t kept_groups = 1;  ///< 1 to groups, and K <= kept_groups * E / groups
+  GroupScore group_score = GroupScore::largest;  ///< sum_of_two: at least two experts a group
+  bool f32_logits = false;       ///< logits and their gradients are fp32, whatever x is
+  bool f32_router_w = false;     ///< router_w and its gradient are fp32; projection, f32_logits
   std::int64_t list_length = 0;  ///< L, lists only: their entries
   /// Lists only: the caller promises that token ids ascend. CPU calls and checked CUDA calls verify
   /// it.
@@ -53,27 +75,43 @@ struct RouterDesc {
   constexpr bool takes_lists() const noexcept { return traits().lists; }
   /// Does the caller give ids (T, K)?
   constexpr bool takes_ids() const noexcept { return !chooses() && !takes_lists(); }
-  /// Is the softmax over the K experts of a token? Otherwise it is over all E.
+  /// Is the score a softmax over the K experts of a token?
   constexpr bool over_top_k() const noexcept {
-    switch (mode) {
-      case RouterMode::softmax_over_topk:
-        return true;
-      case RouterMode::topk_over_softmax:
-        break;
-    }
-    return false;
+    return score == RouterScore::softmax && order == RouterOrder::select_then_score;
   }
-  /// Do a token's K scores add up to 1?
-  constexpr bool normalised() const noexcept { return over_top_k() || norm_topk_probs; }
+  /// Does `renormalize` divide? A softmax over the top-K adds up to 1 as it is.
+  constexpr bool divides() const noexcept { return renormalize && !over_top_k(); }
+  /// Do a token's K values w add up to 1, so that the softmax cancels from their gradients?
+  constexpr bool normalised() const noexcept {
+    return over_top_k() || (score == RouterScore::softmax && renormalize && eps == 0.0f);
+  }
   /// Do the logits of experts that a token does not go to get gradients? Then backward needs the
   /// logits of all experts.
-  constexpr bool reaches_all_experts() const noexcept { return has_logits() && !normalised(); }
+  constexpr bool reaches_all_experts() const noexcept {
+    return has_logits() && score == RouterScore::softmax && !normalised();
+  }
+  /// Is it a softmax that `order` and `renormalize` alone describe?
+  constexpr bool plain() const noexcept {
+    return score == RouterScore::softmax && eps == 0.0f && scale == 1.0f && !selection_bias &&
+           !expert_scale && groups == 1;
+  }
+  /// Does backward need the K scores p of a token beside its final scores?
+  constexpr bool keeps_probabilities() const noexcept { return has_logits() && !plain(); }
+  /// Of the logits and their gradients, where x has `dtype`.
+  constexpr DType logits_dtype(DType dtype) const noexcept {
+    return f32_logits ? DType::f32 : dtype;
+  }
+  /// Of router_w and its gradient.
+  constexpr DType router_w_dtype(DType dtype) const noexcept {
+    return f32_router_w ? DType::f32 : dtype;
+  }
   /// Routed (token, expert) pairs of `tokens` tokens, before token rounding.
   constexpr std::int64_t rows(std::int64_t tokens) const noexcept {
     return takes_lists() ? list_length : tokens * top_k;
   }
   bool operator==(const RouterDesc&) const = default;
 };
+inline constexpr std::int64_t kMaxGroups = 1024;
 
 /// Token rounding (token_rounding.h) to multiples of `tile` rows an expert.
 struct RoundingDesc {
@@ -86,7 +124,7 @@ struct RoundingDesc {
 struct RoutingDesc : RouterDesc {
   std::int64_t tokens = 0;
   std::int64_t hidden = 0;     ///< d, as in ExpertsDesc
-  DType dtype = DType::bf16;   ///< of x, router_w and logits
+  DType dtype = DType::bf16;   ///< of x; of router_w and logits unless they are fp32
   RoundingDesc rounding = {};  ///< only where the layer chooses
   bool inference = false;      ///< the plan has no backward
 
@@ -106,6 +144,7 @@ struct RoutingDesc : RouterDesc {
 /// "lists" are the caller's and those of token rounding.
 struct RoutedRows {
   float* slot_scores = nullptr;           ///< (R) top-K
+  float* slot_probabilities = nullptr;    ///< (R) p, if RouterDesc::keeps_probabilities()
   std::int32_t* slot_experts = nullptr;   ///< (R) top-K, rounded
   std::int32_t* slot_tokens = nullptr;    ///< (R) rounded
   float* row_scores = nullptr;            ///< (R)
@@ -120,8 +159,11 @@ struct RoutedRows {
 /// As the fields of the same names in ForwardArgs (layer.h).
 struct RouterForwardArgs {
   const void* x = nullptr;                     ///< (T, d) dtype; projection
-  const void* router_w = nullptr;              ///< (E, d) dtype; projection
-  const void* given_logits = nullptr;          ///< (T, E) dtype; logits, logits_and_ids
+  const void* router_w = nullptr;              ///< (E, d) router_w_dtype(); projection
+  const float* logit_bias = nullptr;           ///< (E); with logit_bias
+  const float* selection_bias = nullptr;       ///< (E); with selection_bias
+  const float* expert_scale = nullptr;         ///< (E); with expert_scale
+  const void* given_logits = nullptr;          ///< (T, E) logits_dtype(); logits, logits_and_ids
   const std::int32_t* given_ids = nullptr;     ///< (T, K); logits_and_ids, ids_and_weights
   const float* given_weights = nullptr;        ///< (T, K); ids_and_weights
   const std::int32_t* list_tokens = nullptr;   ///< (L); lists
@@ -131,7 +173,7 @@ struct RouterForwardArgs {
   std::uint64_t offset = 0;
   const std::uint64_t* draws = nullptr;  ///< (2) replaces seed and offset
 
-  void* logits = nullptr;              ///< (T, E) dtype; projection
+  void* logits = nullptr;              ///< (T, E) logits_dtype(); projection
   std::int32_t* counts = nullptr;      ///< (E) rows of each expert
   std::int32_t* frequency = nullptr;   ///< (E) rows before token rounding, optional; rounding only
   float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
@@ -143,17 +185,20 @@ struct RouterForwardArgs {
 
 /// Gradients from those of the rows' scores. All outputs are overwritten.
 struct RouterBackwardArgs {
-  const void* x = nullptr;             ///< (T, d) dtype; projection
-  const void* router_w = nullptr;      ///< (E, d) dtype; projection
-  const void* logits = nullptr;        ///< of forward, if RoutingDesc::needs_logits()
-  const void* routing = nullptr;       ///< as forward wrote it
-  const float* row_dscores = nullptr;  ///< (R)
-  const void* dlogits_in = nullptr;    ///< (T, E) dtype, of other losses; optional
+  const void* x = nullptr;              ///< (T, d) dtype; projection
+  const void* router_w = nullptr;       ///< (E, d) router_w_dtype(); projection
+  const float* expert_scale = nullptr;  ///< (E); with expert_scale
+  const void* logits = nullptr;         ///< of forward, if RoutingDesc::needs_logits()
+  const void* routing = nullptr;        ///< as forward wrote it
+  const float* row_dscores = nullptr;   ///< (R)
+  const void* dlogits_in = nullptr;     ///< (T, E) logits_dtype(), of other losses; optional
 
-  void* dlogits = nullptr;   ///< (T, E) dtype; with logits
+  void* dlogits = nullptr;   ///< (T, E) logits_dtype(); with logits
   float* dscores = nullptr;  ///< of the caller's scores, (T, K) weights or (L); 0 for sentinels
   void* dx = nullptr;  ///< (T, d) dtype: the router's part of dX; or null: not computed; projection
-  void* drouter_w = nullptr;  ///< (E, d) dtype; or null; projection
+  void* drouter_w = nullptr;       ///< (E, d) router_w_dtype(); or null; projection
+  float* dlogit_bias = nullptr;    ///< (E); or null; with logit_bias
+  float* dexpert_scale = nullptr;  ///< (E); with expert_scale
 };
 
 /// From tokens to grouped rows: the router's product, top-K or token rounding, and the index arrays

@@ -80,12 +80,26 @@ enum class ScoreAt : std::int32_t {
 /// Type of the counts and offsets that a caller gives with contiguous rows.
 enum class IndexType : std::int32_t { i32 = 0, i64 = 1 };
 
-/// How logits become scores. Where the layer chooses, it orders a token's K experts by descending
-/// score; ties go to the lower expert id. With ids of the caller both modes score those ids.
-enum class RouterMode : std::int32_t {
-  softmax_over_topk = 0,  ///< the K largest logits, softmax over them
-  topk_over_softmax = 1,  ///< softmax over all E, the K largest; see RouterDesc::norm_topk_probs
+/// How the logit z of an expert becomes its score p.
+enum class RouterScore : std::int32_t {
+  softmax = 0,        ///< e^z over the sum of e^z; RouterOrder says over which experts
+  sigmoid = 1,        ///< 1 / (1 + e^-z)
+  sqrt_softplus = 2,  ///< sqrt(log(1 + e^z))
 };
+
+/// Whether a token's K experts are chosen before their scores are made. They are stored by
+/// descending value; ties go to the lower expert id. With ids of the caller nothing is chosen.
+enum class RouterOrder : std::int32_t {
+  select_then_score = 0,  ///< the K largest logits; a softmax runs over these K
+  score_then_select = 1,  ///< the K largest scores; a softmax runs over all E
+};
+
+/// The value of a group of experts: of the values that choose them, the largest or the sum of the
+/// two largest.
+enum class GroupScore : std::int32_t { largest = 0, sum_of_two = 1 };
+
+/// A loss on the logits; AuxLossArgs has the formulas.
+enum class RouterLoss : std::int32_t { balance = 0, z = 1 };
 
 /// What the caller hands over. An id < 0 or >= E is a sentinel: it is not counted, contributes
 /// zero, and its score gets a gradient of zero. Duplicate ids add.
@@ -169,7 +183,10 @@ struct Options {
 SONICMOE_API const char* name(DType value) noexcept;        ///< "bf16"; "?" if unknown
 SONICMOE_API const char* name(Activation value) noexcept;   ///< "swiglu"; "?" if unknown
 SONICMOE_API const char* name(W1Layout value) noexcept;     ///< "interleaved"; "?" if unknown
-SONICMOE_API const char* name(RouterMode value) noexcept;   ///< "softmax_over_topk"; "?" if unknown
+SONICMOE_API const char* name(RouterScore value) noexcept;  ///< "softmax"; "?" if unknown
+SONICMOE_API const char* name(RouterOrder value) noexcept;  ///< "select_then_score"; "?" if unknown
+SONICMOE_API const char* name(RouterLoss value) noexcept;   ///< "balance"; "?" if unknown
+SONICMOE_API const char* name(GroupScore value) noexcept;   ///< "largest"; "?" if unknown
 SONICMOE_API const char* name(RouterInput value) noexcept;  ///< "projection"; "?" if unknown
 SONICMOE_API const char* name(RowSource value) noexcept;    ///< "gathered"; "?" if unknown
 SONICMOE_API const char* name(ScoreAt value) noexcept;      ///< "combine"; "?" if unknown

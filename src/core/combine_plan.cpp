@@ -10,8 +10,8 @@ void CombinePlan::Impl::plan_forward(PlanBuilder* build) {
 }
 
 void CombinePlan::Impl::plan_backward(PlanBuilder* build) {
-  build->add(&aggregate_dx,
-             {desc.tokens, desc.rows, desc.hidden, desc.top_k, desc.dtype, desc.experts});
+  build->add(&aggregate_dx, {desc.tokens, desc.rows, desc.hidden, desc.top_k, desc.dtype,
+                             desc.experts, desc.f32_dlogits, desc.f32_router_w});
 }
 
 void CombinePlan::Impl::forward(Sequence* seq, const AggregateArgs& args) const {

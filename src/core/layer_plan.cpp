@@ -40,10 +40,16 @@ struct LayerPlan::Impl : ComposedPlan {
     const LayerDesc& d = desc;
     router.desc = d.routing();
     experts.desc = d.grouped();
-    combine.desc = {d.tokens,           d.rows(),
-                    d.experts.hidden,   router.lists() ? 0 : d.router.top_k,
-                    d.experts.dtype,    router.reaches_own_experts() ? d.router.experts : 0,
-                    d.experts.inference};
+    const bool by_sum = router.reaches_own_experts();
+    combine.desc = {.tokens = d.tokens,
+                    .rows = d.rows(),
+                    .hidden = d.experts.hidden,
+                    .top_k = router.lists() ? 0 : d.router.top_k,
+                    .dtype = d.experts.dtype,
+                    .experts = by_sum ? d.router.experts : 0,
+                    .inference = d.experts.inference,
+                    .f32_dlogits = by_sum && d.router.f32_logits,
+                    .f32_router_w = by_sum && d.router.f32_router_w};
     router.exec = experts.exec = combine.exec = exec;
   }
 
@@ -78,7 +84,8 @@ void LayerPlan::Impl::plan_backward(PlanBuilder* build) {
   const std::size_t size = size_of(desc.experts.dtype);
   const auto rows = static_cast<std::size_t>(desc.rows());
   const auto hidden = static_cast<std::size_t>(desc.experts.hidden);
-  const auto logits = static_cast<std::size_t>(desc.tokens * desc.router.experts) * size;
+  const auto logits = static_cast<std::size_t>(desc.tokens * desc.router.experts) *
+                      size_of(desc.router.logits_dtype(desc.experts.dtype));
   Ledger& ledger = backward_ledger;
   bwd.experts = experts.book_backward(&ledger);
   bwd.row_dscores = ledger.book("row_dscores", 4 * rows);
@@ -99,6 +106,9 @@ void LayerPlan::Impl::plan_backward(PlanBuilder* build) {
 void LayerPlan::Impl::forward(Sequence* seq, const ForwardArgs& args) const {
   const RouterForwardArgs routed{.x = args.x,
                                  .router_w = args.router_w,
+                                 .logit_bias = args.logit_bias,
+                                 .selection_bias = args.selection_bias,
+                                 .expert_scale = args.expert_scale,
                                  .given_logits = args.given_logits,
                                  .given_ids = args.given_ids,
                                  .given_weights = args.given_weights,
@@ -154,6 +164,7 @@ void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
       desc.router.projects() ? static_cast<void*>(seq->region(bwd.dlogits)) : args.dgiven_logits;
   const RouterBackwardArgs routed{.x = args.x,
                                   .router_w = args.router_w,
+                                  .expert_scale = args.expert_scale,
                                   .logits = args.logits,
                                   .routing = args.routing,
                                   .row_dscores = seq->region(bwd.row_dscores),
@@ -161,7 +172,9 @@ void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
                                   .dlogits = dlogits,
                                   .dscores = args.dscores,
                                   .dx = by_product ? args.dx : nullptr,
-                                  .drouter_w = args.drouter_w};
+                                  .drouter_w = args.drouter_w,
+                                  .dlogit_bias = args.dlogit_bias,
+                                  .dexpert_scale = args.dexpert_scale};
   const ExpertsBackwardArgs grouped{
       .offsets = rows.offsets,
       .row_tokens = rows.row_tokens,

@@ -21,6 +21,18 @@ bool read(const std::string& text, std::int64_t* out) {
 }
 std::string allowed(const std::int64_t&) { return "an integer"; }
 
+/// The shortest text that reads back as the same bits.
+std::string write(float value) {
+  char text[32];
+  return {text, std::to_chars(text, std::end(text), value).ptr};
+}
+bool read(const std::string& text, float* out) {
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, *out);
+  return error == std::errc() && stop == end;
+}
+std::string allowed(const float&) { return "a number"; }
+
 std::string write(bool value) { return value ? "true" : "false"; }
 bool read(const std::string& text, bool* out) {
   *out = text == "true";
@@ -82,8 +94,19 @@ constexpr Row kRows[] = {
     row("w1_layout", "how W1 holds gate and up, and whether the weights are transposed",
         FIELD(experts.w1_layout)),
     row("router_input", "what the caller hands over", FIELD(router.input)),
-    row("router", "how logits become scores", FIELD(router.mode)),
-    row("norm_topk_probs", "top-K over softmax: scores add up to 1", FIELD(router.norm_topk_probs)),
+    row("router_score", "how a logit becomes a score", FIELD(router.score)),
+    row("router_order", "whether logits or scores choose", FIELD(router.order)),
+    row("renormalize", "divide a token's scores by their sum", FIELD(router.renormalize)),
+    row("eps", "added to that sum", FIELD(router.eps)),
+    row("scale", "multiplies the scores", FIELD(router.scale)),
+    row("logit_bias", "added to the logits, trained", FIELD(router.logit_bias)),
+    row("selection_bias", "added to what chooses", FIELD(router.selection_bias)),
+    row("expert_scale", "multiplies the scores of an expert, trained", FIELD(router.expert_scale)),
+    row("groups", "of neighbouring experts", FIELD(router.groups)),
+    row("kept_groups", "groups whose experts a token may go to", FIELD(router.kept_groups)),
+    row("group_score", "of what chooses, for the value of a group", FIELD(router.group_score)),
+    row("f32_logits", "logits and their gradients are fp32", FIELD(router.f32_logits)),
+    row("f32_router_w", "the router's weights are fp32", FIELD(router.f32_router_w)),
     row("list_length", "L, lists only", FIELD(router.list_length)),
     row("assume_sorted", "lists only: token ids ascend", FIELD(router.assume_sorted)),
     row("rounding_tile", "token rounding to multiples of it; 0: none", FIELD(rounding.tile)),

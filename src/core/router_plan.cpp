@@ -5,18 +5,24 @@
 
 namespace sonicmoe {
 
+RouterGemmDesc RouterPlan::Impl::product(GemmPass pass) const {
+  return {pass,       desc.tokens,     desc.hidden,     desc.experts,
+          desc.dtype, desc.logit_bias, desc.f32_logits, desc.f32_router_w};
+}
+
 void RouterPlan::Impl::plan_forward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
   if (d.projects()) {
-    build->add(&router_gemm, {GemmPass::forward, d.tokens, d.hidden, d.experts, d.dtype});
+    build->add(&router_gemm, product(GemmPass::forward));
   }
   if (slot_kind(d) == SlotKind::top_k) {
-    const TopKDesc scored{{d}, d.tokens, d.dtype};
+    const TopKDesc scored{{d}, d.tokens, d.logits_dtype(d.dtype)};
     build->add(&top_k, scored);
     block_counts = block_counts_bytes(scored, exec.device);
   }
   if (rounded()) {
-    build->add(&token_rounding, {{d}, d.tokens, d.dtype, d.rounding.rule, d.rounding.tile});
+    build->add(&token_rounding,
+               {{d}, d.tokens, d.logits_dtype(d.dtype), d.rounding.rule, d.rounding.tile});
   }
   build->add(&metadata, {d.tokens, d.experts, lists() ? 0 : d.top_k, lists() ? d.row_capacity() : 0,
                          d.assume_sorted || rounded()});
@@ -24,19 +30,19 @@ void RouterPlan::Impl::plan_forward(PlanBuilder* build) {
 
 void RouterPlan::Impl::plan_backward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
-  ScoreGradDesc score{{d}, d.tokens, d.row_capacity(), d.dtype};
+  ScoreGradDesc score{{d}, d.tokens, d.row_capacity(), d.logits_dtype(d.dtype)};
   if (rounded()) {  // score_grad writes the lists' gradients in slot order
     static_cast<RouterDesc&>(score) = {.experts = d.experts, .input = RouterInput::lists};
   }
   build->add(&score_grad, score);
   if (rounded()) {
-    TokenRoundingGradDesc rounding{{d}, d.tokens, d.dtype};
+    TokenRoundingGradDesc rounding{{d}, d.tokens, d.logits_dtype(d.dtype)};
     rounding.list_length = d.row_capacity();
     build->add(&token_rounding_grad, rounding);
   }
   if (!d.projects()) return;
-  build->add(&router_dgrad, {GemmPass::dgrad, d.tokens, d.hidden, d.experts, d.dtype});
-  build->add(&router_wgrad, {GemmPass::wgrad, d.tokens, d.hidden, d.experts, d.dtype});
+  build->add(&router_dgrad, product(GemmPass::dgrad));
+  build->add(&router_wgrad, product(GemmPass::wgrad));
 }
 
 RouterPlan::Impl::Forward RouterPlan::Impl::book_forward(Ledger* ledger) const {
@@ -75,11 +81,15 @@ void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, con
   const std::int32_t* const given = desc.takes_lists() ? args.list_experts : args.given_ids;
   Handoff counted;
   if (block_counts > 0) counted.block_counts = seq->region(at.block_counts);
-  seq->run("router_gemm", router_gemm, {.x = args.x, .w = args.router_w, .logits = args.logits});
+  seq->run("router_gemm", router_gemm,
+           {.x = args.x, .w = args.router_w, .bias = args.logit_bias, .logits = args.logits});
   seq->run("top_k", top_k,
            {.logits = logits,
             .given_ids = args.given_ids,
+            .selection_bias = args.selection_bias,
+            .expert_scale = args.expert_scale,
             .scores = rows.slot_scores,
+            .probabilities = rows.slot_probabilities,
             .ids = rows.slot_experts,
             .error_word = args.error_word},
            counted);
@@ -129,11 +139,15 @@ void RouterPlan::Impl::score_gradients(Sequence* seq, const RouterBackwardArgs& 
            {.row_dscores = args.row_dscores,
             .slot_rows = rows.slot_rows,
             .slot_scores = rows.slot_scores,
+            .slot_probabilities = rows.slot_probabilities,
             .slot_experts = rows.slot_experts,
+            .expert_scale = args.expert_scale,
+            .offsets = rows.offsets,
             .logits = args.logits,
             .dlogits_in = args.dlogits_in,
             .dlogits = args.dlogits,
-            .dscores = dscores});
+            .dscores = dscores,
+            .dexpert_scale = args.dexpert_scale});
   seq->run("token_rounding_grad", token_rounding_grad,
            {.logits = args.logits,
             .token_ids = rows.slot_tokens,
@@ -148,9 +162,11 @@ void RouterPlan::Impl::weight_gradients(Sequence* seq, const RouterBackwardArgs&
                                 .w = args.router_w,
                                 .dlogits = args.dlogits,
                                 .dx = args.dx,
-                                .dw = args.drouter_w};
+                                .dw = args.drouter_w,
+                                .dbias = desc.logit_bias ? args.dlogit_bias : nullptr};
+  const void* const of_weights = args.drouter_w != nullptr ? args.drouter_w : products.dbias;
   seq->run_for(args.dx, "router_dgrad", router_dgrad, products);
-  seq->run_for(args.drouter_w, "router_wgrad", router_wgrad, products);
+  seq->run_for(of_weights, "router_wgrad", router_wgrad, products);
 }
 
 Result<RouterPlan> make_plan(const RoutingDesc& desc, Device device, const Options& options) {

@@ -44,6 +44,7 @@ struct RouterPlan::Impl : ComposedPlan {
   /// The scores (R) of a call's slots.
   const float* slot_scores(const RouterForwardArgs& args, const RoutedRows& rows) const;
 
+  RouterGemmDesc product(GemmPass pass) const;
   void plan_forward(PlanBuilder* build);
   void plan_backward(PlanBuilder* build);
   Forward book_forward(Ledger* ledger) const;

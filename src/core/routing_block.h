@@ -27,7 +27,7 @@ inline SlotKind slot_kind(const RoutingDesc& desc) {
 ///
 /// | routing | bytes |
 /// |---|---|
-/// | top-K, or logits and ids | 20R + 4(2E+1) |
+/// | top-K, or logits and ids | 20R + 4(2E+1), 24R with keeps_probabilities() |
 /// | ids and weights | 12R + 4(2E+1) |
 /// | lists | 16R + 4(2E+1) + 4(T+1) |
 /// | lists, rounded | 24R + 4(2E+1) + 4(T+1) |
@@ -55,6 +55,7 @@ class RoutingBlock {
     const std::int64_t rows = desc.row_capacity();
     const bool lists = kind == SlotKind::lists || kind == SlotKind::rounded;
     if (kind == SlotKind::top_k) take(&RoutedRows::slot_scores, rows);
+    if (desc.keeps_probabilities()) take(&RoutedRows::slot_probabilities, rows);
     if (desc.has_logits()) take(&RoutedRows::slot_experts, rows);
     if (kind == SlotKind::rounded) take(&RoutedRows::slot_tokens, rows);
     take(&RoutedRows::row_scores, rows);

@@ -35,12 +35,44 @@ const char* name(W1Layout value) noexcept {
   return "?";
 }
 
-const char* name(RouterMode value) noexcept {
+const char* name(RouterScore value) noexcept {
   switch (value) {
-    case RouterMode::softmax_over_topk:
-      return "softmax_over_topk";
-    case RouterMode::topk_over_softmax:
-      return "topk_over_softmax";
+    case RouterScore::softmax:
+      return "softmax";
+    case RouterScore::sigmoid:
+      return "sigmoid";
+    case RouterScore::sqrt_softplus:
+      return "sqrt_softplus";
+  }
+  return "?";
+}
+
+const char* name(RouterLoss value) noexcept {
+  switch (value) {
+    case RouterLoss::balance:
+      return "balance";
+    case RouterLoss::z:
+      return "z";
+  }
+  return "?";
+}
+
+const char* name(GroupScore value) noexcept {
+  switch (value) {
+    case GroupScore::largest:
+      return "largest";
+    case GroupScore::sum_of_two:
+      return "sum_of_two";
+  }
+  return "?";
+}
+
+const char* name(RouterOrder value) noexcept {
+  switch (value) {
+    case RouterOrder::select_then_score:
+      return "select_then_score";
+    case RouterOrder::score_then_select:
+      return "score_then_select";
   }
   return "?";
 }

@@ -2,6 +2,9 @@
 #include "core/validate.h"
 
 #include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <iterator>
 #include <string>
 
 #include "core/checker.h"
@@ -10,6 +13,11 @@ namespace sonicmoe {
 namespace {
 
 constexpr std::size_t kWorkspaceAlignment = 256;
+
+std::string to_text(float value) {
+  char text[32];
+  return {text, std::to_chars(text, std::end(text), value).ptr};
+}
 
 /// Checks of where rows come from and where their scores enter.
 void row_source(const ExpertsDesc& desc, Checker* check) {
@@ -38,6 +46,67 @@ Checker grouped(const GroupedDesc& desc) {
   return check;
 }
 
+/// Which group of a token's choices wins, and whether enough experts stay.
+void groups(const RouterDesc& d, Checker* check) {
+  check->range("groups", d.groups, 1, kMaxGroups).range("kept_groups", d.kept_groups, 1, d.groups);
+  check->known("group_score", d.group_score);
+  if (!check->status().ok()) return;
+  const std::int64_t of_group = d.experts / d.groups;
+  check->require(d.experts % d.groups == 0, "groups", std::to_string(d.groups).c_str(),
+                 ("divisors of experts (" + std::to_string(d.experts) + ")").c_str());
+  check->require(d.groups == 1 || d.top_k <= d.kept_groups * of_group, "kept_groups",
+                 std::to_string(d.kept_groups).c_str(),
+                 "so many that top_k experts stay: top_k at most kept_groups * experts / groups");
+  check->require(d.group_score != GroupScore::sum_of_two || of_group >= 2, "group_score",
+                 "sum_of_two", "largest with one expert a group");
+}
+
+/// What turns logits into experts and scores; without logits every option has its default.
+void options(const RouterDesc& d, Checker* check) {
+  check->known("router_score", d.score).known("router_order", d.order);
+  if (!d.has_logits()) {
+    constexpr const char* kWithout = "the default without logits";
+    check->require(d.score == RouterScore::softmax, "router_score", name(d.score),
+                   "softmax (the default) without logits");
+    check->require(d.order == RouterOrder::select_then_score, "router_order", name(d.order),
+                   "select_then_score (the default) without logits");
+    check->require(!d.renormalize, "renormalize", "true", "false without logits");
+    check->require(d.scale == 1.0f, "scale", to_text(d.scale).c_str(), kWithout);
+    check->require(!d.expert_scale, "expert_scale", "true", "false without logits");
+    check->require(!d.f32_logits, "f32_logits", "true", "false without logits");
+  }
+  check->require(std::isfinite(d.eps) && d.eps >= 0, "eps", to_text(d.eps).c_str(),
+                 "finite numbers from 0 on");
+  check->require(d.eps == 0 || (d.renormalize && !d.over_top_k()), "eps", to_text(d.eps).c_str(),
+                 "0 unless renormalize divides by a sum (a softmax over the top-K adds up to 1)");
+  check->require(std::isfinite(d.scale) && d.scale > 0, "scale", to_text(d.scale).c_str(),
+                 "finite numbers above 0");
+  check->require(!d.logit_bias || d.projects(), "logit_bias", "true",
+                 "false unless router_input is projection");
+  check->require(!d.f32_router_w || d.projects(), "f32_router_w", "true",
+                 "false unless router_input is projection");
+  check->require(!d.f32_router_w || d.f32_logits, "f32_router_w", "true",
+                 "false without f32_logits");
+  check->require(!d.selection_bias || d.chooses(), "selection_bias", "true",
+                 "false unless router_input is projection, logits");
+  check->require(d.groups == 1 || d.chooses(), "groups", std::to_string(d.groups).c_str(),
+                 "1 unless router_input is projection, logits");
+  groups(d, check);
+}
+
+/// Token rounding knows the softmax alone.
+void roundable(const RouterDesc& d, Checker* check) {
+  check->require(d.score == RouterScore::softmax, "router_score", name(d.score),
+                 "softmax with token rounding");
+  check->require(d.eps == 0, "eps", to_text(d.eps).c_str(), "0 with token rounding");
+  check->require(d.scale == 1, "scale", to_text(d.scale).c_str(), "1 with token rounding");
+  check->require(!d.logit_bias, "logit_bias", "true", "false with token rounding");
+  check->require(!d.selection_bias, "selection_bias", "true", "false with token rounding");
+  check->require(!d.expert_scale, "expert_scale", "true", "false with token rounding");
+  check->require(d.groups == 1, "groups", std::to_string(d.groups).c_str(),
+                 "1 with token rounding");
+}
+
 /// Checks of every descriptor of an operation that chooses experts. top_k also scores ids of the
 /// caller.
 template <class Desc>
@@ -46,22 +115,19 @@ Checker routed(const Desc& d, bool may_take_ids = false) {
   check.tokens(d.tokens).experts(d.experts).top_k(d.top_k, d.experts).rows(d.tokens, d.top_k);
   const char* const allowed =
       may_take_ids ? "projection, logits, logits_and_ids" : "projection, logits";
-  check.dtype(d.dtype).known("mode", d.mode).known("router_input", d.input, allowed);
+  check.dtype(d.dtype).known("router_input", d.input, allowed);
   check.require(d.chooses() || (may_take_ids && d.has_logits()), "router_input", name(d.input),
                 allowed);
   check.require(!d.assume_sorted, "assume_sorted", "true", "false");
+  options(d, &check);
   return check;
 }
 
 /// Checks of a router's input and of what depends on it.
 Checker router(const RouterDesc& d) {
   Checker check;
-  check.known("router_input", d.input).known("router", d.mode);
-  if (!d.has_logits()) {
-    constexpr const char* kWithout = "softmax_over_topk (the default) without logits";
-    check.require(d.over_top_k(), "router", name(d.mode), kWithout);
-    check.require(!d.norm_topk_probs, "norm_topk_probs", "true", "false without logits");
-  }
+  check.known("router_input", d.input);
+  options(d, &check);
   return check;
 }
 
@@ -79,6 +145,7 @@ Checker routing(const RoutingDesc& d) {
   check.range("rounding_tile", d.rounding.tile, 0, 1024).known("rounding_rule", d.rounding.rule);
   check.require(d.rounding.tile == 0 || d.chooses(), "router_input", name(d.input),
                 "projection, logits with token rounding");
+  if (d.rounding.tile > 0) roundable(d, &check);
   if (check.status().ok()) check.range("rows", d.row_capacity(), 0, kMaxIndex);
   return check.dtype(d.dtype);
 }
@@ -135,6 +202,7 @@ Status validate_backward(bool inference) {
 Status validate(const RouterGemmDesc& d) {
   Checker check;
   check.range("pass", static_cast<int>(d.pass), 0, 2).tokens(d.tokens).width("hidden", d.hidden);
+  check.require(!d.f32_w || d.f32_logits, "f32_w", "true", "false without f32_logits");
   return check.experts(d.experts).dtype(d.dtype).status();
 }
 
@@ -177,11 +245,15 @@ Status validate(const AggregateDesc& d) {
   if (d.top_k > 0) check.all_rows(d.rows, d.tokens, d.top_k);
   check.range("experts", d.experts, 0, kMaxExperts);
   if (d.experts > 0) check.range("top_k", d.top_k, 1, std::min(d.experts, kMaxRoutedTopK));
+  check.require(!d.f32_dlogits || d.experts > 0, "f32_dlogits", "true", "false without experts");
+  check.require(!d.f32_router_w || d.f32_dlogits, "f32_router_w", "true",
+                "false without f32_dlogits");
   return check.dtype(d.dtype).status();
 }
 
 Status validate(const CombineDesc& d) {
-  return validate(AggregateDesc{d.tokens, d.rows, d.hidden, d.top_k, d.dtype, d.experts});
+  return validate(AggregateDesc{d.tokens, d.rows, d.hidden, d.top_k, d.dtype, d.experts,
+                                d.f32_dlogits, d.f32_router_w});
 }
 
 Status validate(const ScoreGradDesc& d) {
@@ -196,19 +268,33 @@ Status validate(const ScoreGradDesc& d) {
 }
 
 Status validate(const AuxLossDesc& d) {
-  return Checker().tokens(d.tokens).experts(d.experts).dtype(d.dtype).status();
+  Checker check;
+  check.tokens(d.tokens).experts(d.experts).dtype(d.dtype).known("loss", d.loss);
+  check.known("score", d.score);
+  const bool balance = d.loss == RouterLoss::balance;
+  check.require(balance || d.score == RouterScore::softmax, "score", name(d.score),
+                "softmax (the default) with loss z");
+  check.range("sequences", d.sequences, 1, balance ? std::max<std::int64_t>(d.tokens, 1) : 1);
+  if (!check.status().ok()) return check.status();
+  return check
+      .require(d.tokens % d.sequences == 0, "sequences", std::to_string(d.sequences).c_str(),
+               "divisors of tokens")
+      .status();
 }
 
 Status validate(const TokenRoundingDesc& d) {
   Checker check = routed(d);
   check.range("list_length", d.list_length, 0, 0).known("rule", d.rule);
   check.range("tile", d.tile, 1, 1024);
+  roundable(d, &check);
   if (check.status().ok()) check.range("capacity", d.capacity(), 0, kMaxIndex);
   return check.status();
 }
 
 Status validate(const TokenRoundingGradDesc& d) {
-  return Checker(routed(d)).range("list_length", d.list_length, 0, kMaxIndex).status();
+  Checker check = routed(d);
+  roundable(d, &check);
+  return check.range("list_length", d.list_length, 0, kMaxIndex).status();
 }
 
 }  // namespace sonicmoe

@@ -19,9 +19,12 @@ void check_routing(const RoutingDesc& d, const Args& a, Checker* check) {
   if (d.projects()) {
     check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
     check->tensor("logits", a.logits, d.tokens, "(T, E)");
+    if (d.logit_bias) check->ints("logit_bias", a.logit_bias, 1, "(E) float");
   } else if (d.has_logits()) {
     check->tensor("given_logits", a.given_logits, d.tokens, "(T, E)");
   }
+  if (d.selection_bias) check->ints("selection_bias", a.selection_bias, 1, "(E) float");
+  if (d.expert_scale) check->ints("expert_scale", a.expert_scale, 1, "(E) float");
   if (d.takes_ids()) check->ints("given_ids", a.given_ids, d.tokens, "(T, K) int32");
   if (d.takes_ids() && !d.has_logits()) {
     check->ints("given_weights", a.given_weights, d.tokens, "(T, K) float");
@@ -41,7 +44,12 @@ void check_routing_grad(const RoutingDesc& d, const Args& a, Checker* check) {
     check->ints("dscores", a.dscores, d.row_capacity(), "(T, K) or (L) float");
   }
   if (d.needs_logits()) check->tensor("logits", a.logits, d.tokens, "(T, E)");
+  if (d.expert_scale) {
+    check->ints("expert_scale", a.expert_scale, 1, "(E) float");
+    check->optional("dexpert_scale", a.dexpert_scale, 1, 4);
+  }
   if (!d.projects()) return;
+  if (d.logit_bias) check->optional("dlogit_bias", a.dlogit_bias, 1, 4);
   check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
   check->optional("drouter_w", a.drouter_w, 1);
 }
@@ -177,7 +185,12 @@ Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a) {
   if (d.pass != GemmPass::forward) check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
   if (d.pass == GemmPass::forward) check.tensor("logits", a.logits, d.tokens, "(T, E)");
   if (d.pass == GemmPass::dgrad) check.tensor("dx", a.dx, d.tokens, "(T, d)");
-  if (d.pass == GemmPass::wgrad) check.tensor("dw", a.dw, 1, "(E, d)");
+  if (d.bias && d.pass == GemmPass::forward) check.ints("bias", a.bias, 1, "(E) float");
+  if (d.pass == GemmPass::wgrad) {
+    // With a bias either gradient may be left out.
+    if (!d.bias || a.dbias == nullptr) check.tensor("dw", a.dw, 1, "(E, d)");
+    check.optional("dw", a.dw, 1).optional("dbias", a.dbias, 1, 4);
+  }
   return check.status();
 }
 
@@ -185,6 +198,11 @@ Status validate(const TopKDesc& d, const TopKArgs& a) {
   Checker check;
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   if (d.takes_ids()) check.ints("given_ids", a.given_ids, d.tokens, "(T, K) int32");
+  if (d.selection_bias) check.ints("selection_bias", a.selection_bias, 1, "(E) float");
+  if (d.expert_scale) check.ints("expert_scale", a.expert_scale, 1, "(E) float");
+  if (d.keeps_probabilities()) {
+    check.ints("probabilities", a.probabilities, d.tokens, "(T, K) float");
+  }
   check.ints("scores", a.scores, d.tokens, "(T, K) float");
   check.ints("ids", a.ids, d.tokens, "(T, K) int32");
   return check.optional("error_word", a.error_word, 1, 4).status();
@@ -315,7 +333,16 @@ Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
   if (!d.has_logits()) {
     return check.ints("dscores", a.dscores, d.rows, "(R) float").status();
   }
-  check.ints("slot_scores", a.slot_scores, d.rows, "(R) float");
+  if (d.keeps_probabilities()) {
+    check.ints("slot_probabilities", a.slot_probabilities, d.rows, "(R) float");
+  } else {
+    check.ints("slot_scores", a.slot_scores, d.rows, "(R) float");
+  }
+  if (d.expert_scale) {
+    check.ints("expert_scale", a.expert_scale, 1, "(E) float");
+    check.ints("offsets", a.offsets, a.dexpert_scale == nullptr ? 0 : 1, "(E+1) int32");
+    check.optional("dexpert_scale", a.dexpert_scale, 1, 4);
+  }
   check.ints("slot_experts", a.slot_experts, d.rows, "(R) int32");
   if (d.reaches_all_experts()) {
     check.tensor("logits", a.logits, d.tokens, "(T, E)");
@@ -326,7 +353,9 @@ Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
 
 Status validate(const AuxLossDesc& d, const AuxLossArgs& a) {
   Checker check;
-  check.tensor("logits", a.logits, d.tokens, "(T, E)").ints("counts", a.counts, 1, "(E) int32");
+  check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  if (d.loss == RouterLoss::balance) check.ints("counts", a.counts, 1, "(B, E) int32");
+  if (d.masked) check.tensor("token_mask", a.token_mask, d.tokens, "(T) uint8", 1);
   if (d.backward) {
     check.ints("dloss", a.dloss, 1, "(1) float");
     check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");

@@ -23,6 +23,21 @@ void add_row(const T* __restrict row, float score, bool weighted, std::int64_t n
   }
 }
 
+/// Adds the router's part of dX. D and W are the types of dlogits and router_w.
+template <class D, class W>
+void add_routers(const AggregateDesc& d, const AggregateArgs& a, std::int64_t t, std::int64_t j0,
+                 std::int64_t n, float* sum) {
+  float routers[kColumns];  // a separate sum, so that CPU and GPU give the same bits
+  std::fill_n(routers, n, 0.0f);
+  for (std::int64_t slot = t * d.top_k; slot < (t + 1) * d.top_k; ++slot) {
+    const std::int64_t e = a.slot_experts[slot];
+    if (e < 0 || e >= d.experts) continue;
+    add_row(static_cast<const W*>(a.router_w) + e * d.hidden + j0,
+            to_float(static_cast<const D*>(a.dlogits)[t * d.experts + e]), true, n, routers);
+  }
+  add_row(routers, 1.0f, false, n, sum);
+}
+
 template <class T>
 void aggregate_token(const AggregateDesc& d, const AggregateArgs& a, std::int64_t t) {
   const bool lists = d.top_k == 0;
@@ -41,15 +56,9 @@ void aggregate_token(const AggregateDesc& d, const AggregateArgs& a, std::int64_
               weighted ? a.slot_scores[slot] : 1.0f, weighted, n, sum);
     }
     if (a.router_w != nullptr) {
-      float routers[kColumns];  // a separate sum, so that CPU and GPU give the same bits
-      std::fill_n(routers, n, 0.0f);
-      for (std::int64_t slot = begin; slot < end; ++slot) {
-        const std::int64_t e = a.slot_experts[slot];
-        if (e < 0 || e >= d.experts) continue;
-        add_row(static_cast<const T*>(a.router_w) + e * d.hidden + j0,
-                to_float(static_cast<const T*>(a.dlogits)[t * d.experts + e]), true, n, routers);
-      }
-      add_row(routers, 1.0f, false, n, sum);
+      d.f32_router_w  ? add_routers<float, float>(d, a, t, j0, n, sum)
+      : d.f32_dlogits ? add_routers<float, T>(d, a, t, j0, n, sum)
+                      : add_routers<T, T>(d, a, t, j0, n, sum);
     }
     if (a.addend != nullptr) {
       add_row(static_cast<const T*>(a.addend) + t * d.hidden + j0, 1.0f, false, n, sum);

@@ -110,11 +110,14 @@ struct GivenIds {
   std::int64_t top_k = 0;
 };
 
-/// What is wrong with a token's logits, or null. `row` and `max` are from load_row().
+/// What is wrong with a token's logits, or null. `row` and `max` are from load_row(). Only a
+/// softmax needs a finite logit.
 inline const char* bad_logits(float max, const float* row, std::int64_t experts, std::int64_t t,
-                              const GivenIds& given) {
+                              const GivenIds& given, bool softmax) {
   if (max != max) return "a NaN in the row";
-  if (!std::isfinite(max)) return max > 0 ? "+inf in the row" : "only -inf in the row";
+  if (!std::isfinite(max) && (max > 0 || softmax)) {
+    return max > 0 ? "+inf in the row" : "only -inf in the row";
+  }
   if (given.ids == nullptr) return nullptr;
   const std::int32_t* const ids = given.ids + t * given.top_k;
   const bool any = std::any_of(ids, ids + given.top_k,
@@ -127,11 +130,11 @@ inline const char* bad_logits(float max, const float* row, std::int64_t experts,
 /// (threads, E) scratch.
 template <class T>
 Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, float* rows,
-                    int threads, const GivenIds& given = {}) {
+                    int threads, const GivenIds& given = {}, bool softmax = true) {
   std::atomic<std::int64_t> bad{tokens};
   const auto look = [&](std::int64_t t, float* row) {
     const float max = load_row(logits + t * experts, experts, row);
-    return bad_logits(max, row, experts, t, given);
+    return bad_logits(max, row, experts, t, given, softmax);
   };
   parallel_ranges(threads, tokens, kTokensPerPiece,
                   [&](int thread, std::int64_t begin, std::int64_t end) {
@@ -146,9 +149,8 @@ Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, 
   const std::int64_t t = bad.load();
   if (t == tokens) return {};
   return Status::error(StatusCode::invalid_data,
-                       "logits: got %s of token %lld, allowed: numbers below +inf, at least one of "
-                       "them finite",
-                       look(t, rows), static_cast<long long>(t));
+                       "logits: got %s of token %lld, allowed: numbers below +inf%s", look(t, rows),
+                       static_cast<long long>(t), softmax ? ", at least one of them finite" : "");
 }
 
 }  // namespace sonicmoe::cpu

@@ -1,7 +1,7 @@
 // Takes the gradients of the rows' scores through the router's softmax to dlogits. Without logits
 // it brings them into slot order.
 #include "core/backends.h"
-#include "cpu/routing.h"
+#include "cpu/scored_routing.h"
 
 namespace sonicmoe::cpu {
 namespace {
@@ -11,13 +11,77 @@ float slot_gradient(const ScoreGradArgs& a, std::int64_t slot) {
   return row < 0 ? 0.0f : a.row_dscores[row];
 }
 
-/// Writes dlogits of token t. `grad` is E floats of scratch.
-template <class T>
-void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float* grad) {
+/// A slot's gradient g and the factor s that takes it to the logit: s (g - inner), where the
+/// softmax subtracts inner = sum_k g_k s_k. With a router that is plain() they are the gradient and
+/// the value of the slot's score.
+struct Entry {
+  float gradient;
+  float factor;
+};
+
+/// Does the router's softmax subtract a sum that is not 0 anyway?
+bool subtracts(const RouterDesc& d) {
+  return d.plain() || d.over_top_k() || d.reaches_all_experts();
+}
+
+/// Entries of token t where the router is not plain().
+void scored_entries(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t,
+                    Entry* entries) {
   const std::int64_t first = t * d.top_k;
+  const math::RouterWeights weights = weights_of(d);
+  float sum = 0.0f;
+  for (std::int64_t k = 0; k < d.top_k; ++k) {
+    sum = math::add(sum, a.slot_probabilities[first + k]);
+  }
+  const float divisor = weights.divisor(sum);
+  float inner = 0.0f;
+  for (std::int64_t k = 0; k < d.top_k; ++k) {
+    const std::int32_t e = a.slot_experts[first + k];
+    const float p = a.slot_probabilities[first + k];
+    const float own = d.expert_scale && !is_sentinel(e, d.experts) ? a.expert_scale[e] : 1.0f;
+    entries[k] = {weights.scaled(slot_gradient(a, first + k), own), math::router_slope(d.score, p)};
+    inner = math::fma(entries[k].gradient, weights.weight(p, divisor), inner);
+  }
+  for (std::int64_t k = 0; k < d.top_k; ++k) {
+    entries[k].gradient = weights.gradient(entries[k].gradient, inner, divisor);
+  }
+}
+
+/// dexpert_scale[e] sums g w scale over the rows of expert e, in row order.
+void expert_scale_gradients(const ScoreGradDesc& d, const ScoreGradArgs& a) {
+  const math::RouterWeights weights = weights_of(d);
+  std::fill_n(a.dexpert_scale, d.experts, 0.0f);
+  for (std::int64_t t = 0; t < d.tokens; ++t) {
+    const std::int64_t first = t * d.top_k;
+    float sum = 0.0f;
+    for (std::int64_t k = 0; k < d.top_k; ++k) {
+      sum = math::add(sum, a.slot_probabilities[first + k]);
+    }
+    for (std::int64_t k = 0; k < d.top_k; ++k) {
+      const std::int32_t e = a.slot_experts[first + k];
+      if (is_sentinel(e, d.experts)) continue;
+      const float w = weights.weight(a.slot_probabilities[first + k], weights.divisor(sum));
+      const float g = slot_gradient(a, first + k);
+      a.dexpert_scale[e] = math::fma(g, weights.scaled(w, 1.0f), a.dexpert_scale[e]);
+    }
+  }
+}
+
+/// Writes dlogits of token t. `grad` is E floats of scratch, `entries` K.
+template <class T>
+void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float* grad,
+           Entry* entries) {
+  const std::int64_t first = t * d.top_k;
+  if (d.plain()) {
+    for (std::int64_t k = 0; k < d.top_k; ++k) {
+      entries[k] = {slot_gradient(a, first + k), a.slot_scores[first + k]};
+    }
+  } else {
+    scored_entries(d, a, t, entries);
+  }
   float inner = 0.0f;  // sum_k g_k s_k
-  for (std::int64_t s = first; s < first + d.top_k; ++s) {
-    inner = math::fma(slot_gradient(a, s), a.slot_scores[s], inner);
+  for (std::int64_t k = 0; k < d.top_k && subtracts(d); ++k) {
+    inner = math::fma(entries[k].gradient, entries[k].factor, inner);
   }
   const int experts = static_cast<int>(d.experts);
   if (d.reaches_all_experts()) {
@@ -25,16 +89,18 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
     const T* logits = static_cast<const T*>(a.logits) + t * d.experts;
     softmax_row(load_row(logits, d.experts, grad), d.experts, grad);
     for (int e = 0; e < experts; ++e) grad[e] = -grad[e] * inner;
-    for (std::int64_t s = first; s < first + d.top_k; ++s) {
-      if (is_sentinel(a.slot_experts[s], d.experts)) continue;
-      grad[a.slot_experts[s]] += a.slot_scores[s] * slot_gradient(a, s);
+    for (std::int64_t k = 0; k < d.top_k; ++k) {
+      const std::int32_t e = a.slot_experts[first + k];
+      if (is_sentinel(e, d.experts)) continue;
+      grad[e] += entries[k].factor * entries[k].gradient;
     }
   } else {
     std::fill_n(grad, experts, 0.0f);
-    for (std::int64_t s = first; s < first + d.top_k; ++s) {
-      if (is_sentinel(a.slot_experts[s], d.experts)) continue;
-      const float gradient = a.slot_scores[s] * (slot_gradient(a, s) - inner);
-      float& sum = grad[a.slot_experts[s]];
+    for (std::int64_t k = 0; k < d.top_k; ++k) {
+      const std::int32_t e = a.slot_experts[first + k];
+      if (is_sentinel(e, d.experts)) continue;
+      const float gradient = entries[k].factor * (entries[k].gradient - inner);
+      float& sum = grad[e];
       sum = d.takes_ids() ? sum + gradient : gradient;  // 0 + -0 would lose the sign
     }
   }
@@ -46,9 +112,12 @@ void token(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t, float
   }
 }
 
+/// Of one thread: a row of gradients and a token's entries.
+std::int64_t floats(const ScoreGradDesc& d) { return d.experts + 2 * d.top_k; }
+
 std::size_t workspace(const ScoreGradDesc& desc, const Exec& exec) {
   if (!desc.has_logits()) return 0;
-  return static_cast<std::size_t>(desc.experts) * 4 * static_cast<std::size_t>(exec.threads);
+  return static_cast<std::size_t>(floats(desc)) * 4 * static_cast<std::size_t>(exec.threads);
 }
 
 Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
@@ -60,11 +129,13 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void* memory,
   return visit_dtype(d.dtype, [&](auto type) {
     parallel_ranges(exec.threads, d.tokens, kTokensPerPiece,
                     [&](int thread, std::int64_t begin, std::int64_t end) {
-                      float* grad = static_cast<float*>(memory) + thread * d.experts;
+                      float* grad = static_cast<float*>(memory) + thread * floats(d);
+                      auto* entries = reinterpret_cast<Entry*>(grad + d.experts);
                       for (std::int64_t t = begin; t < end; ++t) {
-                        token<decltype(type)>(d, a, t, grad);
+                        token<decltype(type)>(d, a, t, grad, entries);
                       }
                     });
+    if (a.dexpert_scale != nullptr && d.expert_scale) expert_scale_gradients(d, a);
     return Status();
   });
 }

@@ -1,13 +1,32 @@
 // Writes scores and ids of each token's K experts: larger value first, ties to the lower expert id.
 // With ids of the caller it writes those and their scores.
 #include "core/backends.h"
-#include "cpu/routing.h"
+#include "cpu/scored_routing.h"
 
 namespace sonicmoe::cpu {
 namespace {
 
+/// Of one thread.
+std::int64_t floats(const TopKDesc& d) {
+  return d.experts + (d.plain() ? 0 : ScoredScratch::floats(d));
+}
+
 std::size_t workspace(const TopKDesc& desc, const Exec& exec) {
-  return static_cast<std::size_t>(desc.experts) * 4 * static_cast<std::size_t>(exec.threads);
+  return static_cast<std::size_t>(floats(desc)) * 4 * static_cast<std::size_t>(exec.threads);
+}
+
+/// `row` holds the token's logits, with ScoredScratch behind it; `max` is the largest.
+void route_scored(const TopKDesc& d, const TopKArgs& a, std::int64_t t, float max, float* row) {
+  const ScoredScratch scratch(d, row + d.experts);
+  const std::int64_t first = t * d.top_k;
+  score_all(d, max, row, scratch.p);
+  if (d.takes_ids()) {
+    std::copy_n(a.given_ids + first, d.top_k, a.ids + first);
+  } else {
+    choose_experts(d, row, a.selection_bias, scratch, a.ids + first);
+  }
+  weigh_experts(d, row, a.expert_scale, scratch, a.ids + first, a.probabilities + first,
+                a.scores + first);
 }
 
 template <class T>
@@ -16,15 +35,18 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, float* rows, int threads)
   // check_logits() reads all logits before anything is written, so a refused call writes nothing.
   const GivenIds over = {d.over_top_k() ? a.given_ids : nullptr, d.top_k};
   const Status status =
-      check_logits(logits, d.tokens, d.experts, rows, threads, d.takes_ids() ? over : GivenIds{});
+      check_logits(logits, d.tokens, d.experts, rows, threads, d.takes_ids() ? over : GivenIds{},
+                   d.score == RouterScore::softmax);
   if (!status.ok()) return status;
   parallel_ranges(threads, d.tokens, kTokensPerPiece,
                   [&](int thread, std::int64_t begin, std::int64_t end) {
-                    float* row = rows + thread * d.experts;
+                    float* row = rows + thread * floats(d);
                     for (std::int64_t t = begin; t < end; ++t) {
                       const float max = load_row(logits + t * d.experts, d.experts, row);
                       const std::int64_t first = t * d.top_k;
-                      if (d.takes_ids()) {
+                      if (!d.plain()) {
+                        route_scored(d, a, t, max, row);
+                      } else if (d.takes_ids()) {
                         std::copy_n(a.given_ids + first, d.top_k, a.ids + first);
                         score_ids(d, max, row, a.given_ids + first, a.scores + first);
                       } else {

@@ -43,7 +43,7 @@ LayerDesc ids_desc() {
 LayerDesc logits_desc(RouterInput input) {
   LayerDesc d = router_desc();
   d.router.input = input;
-  d.router.mode = RouterMode::topk_over_softmax;
+  d.router.order = RouterOrder::score_then_select;
   return d;
 }
 
@@ -138,8 +138,8 @@ TEST(BadLayer, EnumsAndCombinations) {
           r->desc.experts.activation = Activation::relu;
           r->desc.experts.w1_layout = W1Layout::separate;
         }},
-       {kArgument, "router: got 2, allowed: softmax_over_topk, topk_over_softmax",
-        [](Request* r) { r->desc.router.mode = static_cast<RouterMode>(2); }},
+       {kArgument, "router_order: got 2, allowed: select_then_score, score_then_select",
+        [](Request* r) { r->desc.router.order = static_cast<RouterOrder>(2); }},
        {kArgument,
         "router_input: got 5, allowed: projection, logits, logits_and_ids, ids_and_weights, lists",
         [](Request* r) { r->desc.router.input = static_cast<RouterInput>(5); }},
@@ -147,12 +147,12 @@ TEST(BadLayer, EnumsAndCombinations) {
         [](Request* r) { r->desc.router.assume_sorted = true; }}});
   expect_refused(
       given_desc(),
-      {{kArgument, "norm_topk_probs: got true, allowed: false without logits",
-        [](Request* r) { r->desc.router.norm_topk_probs = true; }},
+      {{kArgument, "renormalize: got true, allowed: false without logits",
+        [](Request* r) { r->desc.router.renormalize = true; }},
        {kArgument,
-        "router: got topk_over_softmax, allowed: softmax_over_topk (the default) "
+        "router_order: got score_then_select, allowed: select_then_score (the default) "
         "without logits",
-        [](Request* r) { r->desc.router.mode = RouterMode::topk_over_softmax; }},
+        [](Request* r) { r->desc.router.order = RouterOrder::score_then_select; }},
        {kArgument, "router_input: got lists, allowed: projection, logits with token rounding",
         [](Request* r) { r->desc.rounding.tile = 128; }}});
   expect_refused(
@@ -166,8 +166,8 @@ TEST(BadLayer, EnumsAndCombinations) {
        {kArgument,
         "router_input: got ids_and_weights, allowed: projection, logits with token rounding",
         [](Request* r) { r->desc.rounding.tile = 128; }},
-       {kArgument, "norm_topk_probs: got true, allowed: false without logits",
-        [](Request* r) { r->desc.router.norm_topk_probs = true; }},
+       {kArgument, "renormalize: got true, allowed: false without logits",
+        [](Request* r) { r->desc.router.renormalize = true; }},
        {kArgument, "list_length: got 3, allowed: 0",
         [](Request* r) { r->desc.router.list_length = 3; }},
        {kArgument, "top_k: got 5, allowed: 1 to experts (4)",
@@ -227,7 +227,7 @@ void expect_backward(PlainLayer* layer, const BackwardArgs& args, Workspace work
 /// A layer that needs every pointer there is, but for the lists.
 LayerDesc demanding_desc() {
   LayerDesc d = router_desc();
-  d.router.mode = RouterMode::topk_over_softmax;
+  d.router.order = RouterOrder::score_then_select;
   d.experts.w1_layout = W1Layout::separate;
   d.experts.bias = true;
   return d;
@@ -440,11 +440,11 @@ TEST(BadLayer, LogitsOfGivenIds) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   const std::string allowed =
       " of token 1, allowed: numbers below +inf, at least one of them finite";
-  for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+  for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
     LayerDesc desc = logits_desc(RouterInput::logits_and_ids);
     desc.tokens = 2;
-    desc.router.mode = mode;
-    desc.router.norm_topk_probs = mode == RouterMode::topk_over_softmax;
+    desc.router.order = order;
+    desc.router.renormalize = order == RouterOrder::score_then_select;
     const bool over_top_k = desc.router.over_top_k();
     PlainLayer layer(make_case(desc), 2);
     const auto expect = [&](const Tensor& logits, const std::vector<std::int32_t>& ids,

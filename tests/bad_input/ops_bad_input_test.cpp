@@ -237,8 +237,8 @@ TEST(BadOp, TopK) {
                             [](D* d) { d->input = RouterInput::ids_and_weights; }},
                            {"router_input: got lists, allowed: projection, logits, logits_and_ids",
                             [](D* d) { d->input = RouterInput::lists; }},
-                           {"mode: got 9, allowed: softmax_over_topk, topk_over_softmax",
-                            [](D* d) { d->mode = static_cast<RouterMode>(9); }}});
+                           {"router_order: got 9, allowed: select_then_score, score_then_select",
+                            [](D* d) { d->order = static_cast<RouterOrder>(9); }}});
   using A = TopKArgs;
   const GuardedBuffer memory(64);
   A good;
@@ -391,23 +391,23 @@ TEST(BadOp, ScoreGrad) {
   desc.top_k = 2;
   desc.rows = kRows;
   desc.dtype = DType::f32;
-  desc.mode = RouterMode::topk_over_softmax;
+  desc.order = RouterOrder::score_then_select;
   using D = ScoreGradDesc;
   expect_refused<D>(desc, {{"rows: got 11, allowed: 10", [](D* d) { d->rows = 11; }},
                            {"top_k: got 0, allowed: 1 to experts (4)", [](D* d) { d->top_k = 0; }},
-                           {"router: got topk_over_softmax, allowed: softmax_over_topk (the "
+                           {"router_order: got score_then_select, allowed: select_then_score (the "
                             "default) without logits",
                             [](D* d) { d->input = RouterInput::ids_and_weights; }},
                            {"top_k: got 2, allowed: 0",
                             [](D* d) {
                               d->input = RouterInput::lists;
-                              d->mode = RouterMode::softmax_over_topk;
+                              d->order = RouterOrder::select_then_score;
                             }},
                            {"router_input: got 5, allowed: projection, logits, logits_and_ids, "
                             "ids_and_weights, lists",
                             [](D* d) { d->input = static_cast<RouterInput>(5); }},
-                           {"router: got 5, allowed: softmax_over_topk, topk_over_softmax",
-                            [](D* d) { d->mode = static_cast<RouterMode>(5); }}});
+                           {"router_order: got 5, allowed: select_then_score, score_then_select",
+                            [](D* d) { d->order = static_cast<RouterOrder>(5); }}});
   using A = ScoreGradArgs;
   const GuardedBuffer memory(64);
   void* const p = memory.data();
@@ -424,7 +424,7 @@ TEST(BadOp, ScoreGrad) {
                   pointer_row("logits", &A::logits, "(T, E)"),
                   pointer_row("dlogits_in", &A::dlogits_in, "", 16, true),
                   pointer_row("dlogits", &A::dlogits, "(T, E)")});
-  desc.mode = RouterMode::softmax_over_topk;
+  desc.order = RouterOrder::select_then_score;
   desc.input = RouterInput::ids_and_weights;
   expect_pointers(desc, good,
                   std::vector{dscores, rows, pointer_row("dscores", &A::dscores, "(R) float", 4)});

@@ -66,7 +66,7 @@ TEST(UnknownEnum, Layer) {
   EXPECT_KNOWN(LayerDesc, "dtype", 3, experts.dtype);
   EXPECT_KNOWN(LayerDesc, "activation", kActivations, experts.activation.kind);
   EXPECT_KNOWN(LayerDesc, "w1_layout", 5, experts.w1_layout);
-  EXPECT_KNOWN(LayerDesc, "router", 2, router.mode);
+  EXPECT_KNOWN(LayerDesc, "router_order", 2, router.order);
   EXPECT_KNOWN(LayerDesc, "router_input", 5, router.input);
   EXPECT_KNOWN(LayerDesc, "rounding_rule", 6, rounding.rule);
   EXPECT_KNOWN(LayerDesc, "row_source", 2, experts.row_source);
@@ -76,7 +76,7 @@ TEST(UnknownEnum, Layer) {
 
 TEST(UnknownEnum, PlansOfALayer) {
   EXPECT_KNOWN(RoutingDesc, "dtype", 3, dtype);
-  EXPECT_KNOWN(RoutingDesc, "router", 2, mode);
+  EXPECT_KNOWN(RoutingDesc, "router_order", 2, order);
   EXPECT_KNOWN(RoutingDesc, "router_input", 5, input);
   EXPECT_KNOWN(RoutingDesc, "rounding_rule", 6, rounding.rule);
   EXPECT_KNOWN(GroupedDesc, "dtype", 3, dtype);
@@ -113,18 +113,18 @@ TEST(UnknownEnum, BiasGrad) {
 
 TEST(UnknownEnum, OperationsOnLogits) {
   EXPECT_KNOWN(TopKDesc, "dtype", 3, dtype);
-  EXPECT_KNOWN(TopKDesc, "mode", 2, mode);
+  EXPECT_KNOWN(TopKDesc, "router_order", 2, order);
   EXPECT_KNOWN(TopKDesc, "router_input", 5, input);
   EXPECT_KNOWN(ScoreGradDesc, "dtype", 3, dtype);
-  EXPECT_KNOWN(ScoreGradDesc, "router", 2, mode);
+  EXPECT_KNOWN(ScoreGradDesc, "router_order", 2, order);
   EXPECT_KNOWN(ScoreGradDesc, "router_input", 5, input);
   EXPECT_KNOWN(AuxLossDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(TokenRoundingDesc, "dtype", 3, dtype);
-  EXPECT_KNOWN(TokenRoundingDesc, "mode", 2, mode);
+  EXPECT_KNOWN(TokenRoundingDesc, "router_order", 2, order);
   EXPECT_KNOWN(TokenRoundingDesc, "router_input", 5, input);
   EXPECT_KNOWN(TokenRoundingDesc, "rule", 6, rule);
   EXPECT_KNOWN(TokenRoundingGradDesc, "dtype", 3, dtype);
-  EXPECT_KNOWN(TokenRoundingGradDesc, "mode", 2, mode);
+  EXPECT_KNOWN(TokenRoundingGradDesc, "router_order", 2, order);
   EXPECT_KNOWN(TokenRoundingGradDesc, "router_input", 5, input);
 }
 

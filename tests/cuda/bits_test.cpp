@@ -56,7 +56,7 @@ void expect_same_top_k(const TopKDesc& desc, Tensor logits,
   };
   EXPECT_EQ(outputs(kCpu), outputs(kCuda))
       << "E " << desc.experts << ", K " << desc.top_k << ", " << name(desc.dtype) << ", "
-      << name(desc.mode) << (desc.norm_topk_probs ? ", norm" : "");
+      << name(desc.order) << (desc.renormalize ? ", norm" : "");
 }
 
 /// Every third case ties a lot.
@@ -71,15 +71,15 @@ Tensor random_logits(const TopKDesc& desc, std::uint64_t number) {
 }
 
 // 67 tokens leave part of a warp and of a thread block without one, however many share it.
-TopKDesc top_k_of_67_tokens(std::int64_t experts, std::int64_t k, DType dtype, RouterMode mode,
+TopKDesc top_k_of_67_tokens(std::int64_t experts, std::int64_t k, DType dtype, RouterOrder order,
                             bool norm = false) {
   TopKDesc desc;
   desc.tokens = 67;
   desc.experts = experts;
   desc.top_k = k;
   desc.dtype = dtype;
-  desc.mode = mode;
-  desc.norm_topk_probs = norm;
+  desc.order = order;
+  desc.renormalize = norm;
   return desc;
 }
 
@@ -93,7 +93,7 @@ std::vector<std::int32_t> given_ids(const TopKDesc& desc) {
   return ids;
 }
 
-constexpr RouterMode kModes[] = {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax};
+constexpr RouterOrder kModes[] = {RouterOrder::select_then_score, RouterOrder::score_then_select};
 
 // Scores of ids of the caller.
 TEST(Bits, TopKOfGivenIds) {
@@ -101,10 +101,10 @@ TEST(Bits, TopKOfGivenIds) {
   for (const std::int64_t E : {5, 128, 512, 1025}) {
     for (const std::int64_t K : {1, 5, 40}) {
       if (K > E) continue;
-      for (const RouterMode mode : kModes) {
+      for (const RouterOrder order : kModes) {
         for (const bool norm : {false, true}) {
           for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-            TopKDesc desc = top_k_of_67_tokens(E, K, type, mode, norm);
+            TopKDesc desc = top_k_of_67_tokens(E, K, type, order, norm);
             desc.input = RouterInput::logits_and_ids;
             expect_same_top_k(desc, random_logits(desc, ++number), given_ids(desc));
           }
@@ -119,9 +119,9 @@ TEST(Bits, TopK) {
   for (const std::int64_t E : {1, 5, 8, 32, 33, 60, 64, 128, 160, 256, 384, 512, 1000, 1024}) {
     for (const std::int64_t K : {1, 2, 6, 8, 10, 16, 64}) {
       if (K > E) continue;
-      for (const RouterMode mode : kModes) {
+      for (const RouterOrder order : kModes) {
         for (const bool norm : {false, true}) {
-          const TopKDesc desc = top_k_of_67_tokens(E, K, DType::bf16, mode, norm);
+          const TopKDesc desc = top_k_of_67_tokens(E, K, DType::bf16, order, norm);
           expect_same_top_k(desc, random_logits(desc, ++number));
         }
       }
@@ -135,8 +135,8 @@ TEST(Bits, TopKOfEveryType) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
     for (const std::int64_t E : {8, 60, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025}) {
       for (const std::int64_t K : {1, 8}) {
-        for (const RouterMode mode : kModes) {
-          const TopKDesc desc = top_k_of_67_tokens(E, K, type, mode);
+        for (const RouterOrder order : kModes) {
+          const TopKDesc desc = top_k_of_67_tokens(E, K, type, order);
           expect_same_top_k(desc, random_logits(desc, ++number));
         }
       }
@@ -154,8 +154,8 @@ TEST(Bits, TopKOfTiesZerosAndInfinities) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
     for (const std::int64_t E : {8, 60, 127, 128, 129, 256, 257, 511, 512}) {
       for (const std::int64_t K : {1, 2, 8}) {
-        for (const RouterMode mode : kModes) {
-          const TopKDesc desc = top_k_of_67_tokens(E, K, type, mode);
+        for (const RouterOrder order : kModes) {
+          const TopKDesc desc = top_k_of_67_tokens(E, K, type, order);
           const Random random(++number, 11);
           Tensor logits(desc.tokens * E);
           for (std::int64_t t = 0; t < desc.tokens; ++t) {

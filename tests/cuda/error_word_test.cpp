@@ -121,7 +121,7 @@ Tensor good_logits(const TopKDesc& desc) {
 void expect_reports(const TopKDesc& desc) {
   SCOPED_TRACE(testing::Message() << "T " << desc.tokens << ", E " << desc.experts << ", K "
                                   << desc.top_k << ", " << name(desc.dtype) << ", "
-                                  << name(desc.mode));
+                                  << name(desc.order));
   const Tensor logits = good_logits(desc);
   const std::vector<std::byte> good = encode(logits, desc.dtype);
   UncheckedTopK top_k(desc, logits);
@@ -154,7 +154,7 @@ void expect_reports(const TopKDesc& desc) {
 // thread block.
 TEST(ErrorWord, TopKReportsBadLogits) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+    for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
       for (const std::int64_t E : {8, 60, 72, 128, 129, 256, 512, 1025}) {
         for (const std::int64_t K : {1, 8, 16, 72}) {
           if (K > E || (K == 72) != (E == 72)) continue;
@@ -164,7 +164,7 @@ TEST(ErrorWord, TopKReportsBadLogits) {
             desc.experts = E;
             desc.top_k = K;
             desc.dtype = type;
-            desc.mode = mode;
+            desc.order = order;
             expect_reports(desc);
             if (HasFatalFailure()) return;
           }
@@ -182,12 +182,12 @@ TEST(ErrorWord, TokenRoundingSurvivesBadLogits) {
     std::int64_t experts, top_k;
   };
   for (const auto [E, K] : {Shape{60, 8}, Shape{72, 72}}) {
-    for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+    for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
       for (const BadRow& bad : kBadRows) {
         SCOPED_TRACE(testing::Message()
-                     << bad.what << ", E " << E << ", K " << K << ", " << name(mode));
+                     << bad.what << ", E " << E << ", K " << K << ", " << name(order));
         TokenRoundingDesc d;
-        d.tokens = 67, d.experts = E, d.top_k = K, d.mode = mode, d.tile = 16;
+        d.tokens = 67, d.experts = E, d.top_k = K, d.order = mode, d.tile = 16;
         Tensor logits = good_logits({{.experts = E}, d.tokens});
         for (const std::int64_t token : {0, 5}) {
           bad.spoil(std::span(logits).subspan(token * E, E));
@@ -240,12 +240,12 @@ LayerDesc small_layer() {
 
 TEST(ErrorWord, LayersReportBadLogits) {
   for (const std::int64_t tile : {0, 16}) {
-    for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+    for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
       for (const bool all : {false, true}) {  // of 72: a token per thread block
-        SCOPED_TRACE(testing::Message() << "tile " << tile << ", " << name(mode) << ", " << all);
+        SCOPED_TRACE(testing::Message() << "tile " << tile << ", " << name(order) << ", " << all);
         LayerDesc d = small_layer();
         if (all) d.router.experts = d.router.top_k = 72;
-        d.router.mode = mode;
+        d.router.order = order;
         d.rounding.tile = tile;
         PlainLayer layer(custom_case(d, 3), 1, false);
         EXPECT_EQ(forward_says(&layer), 0);

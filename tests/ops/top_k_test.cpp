@@ -28,15 +28,15 @@ struct TopK {
 };
 
 /// `given`: ids of the caller, scored in place of a choice.
-TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode mode,
+TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterOrder order,
          bool norm = false, DType dtype = DType::f32, const Ints& given = {}) {
   TopKDesc desc;
   desc.tokens = static_cast<std::int64_t>(logits.size()) / experts;
   desc.experts = experts;
   desc.top_k = k;
   desc.dtype = dtype;
-  desc.mode = mode;
-  desc.norm_topk_probs = norm;
+  desc.order = order;
+  desc.renormalize = norm;
   if (!given.empty()) desc.input = RouterInput::logits_and_ids;
   Arena arena(kDevice);
   TopKArgs args;
@@ -65,15 +65,15 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterMode 
 
 TEST(TopK, LargerFirstTiesToTheLowerId) {
   const Tensor logits = {1, 3, 3, 2, 3};
-  for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
-    EXPECT_EQ(run(logits, 5, 4, mode).ids, (Ints{1, 2, 4, 3}));
-    EXPECT_EQ(run(logits, 5, 4, mode, false, DType::bf16).ids, (Ints{1, 2, 4, 3}));
+  for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
+    EXPECT_EQ(run(logits, 5, 4, order).ids, (Ints{1, 2, 4, 3}));
+    EXPECT_EQ(run(logits, 5, 4, order, false, DType::bf16).ids, (Ints{1, 2, 4, 3}));
   }
 }
 
 TEST(TopK, ZerosOfBothSignsTie) {
-  EXPECT_EQ(run({-0.0, 0.0, -0.0}, 3, 3, RouterMode::softmax_over_topk).ids, (Ints{0, 1, 2}));
-  EXPECT_EQ(run({0.0, -0.0, 0.0}, 3, 3, RouterMode::softmax_over_topk).ids, (Ints{0, 1, 2}));
+  EXPECT_EQ(run({-0.0, 0.0, -0.0}, 3, 3, RouterOrder::select_then_score).ids, (Ints{0, 1, 2}));
+  EXPECT_EQ(run({0.0, -0.0, 0.0}, 3, 3, RouterOrder::select_then_score).ids, (Ints{0, 1, 2}));
 }
 
 // Coarse logits tie all the time; torch.topk would answer otherwise for some of these tokens.
@@ -84,15 +84,15 @@ TEST(TopK, ManyTies) {
   for (std::size_t i = 0; i < logits.size(); ++i) {
     logits[i] = round_to(random.normal(i), DType::bf16);
   }
-  const TopK out = run(logits, kExperts, 8, RouterMode::softmax_over_topk, false, DType::bf16);
-  EXPECT_EQ(out.ids, top_k(logits, kTokens, kExperts, 8, RouterMode::softmax_over_topk));
+  const TopK out = run(logits, kExperts, 8, RouterOrder::select_then_score, false, DType::bf16);
+  EXPECT_EQ(out.ids, top_k(logits, kTokens, kExperts, 8, RouterOrder::select_then_score));
 }
 
 // Far below the maximum all probabilities are zero in fp32, and then ids decide, not logits.
 TEST(TopK, ProbabilitiesDecideOverSoftmax) {
   const Tensor logits = {0, -200, -150};
-  EXPECT_EQ(run(logits, 3, 3, RouterMode::softmax_over_topk).ids, (Ints{0, 2, 1}));
-  EXPECT_EQ(run(logits, 3, 3, RouterMode::topk_over_softmax).ids, (Ints{0, 1, 2}));
+  EXPECT_EQ(run(logits, 3, 3, RouterOrder::select_then_score).ids, (Ints{0, 2, 1}));
+  EXPECT_EQ(run(logits, 3, 3, RouterOrder::score_then_select).ids, (Ints{0, 1, 2}));
 }
 
 TEST(TopK, KnownScores) {
@@ -102,16 +102,16 @@ TEST(TopK, KnownScores) {
     EXPECT_EQ(out.ids, ids);
     for (std::size_t i = 0; i < scores.size(); ++i) EXPECT_NEAR(out.scores[i], scores[i], 1e-7);
   };
-  expect(run(logits, 4, 2, RouterMode::softmax_over_topk), {1, 0}, {0.75, 0.25});
-  expect(run(logits, 4, 2, RouterMode::topk_over_softmax), {1, 0}, {0.6, 0.2});
-  expect(run(logits, 4, 2, RouterMode::topk_over_softmax, true), {1, 0}, {0.75, 0.25});
-  expect(run(logits, 4, 4, RouterMode::topk_over_softmax), {1, 0, 3, 2}, {0.6, 0.2, 0.2, 0});
+  expect(run(logits, 4, 2, RouterOrder::select_then_score), {1, 0}, {0.75, 0.25});
+  expect(run(logits, 4, 2, RouterOrder::score_then_select), {1, 0}, {0.6, 0.2});
+  expect(run(logits, 4, 2, RouterOrder::score_then_select, true), {1, 0}, {0.75, 0.25});
+  expect(run(logits, 4, 4, RouterOrder::score_then_select), {1, 0, 3, 2}, {0.6, 0.2, 0.2, 0});
 }
 
 TEST(TopK, LargeLogitsDoNotOverflow) {
-  const TopK out = run({3e38, 3e38, -3e38}, 3, 3, RouterMode::softmax_over_topk);
+  const TopK out = run({3e38, 3e38, -3e38}, 3, 3, RouterOrder::select_then_score);
   EXPECT_EQ(out.scores, (Tensor{0.5, 0.5, 0}));
-  EXPECT_EQ(run({1000, 0}, 2, 1, RouterMode::topk_over_softmax).scores, Tensor{1});
+  EXPECT_EQ(run({1000, 0}, 2, 1, RouterOrder::score_then_select).scores, Tensor{1});
 }
 
 // All kernels of 16-bit logits over the top-K, whose choice is by the number of experts, and of the
@@ -127,18 +127,18 @@ TEST(TopK, EveryNumberOfExpertsAndItsCounts) {
       for (std::size_t i = 0; i < logits.size(); ++i) {
         logits[i] = round_to(random.normal(i + 1000 * experts), DType::bf16);
       }
-      using enum RouterMode;
-      for (const auto& [dtype, mode] :
-           {std::pair(DType::bf16, softmax_over_topk), std::pair(DType::f16, softmax_over_topk),
-            std::pair(DType::f32, softmax_over_topk), std::pair(DType::bf16, topk_over_softmax)}) {
+      using enum RouterOrder;
+      for (const auto& [dtype, order] :
+           {std::pair(DType::bf16, select_then_score), std::pair(DType::f16, select_then_score),
+            std::pair(DType::f32, select_then_score), std::pair(DType::bf16, score_then_select)}) {
         if (kOnCpu && dtype == DType::f16) continue;
         SCOPED_TRACE(testing::Message() << "E " << experts << " K " << k << " " << name(dtype));
         Tensor stored = logits;
         for (double& value : stored) value = round_to(value, dtype);
-        const TopK out = run(stored, experts, k, mode, false, dtype);
+        const TopK out = run(stored, experts, k, order, false, dtype);
         ASSERT_TRUE(out.status.ok()) << out.status.message();
-        if (mode == softmax_over_topk) {
-          ASSERT_EQ(out.ids, top_k(stored, tokens, experts, k, mode));
+        if (order == select_then_score) {
+          ASSERT_EQ(out.ids, top_k(stored, tokens, experts, k, order));
         }
         const std::size_t stride = (experts + 15) / 16 * 16, rows = (tokens + 63) / 64;
         ASSERT_EQ(out.block_counts.size(), kOnCpu ? 0 : rows * stride);
@@ -157,9 +157,9 @@ TEST(TopK, EveryNumberOfExpertsAndItsCounts) {
 TEST(TopK, KnownScoresOfGivenIds) {
   const double log3 = std::log(3.0);
   const Tensor logits = {0, log3, -kInf, 0};  // exp: 1, 3, 0, 1
-  const auto expect = [&](RouterMode mode, bool norm, const Ints& ids, const Tensor& scores) {
+  const auto expect = [&](RouterOrder order, bool norm, const Ints& ids, const Tensor& scores) {
     const TopK out =
-        run(logits, 4, static_cast<std::int64_t>(ids.size()), mode, norm, DType::f32, ids);
+        run(logits, 4, static_cast<std::int64_t>(ids.size()), order, norm, DType::f32, ids);
     ASSERT_TRUE(out.status.ok()) << out.status.message();
     EXPECT_EQ(out.ids, ids);
     for (std::size_t i = 0; i < scores.size(); ++i) {
@@ -169,18 +169,18 @@ TEST(TopK, KnownScoresOfGivenIds) {
       }
     }
   };
-  using enum RouterMode;
-  expect(softmax_over_topk, false, {3, 1}, {0.25, 0.75});  // in the caller's order
-  expect(topk_over_softmax, false, {3, 1}, {0.2, 0.6});
-  expect(topk_over_softmax, true, {3, 1}, {0.25, 0.75});
+  using enum RouterOrder;
+  expect(select_then_score, false, {3, 1}, {0.25, 0.75});  // in the caller's order
+  expect(score_then_select, false, {3, 1}, {0.2, 0.6});
+  expect(score_then_select, true, {3, 1}, {0.25, 0.75});
   // Duplicates count twice; sentinels not at all.
-  expect(softmax_over_topk, false, {1, 1, -1, 0}, {3. / 7, 3. / 7, 0, 1. / 7});
-  expect(topk_over_softmax, false, {1, 1, 4, 0}, {0.6, 0.6, 0, 0.2});
-  expect(topk_over_softmax, true, {INT32_MIN, 1, INT32_MAX, 1}, {0, 0.5, 0, 0.5});
+  expect(select_then_score, false, {1, 1, -1, 0}, {3. / 7, 3. / 7, 0, 1. / 7});
+  expect(score_then_select, false, {1, 1, 4, 0}, {0.6, 0.6, 0, 0.2});
+  expect(score_then_select, true, {INT32_MIN, 1, INT32_MAX, 1}, {0, 0.5, 0, 0.5});
   for (const bool norm : {false, true}) {
-    expect(topk_over_softmax, norm, {2, -1}, {0, 0});  // of probability 0
-    for (const RouterMode mode : {softmax_over_topk, topk_over_softmax}) {
-      expect(mode, norm, {-1, 4}, {0, 0});
+    expect(score_then_select, norm, {2, -1}, {0, 0});  // of probability 0
+    for (const RouterOrder order : {select_then_score, score_then_select}) {
+      expect(order, norm, {-1, 4}, {0, 0});
     }
   }
 }
@@ -196,13 +196,13 @@ TEST(TopK, OwnIdsGiveOwnScores) {
         logits[i] = round_to(3 * random.normal(i + 1000 * experts), DType::bf16);
       }
       for (const DType dtype : kTypes) {
-        for (const RouterMode mode :
-             {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+        for (const RouterOrder order :
+             {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
           for (const bool norm : {false, true}) {
             SCOPED_TRACE(testing::Message() << "E " << experts << " K " << k << " " << name(dtype)
-                                            << " " << name(mode) << " " << norm);
-            const TopK own = run(logits, experts, k, mode, norm, dtype);
-            const TopK again = run(logits, experts, k, mode, norm, dtype, own.ids);
+                                            << " " << name(order) << " " << norm);
+            const TopK own = run(logits, experts, k, order, norm, dtype);
+            const TopK again = run(logits, experts, k, order, norm, dtype, own.ids);
             ASSERT_EQ(again.ids, own.ids);
             ASSERT_EQ(again.scores, own.scores);
             ASSERT_TRUE(again.block_counts.empty());
@@ -216,12 +216,12 @@ TEST(TopK, OwnIdsGiveOwnScores) {
 TEST(TopK, RefusesGivenIdsWithoutASoftmax) {
   const Tensor logits = {0, 0, 0, 0, -kInf, -kInf};
   const TopK out =
-      run(logits, 3, 2, RouterMode::softmax_over_topk, false, DType::f32, {1, 2, 1, 2});
+      run(logits, 3, 2, RouterOrder::select_then_score, false, DType::f32, {1, 2, 1, 2});
   EXPECT_STREQ(out.status.message(),
                "logits: got only -inf at the ids of token 1, allowed: numbers below +inf, at least "
                "one of them finite");
   EXPECT_TRUE(out.untouched);
-  const TopK nan = run({0, 0, 0, kNan, 0, 0}, 3, 2, RouterMode::softmax_over_topk, false,
+  const TopK nan = run({0, 0, 0, kNan, 0, 0}, 3, 2, RouterOrder::select_then_score, false,
                        DType::f32, {1, 2, -1, 3});
   EXPECT_STREQ(nan.status.message(),
                "logits: got a NaN in the row of token 1, allowed: numbers below +inf, at least one "
@@ -245,12 +245,12 @@ TEST(TopK, SizesWithoutCounts) {
 }
 
 TEST(TopK, RefusesDataWithoutAnOrder) {
-  for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
+  for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
     const Tensor bad[] = {{0, 0, 0, 0, kNan, 0},            // NaN anywhere
                           {0, 0, 0, 0, 0, kInf},            // infinite maximum
                           {0, 0, 0, -kInf, -kInf, -kInf}};  // no finite logit
     for (const Tensor& logits : bad) {
-      const TopK out = run(logits, 3, 2, mode);
+      const TopK out = run(logits, 3, 2, order);
       EXPECT_EQ(out.status.code(), StatusCode::invalid_data);
       EXPECT_NE(std::string(out.status.message()).find("token 1"), std::string::npos)
           << out.status.message();

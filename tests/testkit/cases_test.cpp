@@ -42,15 +42,15 @@ TEST(Cases, ReproCommands) {
   desc.router.top_k = 2;
   desc.experts.dtype = DType::f32;
   desc.experts.activation = Activation::geglu;
-  desc.router.mode = RouterMode::topk_over_softmax;
-  desc.router.norm_topk_probs = true;
+  desc.router.order = RouterOrder::score_then_select;
+  desc.router.renormalize = true;
   desc.experts.w1_layout = W1Layout::concatenated;
   desc.experts.bias = true;
   desc.rounding = {.tile = 16, .rule = RoundingRule::balance};
   EXPECT_EQ(
       repro_command(custom_case(desc, 7)),
       "sonicmoe check --layer 'tokens=10 hidden=16 intermediate=24 experts=4 top_k=2 dtype=f32 "
-      "activation=geglu w1_layout=concatenated router=topk_over_softmax norm_topk_probs=true "
+      "activation=geglu w1_layout=concatenated router_order=score_then_select renormalize=true "
       "rounding_tile=16 rounding_rule=balance bias=true' --seed 7");
 }
 

@@ -69,7 +69,7 @@ struct Fixture {
   }
 };
 
-LayerDesc tiny(const ActivationSpec& activation, RouterMode router, bool norm,
+LayerDesc tiny(const ActivationSpec& activation, RouterOrder router, bool norm,
                RouterInput input = RouterInput::projection) {
   LayerDesc desc;
   desc.tokens = 5;
@@ -81,8 +81,8 @@ LayerDesc tiny(const ActivationSpec& activation, RouterMode router, bool norm,
   desc.router.list_length = desc.router.takes_lists() ? 14 : 0;
   desc.experts.dtype = DType::f32;
   desc.experts.activation = activation;
-  desc.router.mode = router;
-  desc.router.norm_topk_probs = norm;
+  desc.router.order = router;
+  desc.router.renormalize = norm;
   desc.experts.bias = true;
   return desc;
 }
@@ -90,19 +90,19 @@ LayerDesc tiny(const ActivationSpec& activation, RouterMode router, bool norm,
 std::vector<Case> cases() {
   std::vector<LayerDesc> descs;
   for (const NamedActivation& activation : tested_activations()) {
-    descs.push_back(tiny(activation.spec, RouterMode::softmax_over_topk, false));
+    descs.push_back(tiny(activation.spec, RouterOrder::select_then_score, false));
   }
-  descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, false));
-  descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, true));
-  constexpr RouterMode kFirst = RouterMode::softmax_over_topk;
+  descs.push_back(tiny(Activation::swiglu, RouterOrder::score_then_select, false));
+  descs.push_back(tiny(Activation::swiglu, RouterOrder::score_then_select, true));
+  constexpr RouterOrder kFirst = RouterOrder::select_then_score;
   for (const RouterInput input : {RouterInput::ids_and_weights, RouterInput::lists}) {
     descs.push_back(tiny(Activation::swiglu, kFirst, false, input));
   }
   descs.push_back(tiny(Activation::gelu, kFirst, false, RouterInput::lists));
   for (const RouterInput input : {RouterInput::logits, RouterInput::logits_and_ids}) {
     descs.push_back(tiny(Activation::swiglu, kFirst, false, input));
-    descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, false, input));
-    descs.push_back(tiny(Activation::swiglu, RouterMode::topk_over_softmax, true, input));
+    descs.push_back(tiny(Activation::swiglu, RouterOrder::score_then_select, false, input));
+    descs.push_back(tiny(Activation::swiglu, RouterOrder::score_then_select, true, input));
   }
   descs.push_back(descs[0]);
   descs.back().experts.bias = false;
@@ -110,7 +110,7 @@ std::vector<Case> cases() {
   for (const LayerDesc& desc : descs) {
     Case c;
     c.name = label_of(to_string(desc.experts.activation)) + "_" + name(desc.router.input) + "_" +
-             name(desc.router.mode) + (desc.router.norm_topk_probs ? "_norm" : "") +
+             name(desc.router.order) + (desc.router.renormalize ? "_norm" : "") +
              (desc.experts.bias ? "_bias" : "");
     c.desc = desc;
     c.outside_dlogits = true;
@@ -147,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, OracleGradient, testing::ValuesIn(cases()),
                          [](const auto& param_info) { return param_info.param.name; });
 
 TEST(AuxLoss, KnownValues) {
-  LayerDesc desc = tiny(Activation::swiglu, RouterMode::softmax_over_topk, false);
+  LayerDesc desc = tiny(Activation::swiglu, RouterOrder::select_then_score, false);
   desc.tokens = 2;
   const Oracle oracle(desc, Precision::exact);
   const Tensor even(6, 0.5);
@@ -161,7 +161,7 @@ TEST(AuxLoss, KnownValues) {
 
 // A layer small enough to do by hand: one expert, relu, so o = s (relu(x w1 + b1) w2 + b2).
 TEST(Oracle, OneRowByHand) {
-  LayerDesc desc = tiny(Activation::relu, RouterMode::softmax_over_topk, false, RouterInput::lists);
+  LayerDesc desc = tiny(Activation::relu, RouterOrder::select_then_score, false, RouterInput::lists);
   desc.tokens = 1;
   desc.router.experts = 1;
   desc.router.list_length = 1;

@@ -23,38 +23,38 @@ TEST(Grouping, OrdersByExpertThenTokenThenSlot) {
 TEST(TopK, DescendingWithTiesToTheLowerId) {
   const Tensor logits = {1, 3, 3, 2, 3,  //
                          0, 0, 0, 0, 0};
-  EXPECT_EQ(top_k(logits, 2, 5, 4, RouterMode::softmax_over_topk), (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
-  EXPECT_EQ(top_k(logits, 2, 5, 4, RouterMode::topk_over_softmax), (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
+  EXPECT_EQ(top_k(logits, 2, 5, 4, RouterOrder::select_then_score), (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
+  EXPECT_EQ(top_k(logits, 2, 5, 4, RouterOrder::score_then_select), (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
 }
 
 TEST(TopK, ProbabilitiesCanTieWhereLogitsDoNot) {
   // Far below the maximum two logits give the same (zero) probability in fp32.
   const Tensor logits = {0, -200, -150};
-  EXPECT_EQ(top_k(logits, 1, 3, 3, RouterMode::softmax_over_topk), (Ints{0, 2, 1}));
-  EXPECT_EQ(top_k(logits, 1, 3, 3, RouterMode::topk_over_softmax), (Ints{0, 1, 2}));
+  EXPECT_EQ(top_k(logits, 1, 3, 3, RouterOrder::select_then_score), (Ints{0, 2, 1}));
+  EXPECT_EQ(top_k(logits, 1, 3, 3, RouterOrder::score_then_select), (Ints{0, 1, 2}));
 }
 
 TEST(ExplainTopK, AcceptsOnlyRightAnswers) {
   const Tensor logits = {1, 3, 3, 2};
-  const auto explain = [&](const Ints& ids, RouterMode mode) {
-    return explain_top_k(ids, logits, 1, 4, static_cast<std::int64_t>(ids.size()), mode);
+  const auto explain = [&](const Ints& ids, RouterOrder order) {
+    return explain_top_k(ids, logits, 1, 4, static_cast<std::int64_t>(ids.size()), order);
   };
-  for (const RouterMode mode : {RouterMode::softmax_over_topk, RouterMode::topk_over_softmax}) {
-    EXPECT_EQ(explain({1, 2, 3}, mode), "");
-    EXPECT_EQ(explain({2, 1, 3}, mode), "token 0, rank 0: expert 2 chosen before 1");
-    EXPECT_EQ(explain({1, 2, 0}, mode), "token 0, rank 2: expert 0 chosen before 3");
-    EXPECT_EQ(explain({1, 1, 3}, mode), "token 0, rank 1: expert 1 chosen twice");
-    EXPECT_EQ(explain({1, 4}, mode), "token 0, rank 1: id 4");
-    EXPECT_EQ(explain({1, -1}, mode), "token 0, rank 1: id -1");
+  for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
+    EXPECT_EQ(explain({1, 2, 3}, order), "");
+    EXPECT_EQ(explain({2, 1, 3}, order), "token 0, rank 0: expert 2 chosen before 1");
+    EXPECT_EQ(explain({1, 2, 0}, order), "token 0, rank 2: expert 0 chosen before 3");
+    EXPECT_EQ(explain({1, 1, 3}, order), "token 0, rank 1: expert 1 chosen twice");
+    EXPECT_EQ(explain({1, 4}, order), "token 0, rank 1: id 4");
+    EXPECT_EQ(explain({1, -1}, order), "token 0, rank 1: id -1");
   }
 }
 
 TEST(ExplainTopK, LeavesTheOrderOfNearlyEqualProbabilitiesOpen) {
   const Tensor logits = {1, 1 + 0x1p-22, -1};
   for (const Ints& ids : {Ints{0, 1}, Ints{1, 0}}) {
-    EXPECT_EQ(explain_top_k(ids, logits, 1, 3, 2, RouterMode::topk_over_softmax), "");
+    EXPECT_EQ(explain_top_k(ids, logits, 1, 3, 2, RouterOrder::score_then_select), "");
   }
-  EXPECT_NE(explain_top_k({0, 1}, logits, 1, 3, 2, RouterMode::softmax_over_topk), "");
+  EXPECT_NE(explain_top_k({0, 1}, logits, 1, 3, 2, RouterOrder::select_then_score), "");
 }
 
 }  // namespace

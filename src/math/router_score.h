@@ -1,0 +1,106 @@
+#pragma once
+
+#include "math/exp.h"
+#include "math/ieee.h"
+#include "sonicmoe/types.h"
+
+/// Scores of logits that need no sum over experts, with the same bits on every backend: they decide
+/// where tokens go.
+namespace sonicmoe::math {
+
+/// The correctly rounded square root of x >= 0.
+SONICMOE_HD float sqrt(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+/// log(1 + x) for 0 <= x <= 1 or a NaN; relative error at most 2^-22.
+///
+/// 2 atanh(s) with s = x / (2 + x) <= 1/3. The series of atanh, up to s^15, leaves less than 2^-28.
+SONICMOE_HD float log1p(float x) {
+  const float s = div(x, add(2.0f, x));
+  const float s2 = mul(s, s);
+  float q = 1.0f / 15;
+  q = fma(q, s2, 1.0f / 13);
+  q = fma(q, s2, 1.0f / 11);
+  q = fma(q, s2, 1.0f / 9);
+  q = fma(q, s2, 1.0f / 7);
+  q = fma(q, s2, 1.0f / 5);
+  q = fma(q, s2, 1.0f / 3);
+  const float twice = add(s, s);
+  return fma(mul(q, s2), twice, twice);
+}
+
+/// 1 / (1 + e^-z). Small values keep all their bits, which e^-z would lose to infinity.
+SONICMOE_HD float router_sigmoid(float z) {
+  const float e = exp(z < 0.0f ? z : -z);
+  return div(z < 0.0f ? e : 1.0f, add(1.0f, e));
+}
+
+/// sqrt(log(1 + e^z)) (DeepSeek-V4).
+SONICMOE_HD float sqrt_softplus(float z) {
+  const float rest = log1p(exp(z < 0.0f ? z : -z));
+  return math::sqrt(z < 0.0f ? rest : add(z, rest));
+}
+
+/// dp/dz of sqrt_softplus, from p alone: e^z = e^(p^2) - 1, so sigmoid(z) = 1 - e^(-p^2). 0 where p
+/// is 0.
+SONICMOE_HD float sqrt_softplus_slope(float p) {
+  const float sigmoid = one_minus_exp2(mul(mul(p, p), 1.44269504f));
+  return p == 0.0f ? 0.0f : div(sigmoid, add(p, p));
+}
+
+/// The score of a logit where no softmax makes it.
+SONICMOE_HD float router_score(RouterScore score, float z) {
+  switch (score) {
+    case RouterScore::sigmoid:
+      return router_sigmoid(z);
+    case RouterScore::sqrt_softplus:
+      return sqrt_softplus(z);
+    case RouterScore::softmax:
+      break;
+  }
+  return z;
+}
+
+/// What the gradient of a score p is multiplied with on its way to the logit; the softmax besides
+/// subtracts a sum.
+SONICMOE_HD float router_slope(RouterScore score, float p) {
+  switch (score) {
+    case RouterScore::sigmoid:
+      return mul(p, sub(1.0f, p));
+    case RouterScore::sqrt_softplus:
+      return sqrt_softplus_slope(p);
+    case RouterScore::softmax:
+      break;
+  }
+  return p;
+}
+
+/// Scales of a token's K weights, and their gradients; the terms are in RouterDesc and
+/// ScoreGradArgs. A backend walks the K entries, in stored order.
+struct RouterWeights {
+  bool renormalize;
+  float eps;
+  float scale;
+
+  SONICMOE_HD float divisor(float sum) const { return add(sum, eps); }
+  /// w of p.
+  SONICMOE_HD float weight(float p, float divisor) const {
+    if (!renormalize) return p;
+    return divisor == 0.0f ? 0.0f : div(p, divisor);
+  }
+  /// The gradient of p from that of w; `inner` sums the products of h and w.
+  SONICMOE_HD float gradient(float h, float inner, float divisor) const {
+    if (!renormalize) return h;
+    return divisor == 0.0f ? 0.0f : div(sub(h, inner), divisor);
+  }
+  SONICMOE_HD float scaled(float w, float expert_scale) const {
+    return mul(mul(w, scale), expert_scale);
+  }
+};
+
+}  // namespace sonicmoe::math
