@@ -67,6 +67,21 @@ void plan_operation(FuzzedDataProvider* in, const Desc& desc) {
   require(!plan.value().explain().empty(), "no explanation");
 }
 
+/// Options that make a router other than plain(), or its logits fp32.
+void any_router_options(FuzzedDataProvider* in, RouterDesc* d) {
+  d->score = pick<RouterScore>(in, 3);
+  d->eps = in->PickValueInArray({0.0f, 0.0f, 1e-20f, 0.5f, -1.0f});
+  d->scale = in->PickValueInArray({1.0f, 2.5f, 0.0f});
+  d->logit_bias = in->ConsumeBool();
+  d->selection_bias = in->ConsumeBool();
+  d->expert_scale = in->ConsumeBool();
+  d->groups = in->PickValueInArray({1, 1, 2, 4, 0, 5000});
+  d->kept_groups = in->PickValueInArray({1, 1, 2, 3});
+  d->group_score = pick<GroupScore>(in, 2);
+  d->f32_logits = in->ConsumeBool();
+  d->f32_router_w = in->ConsumeBool();
+}
+
 LayerDesc layer_desc(FuzzedDataProvider* in) {
   LayerDesc d;
   d.router.input = pick<RouterInput>(in, 5);
@@ -81,6 +96,7 @@ LayerDesc layer_desc(FuzzedDataProvider* in) {
   d.experts.activation = any_activation(in);
   d.experts.w1_layout = pick<W1Layout>(in, 5);
   d.router.renormalize = logits && in->ConsumeBool();
+  if (in->ConsumeBool()) any_router_options(in, &d.router);
   d.experts.bias = in->ConsumeBool();
   d.experts.inference = in->ConsumeIntegralInRange(0, 7) == 0;
   d.router.list_length = number(in, lists ? 100 : 0);
@@ -144,8 +160,9 @@ void operation(FuzzedDataProvider* in) {
   const auto input = pick<RouterInput>(in, 5);
   const auto order = pick<RouterOrder>(in, 2);
   const bool flag = in->ConsumeBool(), other = in->ConsumeBool();
-  const RouterDesc router{
+  RouterDesc router{
       .experts = experts, .top_k = top_k, .input = input, .order = order, .renormalize = flag};
+  if (other) any_router_options(in, &router);
   const GroupedDesc grouped{{.hidden = hidden,
                              .intermediate = intermediate,
                              .dtype = dtype,
@@ -158,8 +175,8 @@ void operation(FuzzedDataProvider* in) {
                             experts};
   switch (in->ConsumeIntegralInRange(0, 12)) {
     case 0:
-      return plan_operation(in,
-                            RouterGemmDesc{pick<GemmPass>(in, 3), tokens, hidden, experts, dtype});
+      return plan_operation(in, RouterGemmDesc{pick<GemmPass>(in, 3), tokens, hidden, experts,
+                                               dtype, flag, other, flag && other});
     case 1:
       return plan_operation(in, TopKDesc{{router}, tokens, dtype});
     case 2:
@@ -169,8 +186,8 @@ void operation(FuzzedDataProvider* in) {
     case 4:
       return plan_operation(in, BiasGradDesc{{grouped}});
     case 5:
-      return plan_operation(in,
-                            AggregateDesc{tokens, rows, hidden, top_k, dtype, flag ? experts : 0});
+      return plan_operation(in, AggregateDesc{tokens, rows, hidden, top_k, dtype,
+                                              flag ? experts : 0, other, flag && other});
     case 6:
       return plan_operation(in, ScoreGradDesc{{router}, tokens, rows, dtype});
     case 7:

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "sonicmoe/router.h"
 #include "testkit/numbers.h"
 
 namespace sonicmoe::testkit {
@@ -34,18 +35,18 @@ std::vector<std::int64_t> slots_of_token(const std::vector<std::int32_t>& ids, s
                                          std::int64_t k, std::int64_t experts);
 Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts);
 
-/// The K experts of each token, (T, K): descending logits, or descending fp32-rounded
-/// probabilities for score_then_select; ties to the lower id.
-std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, std::int64_t experts,
-                                std::int64_t k, RouterOrder by);
+/// The K experts of each token, (T, K), by descending value of what chooses, computed in fp64 and
+/// scores rounded to fp32; ties to the lower id. `selection_bias` may be empty.
+std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, const RouterDesc& router,
+                                const Tensor& selection_bias = {});
 
-/// Whether `ids` is a right answer of top-K for these logits. For select_then_score there is one.
-/// For score_then_select the order of two probabilities closer than 2^-20 (relative) depends on
-/// the last bits of the softmax, so either is right unless the logits are equal. Returns what is
-/// wrong, or "".
+/// Whether `ids` is a right answer of top-K for these logits. Logits alone allow one answer. The
+/// order of two scores, and of their groups, closer than 2^-20 of their terms depends on the last
+/// bits of the scores, so either is right unless their terms are equal. Returns what is wrong, or
+/// "".
 std::string explain_top_k(const std::vector<std::int32_t>& ids, const Tensor& logits,
-                          std::int64_t tokens, std::int64_t experts, std::int64_t k,
-                          RouterOrder by);
+                          std::int64_t tokens, const RouterDesc& router,
+                          const Tensor& selection_bias = {});
 
 Routing routing_of_ids(const std::vector<std::int32_t>& ids, std::int64_t k);
 

@@ -28,7 +28,10 @@ enum Stream : std::uint64_t {
   kPreact,
   kAct,
   kDpreact,
-  kScaledAct
+  kScaledAct,
+  kLogitBias,
+  kSelectionBias,
+  kExpertScale
 };
 
 Tensor normal_tensor(std::uint64_t seed, Stream stream, std::int64_t size, double scale,
@@ -58,7 +61,8 @@ Tensor router_weights(const Case& c) {
   const LayerDesc& desc = c.desc;
   const std::int64_t E = desc.router.experts, d = desc.experts.hidden;
   const double scale = c.scale == Scale::benchmark ? 0.02 : 1 / std::sqrt(d);
-  Tensor w = normal_tensor(c.seed, kRouter, E * d, scale, desc.experts.dtype);
+  Tensor w =
+      normal_tensor(c.seed, kRouter, E * d, scale, desc.router.router_w_dtype(desc.experts.dtype));
   for (std::int64_t e = 0; e < E; ++e) {
     double* row = &w[e * d];
     if (c.routing == RoutingKind::all_equal) std::fill(row, row + d, 0.0);
@@ -74,12 +78,24 @@ Tensor router_weights(const Case& c) {
 Tensor logits_of(const Case& c) {
   const LayerDesc& desc = c.desc;
   const std::int64_t E = desc.router.experts;
-  Tensor out = normal_tensor(c.seed, kRouter, desc.tokens * E, 1, desc.experts.dtype);
+  const DType type = desc.router.logits_dtype(desc.experts.dtype);
+  Tensor out = normal_tensor(c.seed, kRouter, desc.tokens * E, 1, type);
   for (std::int64_t i = 0; i < desc.tokens * E; ++i) {
     const std::int64_t e = i % E;
     if (c.routing == RoutingKind::all_equal) out[i] = 0;
     if (c.routing == RoutingKind::ties && e % 2 == 1) out[i] = out[i - 1];
-    out[i] = round_to(out[i] + preference(c.routing, e, desc), desc.experts.dtype);
+    out[i] = round_to(out[i] + preference(c.routing, e, desc), type);
+  }
+  return out;
+}
+
+/// A number for each expert, such that the case's kind of routing stays.
+Tensor expert_numbers(const Case& c, Stream stream, double scale, double mean) {
+  const std::int64_t E = c.desc.router.experts;
+  Tensor out = normal_tensor(c.seed, stream, E, scale, DType::f32);
+  for (std::int64_t e = 0; e < E; ++e) {
+    if (c.routing != RoutingKind::random && stream != kExpertScale) out[e] = 0;
+    out[e] = round_to(out[e] + mean, DType::f32);
   }
   return out;
 }
@@ -239,8 +255,11 @@ Problem make_problem(const Case& c) {
       p.list_scores.push_back(round_to(0.1 + random.uniform(i), DType::f32));
     }
   } else if (c.outside_dlogits) {
-    p.dlogits = normal_tensor(c.seed, kDlogits, T * E, 0.5, type);
+    p.dlogits = normal_tensor(c.seed, kDlogits, T * E, 0.5, desc.router.logits_dtype(type));
   }
+  if (desc.router.logit_bias) p.logit_bias = expert_numbers(c, kLogitBias, 0.5, 0);
+  if (desc.router.selection_bias) p.selection_bias = expert_numbers(c, kSelectionBias, 0.25, 0);
+  if (desc.router.expert_scale) p.expert_scale = expert_numbers(c, kExpertScale, 0.25, 1);
   if (desc.router.projects()) {
     p.router_w = router_weights(c);
     if (c.routing == RoutingKind::empty_ends || c.routing == RoutingKind::one_expert) {

@@ -6,14 +6,10 @@
 #include <numeric>
 #include <type_traits>
 
+#include "testkit/precision.h"
+
 namespace sonicmoe::testkit {
 namespace {
-
-/// Calls f with a value of the type that sums are made in.
-template <class F>
-auto in_precision(Precision precision, F f) {
-  return precision == Precision::plain ? f(float{}) : f(double{});
-}
 
 /// a (m, k) times b (k, n): finish(i, sums) gets each row of n sums. Both operands are functions
 /// of their indices; sums run over k in ascending order.
@@ -148,28 +144,15 @@ Activated<Real> activate(const ActivationSpec& activation, Real gate, Real up, R
   return {};
 }
 
-template <class Real>
-std::vector<Real> softmax(const std::vector<Real>& x) {
-  std::vector<Real> p(x);
-  if (x.empty()) return p;
-  const Real max = *std::max_element(x.begin(), x.end());
-  Real sum = 0;
-  for (Real& value : p) sum += value = std::exp(value - max);
-  for (Real& value : p) value /= sum;
-  return p;
-}
-
 }  // namespace
 
-double Oracle::store(double value) const {
-  return precision_ == Precision::exact ? value : round_to(value, desc_.experts.dtype);
+double Oracle::store_as(double value, DType type) const {
+  return precision_ == Precision::exact ? value : round_to(value, type);
 }
+double Oracle::store(double value) const { return store_as(value, desc_.experts.dtype); }
+double Oracle::single(double value) const { return store_as(value, DType::f32); }
 
-double Oracle::single(double value) const {
-  return precision_ == Precision::exact ? value : round_to(value, DType::f32);
-}
-
-Tensor Oracle::logits(const Tensor& x, const Tensor& router_w) const {
+Tensor Oracle::logits(const Tensor& x, const Tensor& router_w, const Tensor& logit_bias) const {
   const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
   Tensor out(T * E);
   in_precision(precision_, [&](auto real) {
@@ -177,7 +160,10 @@ Tensor Oracle::logits(const Tensor& x, const Tensor& router_w) const {
         T, E, d, [&](auto t, auto i) { return x[t * d + i]; },
         [&](auto i, auto e) { return router_w[e * d + i]; },
         [&](auto t, auto* sums) {
-          for (std::int64_t e = 0; e < E; ++e) out[t * E + e] = store(sums[e]);
+          for (std::int64_t e = 0; e < E; ++e) {
+            if (!logit_bias.empty()) sums[e] += static_cast<decltype(real)>(logit_bias[e]);
+            out[t * E + e] = store_as(sums[e], logits_type());
+          }
         });
   });
   return out;
@@ -199,40 +185,15 @@ Tensor Oracle::router_dx(const Tensor& dlogits, const Tensor& router_w) const {
 
 Tensor Oracle::router_dw(const Tensor& dlogits, const Tensor& x) const {
   const std::int64_t T = desc_.tokens, d = desc_.experts.hidden, E = desc_.router.experts;
+  const DType type = desc_.router.router_w_dtype(desc_.experts.dtype);
   Tensor out(E * d);
   in_precision(precision_, [&](auto real) {
     multiply<decltype(real)>(
         E, d, T, [&](auto e, auto t) { return dlogits[t * E + e]; },
         [&](auto t, auto i) { return x[t * d + i]; },
         [&](auto e, auto* sums) {
-          for (std::int64_t i = 0; i < d; ++i) out[e * d + i] = store(sums[i]);
+          for (std::int64_t i = 0; i < d; ++i) out[e * d + i] = store_as(sums[i], type);
         });
-  });
-  return out;
-}
-
-Tensor Oracle::scores(const Tensor& logits, const std::vector<std::int32_t>& ids) const {
-  const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
-  Tensor out(T * K);
-  in_precision(precision_, [&](auto real) {
-    using Real = decltype(real);
-    for (std::int64_t t = 0; t < T; ++t) {
-      const std::vector<Real> all(&logits[t * E], &logits[t * E] + E);
-      const std::vector<std::int64_t> slots = slots_of_token(ids, t, K, E);
-      std::vector<Real> chosen;
-      if (desc_.router.order == RouterOrder::select_then_score) {
-        for (const std::int64_t slot : slots) chosen.push_back(all[ids[slot]]);
-        chosen = softmax(chosen);
-      } else {
-        const std::vector<Real> p = softmax(all);
-        Real sum = 0;
-        for (const std::int64_t slot : slots) sum += chosen.emplace_back(p[ids[slot]]);
-        if (desc_.router.renormalize) {
-          for (Real& s : chosen) s = sum == 0 ? 0 : s / sum;
-        }
-      }
-      for (std::size_t i = 0; i < slots.size(); ++i) out[slots[i]] = single(chosen[i]);
-    }
   });
   return out;
 }
@@ -451,44 +412,6 @@ Tensor Oracle::routed_dx(const std::vector<std::int32_t>& slot_experts, const Te
         }
       }
       for (std::int64_t i = 0; i < d; ++i) out[t * d + i] = static_cast<double>(sums[i]);
-    }
-  });
-  return out;
-}
-
-Tensor Oracle::score_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
-                          const Tensor& scores, const Tensor& slot_dscores,
-                          const Tensor& dlogits_in, bool magnitudes) const {
-  const std::int64_t T = desc_.tokens, E = desc_.router.experts, K = desc_.router.top_k;
-  const bool all_probabilities =
-      desc_.router.order == RouterOrder::score_then_select && !desc_.router.renormalize;
-  Tensor out(T * E);
-  in_precision(precision_, [&](auto real) {
-    using Real = decltype(real);
-    const auto gradient_of = [&](std::int64_t slot) {
-      return static_cast<Real>(magnitudes ? std::fabs(slot_dscores[slot]) : slot_dscores[slot]);
-    };
-    for (std::int64_t t = 0; t < T; ++t) {
-      const std::vector<std::int64_t> slots = slots_of_token(ids, t, K, E);
-      Real mean = 0;
-      for (const std::int64_t s : slots) mean += gradient_of(s) * static_cast<Real>(scores[s]);
-      if (magnitudes) mean = -mean;
-      // A softmax over the K entries gives an entry's logit the gradient s (g - mean). One over all
-      // experts gives an expert's p (g - mean), with g added up over its entries.
-      std::vector<Real> p, g(E, Real{0});
-      if (all_probabilities) {
-        for (const std::int64_t s : slots) g[ids[s]] += gradient_of(s);
-        p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
-        for (std::int64_t e = 0; e < E; ++e) g[e] = p[e] * (g[e] - mean);
-      } else {
-        for (const std::int64_t s : slots) {
-          g[ids[s]] += static_cast<Real>(scores[s]) * (gradient_of(s) - mean);
-        }
-      }
-      for (std::int64_t e = 0; e < E; ++e) {
-        if (!dlogits_in.empty()) g[e] += static_cast<Real>(dlogits_in[t * E + e]);
-        out[t * E + e] = store(g[e]);
-      }
     }
   });
   return out;

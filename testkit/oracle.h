@@ -30,11 +30,12 @@ struct Problem {
   Tensor x;         ///< (T, d)
   Tensor router_w;  ///< (E, d); projection
   Tensor logits;    ///< (T, E) of the caller; logits, logits_and_ids
-  Tensor w1;        ///< (E, W, d), W = 2n with a gate, else n
-  Tensor b1;        ///< (E, W)
-  Tensor w2;        ///< (E, d, n)
-  Tensor b2;        ///< (E, d)
-  Tensor dout;      ///< (T, d)
+  Tensor logit_bias, selection_bias, expert_scale;  ///< (E), where RouterDesc has them
+  Tensor w1;                                        ///< (E, W, d), W = 2n with a gate, else n
+  Tensor b1;                                        ///< (E, W)
+  Tensor w2;                                        ///< (E, d, n)
+  Tensor b2;                                        ///< (E, d)
+  Tensor dout;                                      ///< (T, d)
   Tensor dlogits;   ///< (T, E), or empty: gradient of losses outside the layer
   Tensor dw1, dw2;  ///< what gradients are added to, like w1 and w2; accumulate_weight_grads only
   Routing lists;    ///< the caller's lists, or its ids (T, K) as routing_of_ids() puts them
@@ -57,6 +58,7 @@ struct LayerTensors {
   Tensor dscores;              ///< (slots), 0 for sentinels
   Tensor dlogits;              ///< (T, E), with logits; with the outside's share
   Tensor drouter_w, dx;
+  Tensor dlogit_bias, dexpert_scale;  ///< (E)
 };
 
 /// Each operation by itself. Arguments are named and shaped as in sonicmoe/ops.h, except that W1,
@@ -65,12 +67,17 @@ class Oracle {
  public:
   Oracle(const LayerDesc& desc, Precision precision) : desc_(desc), precision_(precision) {}
 
-  Tensor logits(const Tensor& x, const Tensor& router_w) const;
+  /// `logit_bias` may be empty.
+  Tensor logits(const Tensor& x, const Tensor& router_w, const Tensor& logit_bias = {}) const;
   Tensor router_dx(const Tensor& dlogits, const Tensor& router_w) const;
   Tensor router_dw(const Tensor& dlogits, const Tensor& x) const;
 
-  /// Scores (T, K) of the experts `ids`, which may be any: sentinels have 0.
-  Tensor scores(const Tensor& logits, const std::vector<std::int32_t>& ids) const;
+  /// Scores (T, K) of the experts `ids`, which may be any: sentinels have 0. `expert_scale` may be
+  /// empty.
+  Tensor scores(const Tensor& logits, const std::vector<std::int32_t>& ids,
+                const Tensor& expert_scale = {}) const;
+  /// p of the same (T, K).
+  Tensor probabilities(const Tensor& logits, const std::vector<std::int32_t>& ids) const;
 
   struct UpProj {
     Tensor preact, act;
@@ -102,10 +109,13 @@ class Oracle {
                    const Tensor& router_w) const;
   /// Row order to slot order.
   Tensor slot_dscores(const Grouping& g, const Tensor& row_dscores) const;
-  /// `dlogits_in` may be empty. `magnitudes`: of its terms, as in aux_loss_grad.
+  /// `dlogits_in` and `expert_scale` may be empty. `magnitudes`: of its terms, as in aux_loss_grad.
   Tensor score_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
-                    const Tensor& scores, const Tensor& slot_dscores, const Tensor& dlogits_in,
-                    bool magnitudes = false) const;
+                    const Tensor& slot_dscores, const Tensor& dlogits_in,
+                    const Tensor& expert_scale = {}, bool magnitudes = false) const;
+  Tensor expert_scale_grad(const Tensor& logits, const std::vector<std::int32_t>& ids,
+                           const Tensor& slot_dscores) const;
+  Tensor logit_bias_grad(const Tensor& dlogits) const;
 
   double aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const;
   /// `magnitudes`: of its terms, which cancel, added up instead: see cancellation_allowance.
@@ -113,9 +123,11 @@ class Oracle {
                        bool magnitudes = false) const;
 
  private:
-  /// To the storage type of tensors, and to fp32; neither in exact mode.
+  /// To a type, to the storage type of tensors, and to fp32; not in exact mode.
+  double store_as(double value, DType type) const;
   double store(double value) const;
   double single(double value) const;
+  DType logits_type() const { return desc_.router.logits_dtype(desc_.experts.dtype); }
 
   LayerDesc desc_;
   Precision precision_;

@@ -20,7 +20,7 @@ namespace {
 
 Tensor logits_of(const Problem& problem, Precision precision) {
   if (!problem.desc.router.projects()) return problem.logits;
-  return Oracle(problem.desc, precision).logits(problem.x, problem.router_w);
+  return Oracle(problem.desc, precision).logits(problem.x, problem.router_w, problem.logit_bias);
 }
 
 }  // namespace
@@ -28,8 +28,8 @@ Tensor logits_of(const Problem& problem, Precision precision) {
 Routing own_routing(const Problem& problem, Precision precision) {
   const LayerDesc& desc = problem.desc;
   if (!desc.router.chooses()) return problem.lists;
-  return routing_of_ids(top_k(logits_of(problem, precision), desc.tokens, desc.router.experts,
-                              desc.router.top_k, desc.router.order),
+  const Tensor logits = logits_of(problem, precision);
+  return routing_of_ids(top_k(logits, desc.tokens, desc.router, problem.selection_bias),
                         desc.router.top_k);
 }
 
@@ -42,7 +42,7 @@ LayerTensors oracle_forward(const Problem& problem, const Routing& routing, Prec
     out.scores = problem.list_scores;
   } else {
     out.logits = logits_of(problem, precision);
-    out.scores = op.scores(out.logits, routing.experts);
+    out.scores = op.scores(out.logits, routing.experts, problem.expert_scale);
   }
   auto [preact, act] = op.up_proj(g, problem.x, problem.w1, problem.b1);
   out.preact = std::move(preact);
@@ -79,9 +79,13 @@ void oracle_backward(const Problem& problem, const Routing& routing, Precision p
 
   Tensor router_dx;
   if (desc.router.has_logits()) {
-    out.dlogits =
-        op.score_grad(out.logits, routing.experts, out.scores, out.dscores, problem.dlogits);
+    out.dlogits = op.score_grad(out.logits, routing.experts, out.dscores, problem.dlogits,
+                                problem.expert_scale);
   }
+  if (desc.router.expert_scale) {
+    out.dexpert_scale = op.expert_scale_grad(out.logits, routing.experts, out.dscores);
+  }
+  if (desc.router.logit_bias) out.dlogit_bias = op.logit_bias_grad(out.dlogits);
   if (desc.router.projects()) {
     out.drouter_w = op.router_dw(out.dlogits, problem.x);
     router_dx = op.router_dx(out.dlogits, problem.router_w);

@@ -181,8 +181,7 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
 
   const auto& [failure, run, choice, lists] = rounded;
   if (!verdict("expert_ids",
-               explain_top_k(choice.ids, run.tensors.logits, desc.tokens, desc.router.experts,
-                             desc.router.top_k, desc.router.order))) {
+               explain_top_k(choice.ids, run.tensors.logits, desc.tokens, desc.router))) {
     return report;
   }
   const TokenRoundingDesc rounding = rounding_of(desc);

@@ -25,6 +25,7 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   const DType type = desc.experts.dtype;
   const SavedBytes saved = plan.saved_bytes();
   const RouterDesc& router = desc.router;
+  const DType logits_type = router.logits_dtype(type);
   const bool scores = router.has_logits() && desc.rounding.tile == 0;  // the layer makes them
   ForwardArgs args;
   args.x = arena->input("x", p.x, type);
@@ -40,11 +41,17 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
     return static_cast<const float*>(arena->input(name, p.list_scores, DType::f32));
   };
   if (router.projects()) {
-    args.router_w = arena->input("router_w", p.router_w, type);
-    args.logits = arena->output("logits", desc.tokens * router.experts, type);
+    args.router_w = arena->input("router_w", p.router_w, router.router_w_dtype(type));
+    args.logits = arena->output("logits", desc.tokens * router.experts, logits_type);
   } else if (router.has_logits()) {
-    args.given_logits = arena->input("logits", p.logits, type);
+    args.given_logits = arena->input("logits", p.logits, logits_type);
   }
+  const auto floats = [&](const char* name, const Tensor& values) {
+    return static_cast<const float*>(arena->input(name, values, DType::f32));
+  };
+  if (router.logit_bias) args.logit_bias = floats("logit_bias", p.logit_bias);
+  if (router.selection_bias) args.selection_bias = floats("selection_bias", p.selection_bias);
+  if (router.expert_scale) args.expert_scale = floats("expert_scale", p.expert_scale);
   if (router.takes_ids()) args.given_ids = arena->input("given_ids", p.lists.experts);
   if (router.takes_ids() && !router.has_logits()) args.given_weights = given_scores("weights");
   if (router.takes_lists()) {
@@ -72,7 +79,7 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   LayerTensors& out = run->tensors;
   run->routing = p.lists;
   out.scores = p.list_scores;
-  if (router.projects()) out.logits = arena->tensor("logits", type);
+  if (router.projects()) out.logits = arena->tensor("logits", logits_type);
   if (!router.projects()) out.logits = p.logits;
   if (scores) {
     run->routing = routing_of_ids(arena->int32("expert_ids"), desc.router.top_k);
@@ -90,6 +97,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   const DType type = desc.experts.dtype;
   const DType grad_type = desc.experts.f32_weight_grads ? DType::f32 : type;
   const RouterDesc& router = desc.router;
+  const DType logits_type = router.logits_dtype(type), router_type = router.router_w_dtype(type);
   const bool separate = desc.experts.w1_layout == W1Layout::separate;
   const std::int64_t E = desc.router.experts, d = desc.experts.hidden,
                      n = desc.experts.intermediate;
@@ -125,12 +133,17 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   }
   // Only where the plan says that it needs them: nothing else may be read.
   if (plan.saved_bytes().logits > 0) args.logits = data("logits");
-  if (router.has_logits()) args.dlogits = arena->input("dlogits", p.dlogits, type);
+  if (router.has_logits()) args.dlogits = arena->input("dlogits", p.dlogits, logits_type);
+  if (router.expert_scale) {
+    args.expert_scale = static_cast<const float*>(data("expert_scale"));
+    args.dexpert_scale = arena->output_float("dexpert_scale", E);
+  }
+  if (router.logit_bias) args.dlogit_bias = arena->output_float("dlogit_bias", E);
   if (router.projects()) {
     args.router_w = data("router_w");
-    if (wanted.drouter_w) args.drouter_w = arena->output("drouter_w", E * d, type);
+    if (wanted.drouter_w) args.drouter_w = arena->output("drouter_w", E * d, router_type);
   } else if (router.has_logits()) {
-    args.dgiven_logits = arena->output("dgiven_logits", desc.tokens * E, type);
+    args.dgiven_logits = arena->output("dgiven_logits", desc.tokens * E, logits_type);
   } else {
     args.dscores = arena->output_float("dscores", desc.rows());
   }
@@ -150,12 +163,14 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
     out.db2 = arena->tensor("db2", type);
   }
   if (router.projects()) {
-    if (wanted.drouter_w) out.drouter_w = arena->tensor("drouter_w", type);
+    if (wanted.drouter_w) out.drouter_w = arena->tensor("drouter_w", router_type);
   } else if (router.has_logits()) {
-    out.dlogits = arena->tensor("dgiven_logits", type);
+    out.dlogits = arena->tensor("dgiven_logits", logits_type);
   } else {
     out.dscores = arena->tensor("dscores", DType::f32);
   }
+  if (router.logit_bias) out.dlogit_bias = arena->tensor("dlogit_bias", DType::f32);
+  if (router.expert_scale) out.dexpert_scale = arena->tensor("dexpert_scale", DType::f32);
 }
 
 }  // namespace
@@ -173,6 +188,12 @@ std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool w
     ends.push_back(weights ? size / experts * e : size / rows * g.offsets[e]);
   }
   return ends;
+}
+
+Slack logits_slack(const LayerDesc& desc, Device device) {
+  if (device.type != DeviceType::cuda || !desc.router.f32_logits) return {};
+  return {.relative = tensor_core_allowance(desc.experts.hidden) +
+                      (desc.router.f32_router_w ? 0x1p-17 : 0)};
 }
 
 LayerRun run_layer(const Problem& problem, Device device, const Options& options) {
@@ -221,6 +242,8 @@ std::string first_difference(const LayerRun& a, const LayerRun& b) {
   if (!same(p.drouter_w, q.drouter_w)) return "drouter_w";
   if (!same(p.dlogits, q.dlogits)) return "dlogits";
   if (!same(p.dscores, q.dscores)) return "dscores";
+  if (!same(p.dlogit_bias, q.dlogit_bias)) return "dlogit_bias";
+  if (!same(p.dexpert_scale, q.dexpert_scale)) return "dexpert_scale";
   return "";
 }
 
@@ -257,9 +280,8 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
     report.checks.push_back({"expert_ids", 0, 0, run.routing.experts == problem.lists.experts, ""});
   }
   if (desc.router.chooses()) {
-    const std::string wrong =
-        explain_top_k(run.routing.experts, run.tensors.logits, desc.tokens, desc.router.experts,
-                      desc.router.top_k, desc.router.order);
+    const std::string wrong = explain_top_k(run.routing.experts, run.tensors.logits, desc.tokens,
+                                            desc.router, problem.selection_bias);
     report.checks.push_back({"expert_ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return report;
   }
@@ -276,7 +298,8 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   const auto by_expert = [&](Tensor LayerTensors::*member) {
     return expert_ends(g, (exact.*member).size(), true);
   };
-  if (desc.router.projects()) compare("logits", &LayerTensors::logits);
+  if (desc.router.projects())
+    compare("logits", &LayerTensors::logits, {}, logits_slack(desc, device));
   if (desc.router.has_logits()) compare("scores", &LayerTensors::scores);
   compare("o", &LayerTensors::o);
   if (desc.experts.inference) return report;
@@ -295,15 +318,17 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
     compare("db2", &LayerTensors::db2, by_expert(&LayerTensors::db2));
   }
   if (!desc.experts.scored()) return report;
+  if (desc.router.expert_scale) compare("dexpert_scale", &LayerTensors::dexpert_scale);
+  if (desc.router.logit_bias) compare("dlogit_bias", &LayerTensors::dlogit_bias);
   if (!desc.router.has_logits()) {
     report.checks.push_back(two_times_rule(
         "dscores", run.tensors.dscores, exact.dscores, plain.dscores, {},
         {.relative =
              device.type == DeviceType::cuda ? tensor_core_allowance(desc.experts.hidden) : 0}));
   } else if (!desc.router.projects()) {
-    const Tensor terms =
-        Oracle(desc, Precision::exact)
-            .score_grad(exact.logits, run.routing.experts, exact.scores, exact.dscores, {}, true);
+    const Tensor terms = Oracle(desc, Precision::exact)
+                             .score_grad(exact.logits, run.routing.experts, exact.dscores, {},
+                                         problem.expert_scale, true);
     compare("dlogits", &LayerTensors::dlogits, {}, {.absolute = cancellation_allowance(terms)});
   } else {
     compare("drouter_w", &LayerTensors::drouter_w,

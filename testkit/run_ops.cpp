@@ -88,39 +88,78 @@ class OpChecker {
     op.hidden = desc_.experts.hidden;
     op.experts = desc_.router.experts;
     op.dtype = type();
+    op.bias = router().logit_bias;
+    op.f32_logits = router().f32_logits;
+    op.f32_w = router().f32_router_w;
+    const DType logits_type = op.logits_dtype(), w_type = op.w_dtype();
     for (const GemmPass pass : {GemmPass::forward, GemmPass::dgrad, GemmPass::wgrad}) {
       Arena arena(device_);
       RouterGemmArgs args;
       op.pass = pass;
       if (pass != GemmPass::dgrad) args.x = arena.input("x", problem_.x, type());
-      if (pass != GemmPass::wgrad) args.w = arena.input("w", problem_.router_w, type());
+      if (pass != GemmPass::wgrad) args.w = arena.input("w", problem_.router_w, w_type);
       if (pass != GemmPass::forward) {
-        args.dlogits = arena.input("dlogits", layer_.dlogits, type());
+        args.dlogits = arena.input("dlogits", layer_.dlogits, logits_type);
       }
       if (pass == GemmPass::forward) {
-        args.logits = arena.output("logits", layer_.logits.size(), type());
+        if (op.bias) {
+          args.bias =
+              static_cast<const float*>(arena.input("bias", problem_.logit_bias, DType::f32));
+        }
+        args.logits = arena.output("logits", layer_.logits.size(), logits_type);
         if (!run("router_gemm", op, args, &arena)) continue;
-        judge("logits", arena.tensor("logits", type()),
-              [&](const Oracle& o) { return o.logits(problem_.x, problem_.router_w); });
+        judge(
+            "logits", arena.tensor("logits", logits_type),
+            [&](const Oracle& o) {
+              return o.logits(problem_.x, problem_.router_w, problem_.logit_bias);
+            },
+            {}, logits_slack(desc_, device_));
       } else if (pass == GemmPass::dgrad) {
         args.dx = arena.output("dx", problem_.x.size(), type());
         if (!run("router_dgrad", op, args, &arena)) continue;
         judge("dx", arena.tensor("dx", type()),
               [&](const Oracle& o) { return o.router_dx(layer_.dlogits, problem_.router_w); });
       } else {
-        args.dw = arena.output("dw", problem_.router_w.size(), type());
+        args.dw = arena.output("dw", problem_.router_w.size(), w_type);
+        if (op.bias) args.dbias = arena.output_float("dbias", op.experts);
         if (!run("router_wgrad", op, args, &arena)) continue;
-        judge("dw", arena.tensor("dw", type()),
-              [&](const Oracle& o) { return o.router_dw(layer_.dlogits, problem_.x); });
+        judge(
+            "dw", arena.tensor("dw", w_type),
+            [&](const Oracle& o) { return o.router_dw(layer_.dlogits, problem_.x); }, {},
+            wgrad_slack());
+        if (!op.bias) continue;
+        judge("dbias", arena.tensor("dbias", DType::f32),
+              [&](const Oracle& o) { return o.logit_bias_grad(layer_.dlogits); });
       }
     }
   }
 
+  /// An fp32 gradient of the weights is summed by tensor cores from two 16-bit parts of dlogits,
+  /// which leave out 2^-17 of it.
+  Slack wgrad_slack() const {
+    if (device_.type != DeviceType::cuda || !router().f32_router_w) return {};
+    return {.relative = tensor_core_allowance(desc_.tokens) + 0x1p-17};
+  }
+
+  const float* floats(Arena* arena, const char* name, const Tensor& values) {
+    return static_cast<const float*>(arena->input(name, values, DType::f32));
+  }
+
   void check_top_k() {
-    const TopKDesc op{{router()}, desc_.tokens, type()};
+    const DType logits_type = router().logits_dtype(type());
+    const TopKDesc op{{router()}, desc_.tokens, logits_type};
     Arena arena(device_);
     TopKArgs args;
-    args.logits = arena.input("logits", layer_.logits, type());
+    args.logits = arena.input("logits", layer_.logits, logits_type);
+    if (op.selection_bias) {
+      args.selection_bias = floats(&arena, "selection_bias", problem_.selection_bias);
+    }
+    if (op.expert_scale) {
+      args.expert_scale = floats(&arena, "expert_scale", problem_.expert_scale);
+    }
+    if (op.keeps_probabilities()) {
+      args.probabilities = arena.output_float("probabilities", desc_.rows());
+    }
     if (router().takes_ids()) args.given_ids = arena.input("given_ids", routing_.experts);
     args.scores = arena.output_float("scores", desc_.rows());
     args.ids = arena.output_int32("ids", desc_.rows());
@@ -128,13 +167,15 @@ class OpChecker {
     const std::vector<std::int32_t> ids = arena.int32("ids");
     std::string wrong = ids == routing_.experts ? "" : "not the ids that were given";
     if (router().chooses()) {
-      wrong = explain_top_k(ids, layer_.logits, desc_.tokens, router().experts, router().top_k,
-                            router().order);
+      wrong = explain_top_k(ids, layer_.logits, desc_.tokens, router(), problem_.selection_bias);
     }
     reports_.back().checks.push_back({"ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return;
     judge("scores", arena.tensor("scores", DType::f32),
-          [&](const Oracle& o) { return o.scores(layer_.logits, ids); });
+          [&](const Oracle& o) { return o.scores(layer_.logits, ids, problem_.expert_scale); });
+    if (!op.keeps_probabilities()) return;
+    judge("probabilities", arena.tensor("probabilities", DType::f32),
+          [&](const Oracle& o) { return o.probabilities(layer_.logits, ids); });
   }
 
   void check_metadata() {
@@ -299,6 +340,8 @@ class OpChecker {
     op.top_k = desc_.router.top_k;
     op.dtype = type();
     if (routed) op.experts = desc_.router.experts;
+    op.f32_dlogits = routed && router().f32_logits;
+    op.f32_router_w = routed && router().f32_router_w;
     Arena arena(device_);
     AggregateArgs args;
     Tensor all_rows = rows;
@@ -325,8 +368,8 @@ class OpChecker {
         own[at] = dlogits[at];
       }
       args.slot_experts = arena.input("slot_experts", routing_.experts);
-      args.dlogits = arena.input("dlogits", own, type());
-      args.router_w = arena.input("router_w", problem_.router_w, type());
+      args.dlogits = arena.input("dlogits", own, router().logits_dtype(type()));
+      args.router_w = arena.input("router_w", problem_.router_w, router().router_w_dtype(type()));
     }
     args.out = arena.output("out", desc_.tokens * desc_.experts.hidden, type());
     if (!run(label, op, args, &arena)) return;
@@ -338,7 +381,8 @@ class OpChecker {
   }
 
   void check_score_grad() {
-    const ScoreGradDesc op{{router()}, desc_.tokens, desc_.rows(), type()};
+    const DType logits_type = router().logits_dtype(type());
+    const ScoreGradDesc op{{router()}, desc_.tokens, desc_.rows(), logits_type};
     Tensor row_dscores = layer_.row_dscores;
     row_dscores.resize(op.rows, std::numeric_limits<double>::quiet_NaN());
     Arena arena(device_);
@@ -354,18 +398,33 @@ class OpChecker {
                       Oracle(desc_, Precision::rounded).slot_dscores(g_, layer_.row_dscores)));
       return;
     }
-    args.slot_scores =
-        static_cast<const float*>(arena.input("slot_scores", layer_.scores, DType::f32));
-    args.slot_experts = arena.input("slot_experts", routing_.experts);
-    if (desc_.router.order == RouterOrder::score_then_select && !desc_.router.renormalize) {
-      args.logits = arena.input("logits", layer_.logits, type());
+    if (op.keeps_probabilities()) {
+      const Tensor p =
+          Oracle(desc_, Precision::rounded).probabilities(layer_.logits, routing_.experts);
+      args.slot_probabilities = floats(&arena, "slot_probabilities", p);
+    } else {
+      args.slot_scores = floats(&arena, "slot_scores", layer_.scores);
     }
-    args.dlogits_in = arena.input("dlogits_in", problem_.dlogits, type());
-    args.dlogits = arena.output("dlogits", layer_.logits.size(), type());
+    args.slot_experts = arena.input("slot_experts", routing_.experts);
+    if (op.reaches_all_experts()) args.logits = arena.input("logits", layer_.logits, logits_type);
+    if (op.expert_scale) {
+      args.expert_scale = floats(&arena, "expert_scale", problem_.expert_scale);
+      args.offsets = arena.input("offsets", g_.offsets);
+      args.dexpert_scale = arena.output_float("dexpert_scale", op.experts);
+    }
+    args.dlogits_in = arena.input("dlogits_in", problem_.dlogits, logits_type);
+    args.dlogits = arena.output("dlogits", layer_.logits.size(), logits_type);
     if (!run("score_grad", op, args, &arena)) return;
-    judge("dlogits", arena.tensor("dlogits", type()), [&](const Oracle& o) {
-      return o.score_grad(layer_.logits, routing_.experts, layer_.scores, layer_.dscores,
-                          problem_.dlogits);
+    const auto gradient = [&](const Oracle& o, bool magnitudes) {
+      return o.score_grad(layer_.logits, routing_.experts, layer_.dscores, problem_.dlogits,
+                          problem_.expert_scale, magnitudes);
+    };
+    judge("dlogits", arena.tensor("dlogits", logits_type),
+          [&](const Oracle& o) { return gradient(o, false); }, {},
+          {.absolute = cancellation_allowance(gradient(Oracle(desc_, Precision::exact), true))});
+    if (!op.expert_scale) return;
+    judge("dexpert_scale", arena.tensor("dexpert_scale", DType::f32), [&](const Oracle& o) {
+      return o.expert_scale_grad(layer_.logits, routing_.experts, layer_.dscores);
     });
   }
 
@@ -373,11 +432,11 @@ class OpChecker {
     AuxLossDesc op;
     op.tokens = desc_.tokens;
     op.experts = desc_.router.experts;
-    op.dtype = type();
+    op.dtype = router().logits_dtype(type());
     {
       Arena arena(device_);
       AuxLossArgs args;
-      args.logits = arena.input("logits", layer_.logits, type());
+      args.logits = arena.input("logits", layer_.logits, router().logits_dtype(type()));
       args.counts = arena.input("counts", g_.counts);
       args.loss = arena.output_float("loss", 1);
       if (run("aux_loss", op, args, &arena)) {
@@ -389,12 +448,12 @@ class OpChecker {
     constexpr double kDloss = 0.75;
     Arena arena(device_);
     AuxLossArgs args;
-    args.logits = arena.input("logits", layer_.logits, type());
+    args.logits = arena.input("logits", layer_.logits, router().logits_dtype(type()));
     args.counts = arena.input("counts", g_.counts);
     args.dloss = static_cast<const float*>(arena.input("dloss", {kDloss}, DType::f32));
-    args.dlogits = arena.output("dlogits", layer_.logits.size(), type());
+    args.dlogits = arena.output("dlogits", layer_.logits.size(), op.dtype);
     if (!run("aux_loss_grad", op, args, &arena)) return;
-    judge("dlogits", arena.tensor("dlogits", type()),
+    judge("dlogits", arena.tensor("dlogits", op.dtype),
           [&](const Oracle& o) { return o.aux_loss_grad(layer_.logits, g_.counts, kDloss); }, {},
           {.absolute =
                cancellation_allowance(Oracle(desc_, Precision::exact)

@@ -56,6 +56,19 @@ std::vector<Case> cases() {
     add(std::string(name(input)) + "_norm", input, kModes[1], Activation::swiglu);
     out.back().desc.router.renormalize = true;
   }
+  for (const RouterScore score :
+       {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
+    for (const bool norm : {false, true}) {
+      add(std::string("scaled_") + name(score) + (norm ? "_norm" : ""), RouterInput::projection,
+          kModes[1], Activation::swiglu);
+      RouterDesc& router = out.back().desc.router;
+      router.score = score;
+      router.renormalize = norm;
+      router.eps = norm ? 0.25f : 0.0f;
+      router.scale = 4.0f;
+      router.logit_bias = router.expert_scale = true;
+    }
+  }
   // Without a loss on the logits, dX's sum adds the router's part.
   add("softmax_over_topk_alone", RouterInput::projection, kModes[0], Activation::swiglu);
   out.back().outside_dlogits = false;
@@ -119,6 +132,10 @@ TEST_P(LayerGradient, AgreesWithFiniteDifferences) {
     expect("logits", &problem.logits, g.dlogits);
   } else {
     expect("router_w", &problem.router_w, g.drouter_w);
+  }
+  if (problem.desc.router.logit_bias) expect("logit_bias", &problem.logit_bias, g.dlogit_bias);
+  if (problem.desc.router.expert_scale) {
+    expect("expert_scale", &problem.expert_scale, g.dexpert_scale);
   }
 }
 

@@ -72,7 +72,8 @@ TEST(LayerText, RefusesByName) {
             "tokens: got '9223372036854775808', allowed: an integer");
   EXPECT_EQ(refusal("tokens="), "tokens: got '', allowed: an integer");
   EXPECT_EQ(refusal("bias=1"), "bias: got '1', allowed: true, false");
-  EXPECT_EQ(refusal("router_order=0"), "router_order: got '0', allowed: select_then_score, score_then_select");
+  EXPECT_EQ(refusal("router_order=0"),
+            "router_order: got '0', allowed: select_then_score, score_then_select");
   EXPECT_EQ(refusal("router_order=given"),
             "router_order: got 'given', allowed: select_then_score, score_then_select");
   EXPECT_EQ(refusal("router_input=ids"),

@@ -80,11 +80,12 @@ TEST_P(Memory, SavedBytesAreWithinTheirBounds) {
     EXPECT_EQ(saved.routing, 12 * R + 4 * (2 * E + 1));
   }
   // Scores of experts beyond the K largest have a gradient too.
+  const RouterDesc& r = d.router;
   const bool all_probabilities =
-      (d.router.has_logits() && d.router.order == RouterOrder::score_then_select &&
-       !d.router.renormalize) ||
+      (r.has_logits() && r.score == RouterScore::softmax &&
+       r.order == RouterOrder::score_then_select && (!r.renormalize || r.eps > 0)) ||
       d.rounding.tile > 0;
-  EXPECT_EQ(saved.logits, all_probabilities ? T * E * size : 0u);
+  EXPECT_EQ(saved.logits, all_probabilities ? T * E * (r.f32_logits ? 4 : size) : 0u);
   EXPECT_EQ(saved.total(), saved.x + saved.preact + saved.routing + saved.logits);
 }
 

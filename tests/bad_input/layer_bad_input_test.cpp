@@ -174,6 +174,98 @@ TEST(BadLayer, EnumsAndCombinations) {
         [](Request* r) { r->desc.router.top_k = 5; }}});
 }
 
+TEST(BadLayer, RouterOptions) {
+  const auto set = [](auto RouterDesc::*field, auto value) {
+    return [=](Request* r) { r->desc.router.*field = value; };
+  };
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const float inf = std::numeric_limits<float>::infinity();
+  LayerDesc sigmoid = router_desc();
+  sigmoid.router.score = RouterScore::sigmoid;
+  sigmoid.router.renormalize = true;
+  expect_refused(
+      sigmoid,
+      {{kArgument, "router_score: got 3, allowed: softmax, sigmoid, sqrt_softplus",
+        set(&RouterDesc::score, static_cast<RouterScore>(3))},
+       {kArgument, "eps: got -1, allowed: finite numbers from 0 on", set(&RouterDesc::eps, -1.0f)},
+       {kArgument, "eps: got nan, allowed: finite numbers from 0 on", set(&RouterDesc::eps, nan)},
+       {kArgument, "eps: got inf, allowed: finite numbers from 0 on", set(&RouterDesc::eps, inf)},
+       {kArgument, "scale: got 0, allowed: finite numbers above 0", set(&RouterDesc::scale, 0.0f)},
+       {kArgument, "scale: got -2.5, allowed: finite numbers above 0",
+        set(&RouterDesc::scale, -2.5f)},
+       {kArgument, "scale: got inf, allowed: finite numbers above 0", set(&RouterDesc::scale, inf)},
+       {kArgument, "groups: got 0, allowed: 1 to 1024", set(&RouterDesc::groups, 0L)},
+       {kArgument, "groups: got 1025, allowed: 1 to 1024", set(&RouterDesc::groups, 1025L)},
+       {kArgument, "groups: got 3, allowed: divisors of experts (4)", set(&RouterDesc::groups, 3L)},
+       {kArgument, "kept_groups: got 2, allowed: 1", set(&RouterDesc::kept_groups, 2L)},
+       {kArgument, "kept_groups: got 3, allowed: 1 to 2",
+        [](Request* r) { r->desc.router.groups = 2, r->desc.router.kept_groups = 3; }},
+       {kArgument,
+        "kept_groups: got 1, allowed: so many that top_k experts stay: top_k at most kept_groups "
+        "* experts / groups",
+        [](Request* r) { r->desc.router.groups = 4; }},
+       {kArgument, "group_score: got sum_of_two, allowed: largest with one expert a group",
+        [](Request* r) {
+          r->desc.router.groups = r->desc.router.kept_groups = 4;
+          r->desc.router.group_score = GroupScore::sum_of_two;
+        }},
+       {kArgument, "f32_router_w: got true, allowed: false without f32_logits",
+        set(&RouterDesc::f32_router_w, true)},
+       {kArgument, "router_score: got sigmoid, allowed: softmax with token rounding",
+        [](Request* r) { r->desc.rounding.tile = 2; }}});
+  expect_refused(
+      router_desc(),
+      {{kArgument,
+        "eps: got 0.5, allowed: 0 unless renormalize divides by a sum (a softmax over the top-K "
+        "adds up to 1)",
+        [](Request* r) { r->desc.router.eps = 0.5f, r->desc.router.renormalize = true; }}});
+  LayerDesc rounded = router_desc();
+  rounded.router.order = RouterOrder::score_then_select;
+  rounded.router.renormalize = true;
+  rounded.rounding.tile = 2;
+  expect_refused(
+      rounded,
+      {{kArgument, "eps: got 0.5, allowed: 0 with token rounding", set(&RouterDesc::eps, 0.5f)},
+       {kArgument, "scale: got 2, allowed: 1 with token rounding", set(&RouterDesc::scale, 2.0f)},
+       {kArgument, "logit_bias: got true, allowed: false with token rounding",
+        set(&RouterDesc::logit_bias, true)},
+       {kArgument, "selection_bias: got true, allowed: false with token rounding",
+        set(&RouterDesc::selection_bias, true)},
+       {kArgument, "expert_scale: got true, allowed: false with token rounding",
+        set(&RouterDesc::expert_scale, true)},
+       {kArgument, "groups: got 2, allowed: 1 with token rounding",
+        [](Request* r) { r->desc.router.groups = r->desc.router.kept_groups = 2; }}});
+  const BadPlan logit_bias = {
+      kArgument, "logit_bias: got true, allowed: false unless router_input is projection",
+      set(&RouterDesc::logit_bias, true)};
+  const BadPlan fp32 = {
+      kArgument, "f32_router_w: got true, allowed: false unless router_input is projection",
+      [](Request* r) { r->desc.router.f32_logits = r->desc.router.f32_router_w = true; }};
+  expect_refused(logits_desc(RouterInput::logits), {logit_bias, fp32});
+  expect_refused(logits_desc(RouterInput::logits_and_ids),
+                 {logit_bias,
+                  fp32,
+                  {kArgument,
+                   "selection_bias: got true, allowed: false unless router_input is projection, "
+                   "logits",
+                   set(&RouterDesc::selection_bias, true)},
+                  {kArgument, "groups: got 2, allowed: 1 unless router_input is projection, logits",
+                   [](Request* r) { r->desc.router.groups = r->desc.router.kept_groups = 2; }}});
+  for (const LayerDesc& desc : {ids_desc(), given_desc()}) {
+    expect_refused(
+        desc,
+        {{kArgument, "router_score: got sigmoid, allowed: softmax (the default) without logits",
+          set(&RouterDesc::score, RouterScore::sigmoid)},
+         {kArgument, "scale: got 2, allowed: the default without logits",
+          set(&RouterDesc::scale, 2.0f)},
+         {kArgument, "expert_scale: got true, allowed: false without logits",
+          set(&RouterDesc::expert_scale, true)},
+         {kArgument, "f32_logits: got true, allowed: false without logits",
+          set(&RouterDesc::f32_logits, true)},
+         logit_bias});
+  }
+}
+
 TEST(BadLayer, DevicesAndOptions) {
   expect_refused(
       router_desc(),
@@ -228,6 +320,7 @@ void expect_backward(PlainLayer* layer, const BackwardArgs& args, Workspace work
 LayerDesc demanding_desc() {
   LayerDesc d = router_desc();
   d.router.order = RouterOrder::score_then_select;
+  d.router.logit_bias = d.router.selection_bias = d.router.expert_scale = true;
   d.experts.w1_layout = W1Layout::separate;
   d.experts.bias = true;
   return d;
@@ -244,6 +337,9 @@ TEST(BadLayer, ForwardPointers) {
   };
   check(demanding_desc(),
         {pointer_row("x", &A::x, "(T, d)"), pointer_row("router_w", &A::router_w, "(E, d)"),
+         pointer_row("logit_bias", &A::logit_bias, "(E) float", 4),
+         pointer_row("selection_bias", &A::selection_bias, "(E) float", 4),
+         pointer_row("expert_scale", &A::expert_scale, "(E) float", 4),
          pointer_row("w1", &A::w1, "the gate rows (E, n, d)"),
          pointer_row("w1_up", &A::w1_up, "the up rows (E, n, d)"),
          pointer_row("b1", &A::b1, "the gate biases (E, n)"),
@@ -283,22 +379,28 @@ TEST(BadLayer, BackwardPointers) {
     EXPECT_TRUE(layer.plan.forward(layer.forward, layer.workspace).ok());
     EXPECT_TRUE(layer.plan.backward(layer.backward, layer.workspace).ok());
   };
-  check(demanding_desc(),
-        {pointer_row("x", &A::x, "(T, d)"), pointer_row("router_w", &A::router_w, "(E, d)"),
-         pointer_row("w1", &A::w1, "the gate rows (E, n, d)"),
-         pointer_row("w1_up", &A::w1_up, "the up rows (E, n, d)"),
-         pointer_row("w2", &A::w2, "(E, d, n)"), pointer_row("b2", &A::b2, "(E, d)"),
-         pointer_row("logits", &A::logits, "(T, E)"),
-         pointer_row("preact", &A::preact, "(R, 2n or n)"),
-         pointer_row("routing", &A::routing, "saved_bytes().routing bytes"),
-         pointer_row("dout", &A::dout, "(T, d)"), pointer_row("dlogits", &A::dlogits, "", 16, true),
-         pointer_row("dx", &A::dx, "", 16, true),
-         pointer_row("drouter_w", &A::drouter_w, "", 16, true),
-         pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
-         pointer_row("dw1_up", &A::dw1_up, "the up rows (E, n, d)"),
-         pointer_row("db1", &A::db1, "the gate biases (E, n)"),
-         pointer_row("db1_up", &A::db1_up, "the up biases (E, n)"),
-         pointer_row("dw2", &A::dw2, "", 16, true), pointer_row("db2", &A::db2, "(E, d)")});
+  check(demanding_desc(), {pointer_row("x", &A::x, "(T, d)"),
+                           pointer_row("router_w", &A::router_w, "(E, d)"),
+                           pointer_row("expert_scale", &A::expert_scale, "(E) float", 4),
+                           pointer_row("dlogit_bias", &A::dlogit_bias, "", 4, true),
+                           pointer_row("dexpert_scale", &A::dexpert_scale, "", 4, true),
+                           pointer_row("w1", &A::w1, "the gate rows (E, n, d)"),
+                           pointer_row("w1_up", &A::w1_up, "the up rows (E, n, d)"),
+                           pointer_row("w2", &A::w2, "(E, d, n)"),
+                           pointer_row("b2", &A::b2, "(E, d)"),
+                           pointer_row("logits", &A::logits, "(T, E)"),
+                           pointer_row("preact", &A::preact, "(R, 2n or n)"),
+                           pointer_row("routing", &A::routing, "saved_bytes().routing bytes"),
+                           pointer_row("dout", &A::dout, "(T, d)"),
+                           pointer_row("dlogits", &A::dlogits, "", 16, true),
+                           pointer_row("dx", &A::dx, "", 16, true),
+                           pointer_row("drouter_w", &A::drouter_w, "", 16, true),
+                           pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
+                           pointer_row("dw1_up", &A::dw1_up, "the up rows (E, n, d)"),
+                           pointer_row("db1", &A::db1, "the gate biases (E, n)"),
+                           pointer_row("db1_up", &A::db1_up, "the up biases (E, n)"),
+                           pointer_row("dw2", &A::dw2, "", 16, true),
+                           pointer_row("db2", &A::db2, "(E, d)")});
   check(given_desc(), {pointer_row("dw1", &A::dw1, "", 16, true),
                        pointer_row("dscores", &A::dscores, "(T, K) or (L) float", 4)});
   check(ids_desc(), {pointer_row("dscores", &A::dscores, "(T, K) or (L) float", 4)});
@@ -341,6 +443,9 @@ TEST(BadLayer, PointersThatAPlanIgnores) {
       nowhere(&layer.forward.logits);
     }
     if (router.projects() || !router.has_logits()) nowhere(&layer.forward.given_logits);
+    nowhere(&layer.forward.logit_bias);
+    nowhere(&layer.forward.selection_bias);
+    nowhere(&layer.forward.expert_scale);
     if (!router.takes_ids()) nowhere(&layer.forward.given_ids);
     if (router.has_logits() || router.takes_lists()) nowhere(&layer.forward.given_weights);
     if (!router.takes_lists()) {
@@ -431,6 +536,30 @@ TEST(BadLayer, Logits) {
     for (const char* output : {"o", "counts", "scores", "expert_ids", "preact"}) {
       EXPECT_TRUE(layer.arena[output].untouched()) << output;
     }
+  }
+}
+
+// Without a softmax a row of -inf is as good as any: all its scores are 0.
+TEST(BadLayer, LogitsOfOtherScores) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  for (const RouterScore score : {RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
+    LayerDesc desc = logits_desc(RouterInput::logits);
+    desc.tokens = 2;
+    desc.router.score = score;
+    desc.router.renormalize = true;
+    PlainLayer layer(make_case(desc), 2);
+    const auto run = [&](double bad) {
+      layer.arena.replace("given_logits", encode({0, 1, 2, 3, bad, bad, bad, bad}, DType::f32));
+      return layer.plan.forward(layer.forward, layer.workspace);
+    };
+    EXPECT_EQ(run(kInf).message(),
+              std::string("logits: got +inf in the row of token 1, allowed: numbers below +inf"));
+    EXPECT_EQ(run(std::numeric_limits<double>::quiet_NaN()).message(),
+              std::string("logits: got a NaN in the row of token 1, allowed: numbers below +inf"));
+    ASSERT_TRUE(run(-kInf).ok());
+    const Tensor scores = layer.arena.tensor("scores", DType::f32);
+    EXPECT_EQ(Tensor(scores.begin() + 2, scores.end()), (Tensor{0, 0}));
+    EXPECT_NEAR(scores[0] + scores[1], 1, 1e-6);
   }
 }
 

@@ -205,6 +205,7 @@ TEST(BadOp, RouterGemm) {
        {"tokens: got -5, allowed: 0 to 2147483647", [](D* d) { d->tokens = -5; }},
        {"hidden: got 4, allowed: multiples of 8 from 8 to 1048576", [](D* d) { d->hidden = 4; }},
        {"experts: got -1, allowed: 1 to 65536", [](D* d) { d->experts = -1; }},
+       {"f32_w: got true, allowed: false without f32_logits", [](D* d) { d->f32_w = true; }},
        {"dtype: got f16, allowed: f32, bf16 (on the CPU)", [](D* d) { d->dtype = DType::f16; }}});
   using A = RouterGemmArgs;
   const GuardedBuffer memory(64);
@@ -221,6 +222,18 @@ TEST(BadOp, RouterGemm) {
     desc.pass = static_cast<GemmPass>(pass);
     expect_pointers(desc, good, rows[pass]);
   }
+  // With a bias the last pass makes two gradients, of which either may be left out.
+  desc.bias = true;
+  good.bias = static_cast<const float*>(memory.data());
+  good.dbias = static_cast<float*>(memory.data());
+  const auto bias = pointer_row("bias", &A::bias, "(E) float", 4);
+  expect_pointers(desc, good,
+                  std::vector{pointer_row("dw", &A::dw, "", 16, true),
+                              pointer_row("dbias", &A::dbias, "", 4, true)});
+  good.dbias = nullptr;
+  expect_pointers(desc, good, rows[2]);
+  desc.pass = GemmPass::forward;
+  expect_pointers(desc, good, std::vector{bias});
 }
 
 TEST(BadOp, TopK) {
@@ -249,6 +262,13 @@ TEST(BadOp, TopK) {
                   std::vector{pointer_row("logits", &A::logits, "(T, E)"),
                               pointer_row("scores", &A::scores, "(T, K) float", 4),
                               pointer_row("ids", &A::ids, "(T, K) int32", 4)});
+  desc.selection_bias = desc.expert_scale = true;
+  good.selection_bias = good.expert_scale = static_cast<const float*>(memory.data());
+  good.probabilities = static_cast<float*>(memory.data());
+  expect_pointers(desc, good,
+                  std::vector{pointer_row("selection_bias", &A::selection_bias, "(E) float", 4),
+                              pointer_row("expert_scale", &A::expert_scale, "(E) float", 4),
+                              pointer_row("probabilities", &A::probabilities, "(T, K) float", 4)});
 }
 
 MetadataDesc metadata_desc() {

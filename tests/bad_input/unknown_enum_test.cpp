@@ -66,7 +66,9 @@ TEST(UnknownEnum, Layer) {
   EXPECT_KNOWN(LayerDesc, "dtype", 3, experts.dtype);
   EXPECT_KNOWN(LayerDesc, "activation", kActivations, experts.activation.kind);
   EXPECT_KNOWN(LayerDesc, "w1_layout", 5, experts.w1_layout);
+  EXPECT_KNOWN(LayerDesc, "router_score", 3, router.score);
   EXPECT_KNOWN(LayerDesc, "router_order", 2, router.order);
+  EXPECT_KNOWN(LayerDesc, "group_score", 2, router.group_score);
   EXPECT_KNOWN(LayerDesc, "router_input", 5, router.input);
   EXPECT_KNOWN(LayerDesc, "rounding_rule", 6, rounding.rule);
   EXPECT_KNOWN(LayerDesc, "row_source", 2, experts.row_source);
@@ -76,7 +78,9 @@ TEST(UnknownEnum, Layer) {
 
 TEST(UnknownEnum, PlansOfALayer) {
   EXPECT_KNOWN(RoutingDesc, "dtype", 3, dtype);
+  EXPECT_KNOWN(RoutingDesc, "router_score", 3, score);
   EXPECT_KNOWN(RoutingDesc, "router_order", 2, order);
+  EXPECT_KNOWN(RoutingDesc, "group_score", 2, group_score);
   EXPECT_KNOWN(RoutingDesc, "router_input", 5, input);
   EXPECT_KNOWN(RoutingDesc, "rounding_rule", 6, rounding.rule);
   EXPECT_KNOWN(GroupedDesc, "dtype", 3, dtype);
@@ -113,10 +117,14 @@ TEST(UnknownEnum, BiasGrad) {
 
 TEST(UnknownEnum, OperationsOnLogits) {
   EXPECT_KNOWN(TopKDesc, "dtype", 3, dtype);
+  EXPECT_KNOWN(TopKDesc, "router_score", 3, score);
   EXPECT_KNOWN(TopKDesc, "router_order", 2, order);
+  EXPECT_KNOWN(TopKDesc, "group_score", 2, group_score);
   EXPECT_KNOWN(TopKDesc, "router_input", 5, input);
   EXPECT_KNOWN(ScoreGradDesc, "dtype", 3, dtype);
+  EXPECT_KNOWN(ScoreGradDesc, "router_score", 3, score);
   EXPECT_KNOWN(ScoreGradDesc, "router_order", 2, order);
+  EXPECT_KNOWN(ScoreGradDesc, "group_score", 2, group_score);
   EXPECT_KNOWN(ScoreGradDesc, "router_input", 5, input);
   EXPECT_KNOWN(AuxLossDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(TokenRoundingDesc, "dtype", 3, dtype);

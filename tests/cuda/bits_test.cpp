@@ -59,6 +59,37 @@ void expect_same_top_k(const TopKDesc& desc, Tensor logits,
       << name(desc.order) << (desc.renormalize ? ", norm" : "");
 }
 
+/// The same of a router that is not plain(), and the scores before scales.
+void expect_same_scored(const TopKDesc& desc, Tensor logits,
+                        const std::vector<std::int32_t>& given = {}) {
+  for (double& x : logits) x = round_to(x, desc.dtype);
+  Tensor bias, scale;
+  for (std::int64_t e = 0; e < desc.experts; ++e) {
+    bias.push_back(0.125 * static_cast<double>(Random(7, 5).below(e, 5)));
+    scale.push_back(0.5 + Random(7, 6).uniform(e));
+  }
+  const auto outputs = [&](Device device) {
+    TopKDesc own = desc;
+    if (device.type == DeviceType::cpu && own.dtype == DType::f16) own.dtype = DType::f32;
+    return run(own, device, [&](Arena* arena, TopKArgs* args) -> std::vector<std::string> {
+      const auto floats = [&](const char* name, const Tensor& values) {
+        return static_cast<const float*>(arena->input(name, values, DType::f32));
+      };
+      args->logits = arena->input("logits", logits, own.dtype);
+      if (own.takes_ids()) args->given_ids = arena->input("given_ids", given);
+      if (own.selection_bias) args->selection_bias = floats("selection_bias", bias);
+      if (own.expert_scale) args->expert_scale = floats("expert_scale", scale);
+      args->scores = arena->output_float("scores", own.tokens * own.top_k);
+      args->probabilities = arena->output_float("probabilities", own.tokens * own.top_k);
+      args->ids = arena->output_int32("ids", own.tokens * own.top_k);
+      return {"scores", "probabilities", "ids"};
+    });
+  };
+  EXPECT_EQ(outputs(kCpu), outputs(kCuda))
+      << "E " << desc.experts << ", K " << desc.top_k << ", " << name(desc.dtype) << ", "
+      << name(desc.score) << ", " << name(desc.order) << ", groups " << desc.groups;
+}
+
 /// Every third case ties a lot.
 Tensor random_logits(const TopKDesc& desc, std::uint64_t number) {
   const Random random(number, 3);
@@ -107,6 +138,49 @@ TEST(Bits, TopKOfGivenIds) {
             TopKDesc desc = top_k_of_67_tokens(E, K, type, order, norm);
             desc.input = RouterInput::logits_and_ids;
             expect_same_top_k(desc, random_logits(desc, ++number), given_ids(desc));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Every score, order and type; rows of a warp and of a block; groups where they fit; -inf.
+TEST(Bits, TopKOfScoredRouters) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  std::uint64_t number = 20000;
+  for (const RouterScore score :
+       {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
+    for (const RouterOrder order : kModes) {
+      for (const std::int64_t E : {8, 60, 128, 256, 512, 1024, 1040}) {
+        for (const std::int64_t K : {1, 5, 8, 40, 70}) {
+          for (const std::int64_t groups : {1, 2, 4, 8}) {
+            if (K > E / groups * ((groups + 1) / 2) || E % groups != 0) continue;
+            constexpr DType kTypes[] = {DType::bf16, DType::f16, DType::f32};
+            TopKDesc desc = top_k_of_67_tokens(E, K, kTypes[number % 3], order, number % 2 == 0);
+            desc.score = score;
+            desc.scale = 2.5f;
+            if (desc.divides()) desc.eps = 0x1p-10f;
+            desc.selection_bias = number % 5 < 3;
+            desc.expert_scale = number % 7 < 3;
+            desc.groups = groups;
+            desc.kept_groups = (groups + 1) / 2;
+            if (E / groups >= 2 && number % 4 < 2) desc.group_score = GroupScore::sum_of_two;
+            Tensor logits = random_logits(desc, ++number);
+            for (std::size_t i = 0; i < logits.size(); ++i) {
+              if (Random(number, 12).below(i, 8) == 0) logits[i] = -kInf;
+            }
+            for (std::int64_t t = 0; t < desc.tokens; ++t) logits[t * E + t % E] = 1;
+            expect_same_scored(desc, logits);
+            if (groups > 1) continue;
+            desc.selection_bias = false;
+            desc.input = RouterInput::logits_and_ids;
+            desc.group_score = GroupScore::largest;
+            std::vector<std::int32_t> ids = given_ids(desc);
+            for (std::int64_t t = 0; t < desc.tokens; ++t) {
+              ids[t * K] = static_cast<std::int32_t>(t % E);  // one with a finite logit
+            }
+            expect_same_scored(desc, logits, ids);
           }
         }
       }

@@ -63,6 +63,92 @@ TopK run(const Tensor& logits, std::int64_t experts, std::int64_t k, RouterOrder
   return out;
 }
 
+struct ScoredTopK {
+  Ints ids;
+  Tensor probabilities, scores;
+};
+
+/// Of a router that is not plain().
+ScoredTopK run_scored(TopKDesc desc, const Tensor& logits, const Tensor& selection_bias = {},
+                      const Tensor& expert_scale = {}, const Ints& given = {}) {
+  desc.tokens = static_cast<std::int64_t>(logits.size()) / desc.experts;
+  desc.dtype = DType::f32;
+  desc.selection_bias = !selection_bias.empty();
+  desc.expert_scale = !expert_scale.empty();
+  if (!given.empty()) desc.input = RouterInput::logits_and_ids;
+  Arena arena(kDevice);
+  const auto floats = [&](const char* name, const Tensor& values) {
+    return static_cast<const float*>(arena.input(name, values, DType::f32));
+  };
+  const TopKArgs args{
+      .logits = floats("logits", logits),
+      .given_ids = arena.input("given_ids", given),
+      .selection_bias = floats("selection_bias", selection_bias),
+      .expert_scale = floats("expert_scale", expert_scale),
+      .scores = arena.output_float("scores", desc.tokens * desc.top_k),
+      .probabilities = arena.output_float("probabilities", desc.tokens * desc.top_k),
+      .ids = arena.output_int32("ids", desc.tokens * desc.top_k)};
+  const auto plan = make_plan(desc, kDevice, kChecked);
+  EXPECT_TRUE(plan.ok()) << plan.status().message();
+  const std::size_t bytes = plan.value().workspace_bytes();
+  const Status status = plan.value().run(args, {arena.output("workspace", bytes, 256), bytes});
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(arena.damage(), "");
+  return {arena.int32("ids"), arena.tensor("probabilities", DType::f32),
+          arena.tensor("scores", DType::f32)};
+}
+
+/// Eight fp32 roundings lie between a logit and its score: that of the logit, the exponential, sums
+/// and quotients.
+void expect_near(const Tensor& ours, const Tensor& expected) {
+  ASSERT_EQ(ours.size(), expected.size());
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    EXPECT_NEAR(ours[i], expected[i], 8 * 0x1p-24 * std::fabs(expected[i])) << i;
+  }
+}
+
+// sigmoid(log 3) = 3/4 and so on; sqrt_softplus(log(e - 1)) = 1.
+TEST(TopK, OtherScoresByHand) {
+  const double log3 = std::log(3.0);
+  TopKDesc desc{{.experts = 4, .top_k = 2, .score = RouterScore::sigmoid}};
+  const Tensor logits = {0, log3, -log3, 2 * log3};  // 1/2, 3/4, 1/4, 9/10
+  ScoredTopK out = run_scored(desc, logits);
+  EXPECT_EQ(out.ids, (Ints{3, 1}));
+  expect_near(out.scores, {0.9, 0.75});
+  desc.order = RouterOrder::score_then_select;
+  desc.renormalize = true;
+  desc.eps = 0.35f;
+  desc.scale = 2;
+  out = run_scored(desc, logits, {}, {1, 10, 1, 3});
+  expect_near(out.probabilities, {0.9, 0.75});
+  expect_near(out.scores, {0.9 / 2 * 2 * 3, 0.75 / 2 * 2 * 10});
+  out = run_scored(desc, logits, {0, 0, 1, -1}, {});  // 1/2, 3/4, 5/4, -1/10
+  EXPECT_EQ(out.ids, (Ints{2, 1}));
+  expect_near(out.probabilities, {0.25, 0.75});
+  out = run_scored(desc, logits, {}, {}, {2, -1});
+  EXPECT_EQ(out.ids, (Ints{2, -1}));
+  expect_near(out.scores, {0.25 / 0.6 * 2, 0});
+  desc = {{.experts = 3, .top_k = 3, .score = RouterScore::sqrt_softplus}};
+  out = run_scored(desc, {std::log(std::exp(1.0) - 1), -kInf, std::log(std::exp(4.0) - 1)});
+  EXPECT_EQ(out.ids, (Ints{2, 0, 1}));
+  expect_near(out.scores, {2, 1, 0});
+}
+
+// Experts 0, 1 | 2, 3 | 4, 5.
+TEST(TopK, GroupsByHand) {
+  TopKDesc desc{{.experts = 6, .top_k = 2, .score = RouterScore::sigmoid, .groups = 3}};
+  const Tensor logits = {5, -5, 3, 3, 4, 1};
+  EXPECT_EQ(run_scored(desc, logits).ids, (Ints{0, 1}));  // the largest is 5
+  desc.group_score = GroupScore::sum_of_two;
+  EXPECT_EQ(run_scored(desc, logits).ids, (Ints{2, 3}));  // 6 of 0, 6, 5
+  desc.kept_groups = 2;
+  EXPECT_EQ(run_scored(desc, logits).ids, (Ints{4, 2}));
+  // Ties go to the lower group, and in it to the lower expert.
+  EXPECT_EQ(run_scored(desc, {1, 1, 1, 1, 1, 1}).ids, (Ints{0, 1}));
+  desc.kept_groups = 1;
+  EXPECT_EQ(run_scored(desc, {0, 0, 1, 1, 1, 1}).ids, (Ints{2, 3}));
+}
+
 TEST(TopK, LargerFirstTiesToTheLowerId) {
   const Tensor logits = {1, 3, 3, 2, 3};
   for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
@@ -85,7 +171,7 @@ TEST(TopK, ManyTies) {
     logits[i] = round_to(random.normal(i), DType::bf16);
   }
   const TopK out = run(logits, kExperts, 8, RouterOrder::select_then_score, false, DType::bf16);
-  EXPECT_EQ(out.ids, top_k(logits, kTokens, kExperts, 8, RouterOrder::select_then_score));
+  EXPECT_EQ(out.ids, top_k(logits, kTokens, {.experts = kExperts, .top_k = 8}));
 }
 
 // Far below the maximum all probabilities are zero in fp32, and then ids decide, not logits.
@@ -138,7 +224,8 @@ TEST(TopK, EveryNumberOfExpertsAndItsCounts) {
         const TopK out = run(stored, experts, k, order, false, dtype);
         ASSERT_TRUE(out.status.ok()) << out.status.message();
         if (order == select_then_score) {
-          ASSERT_EQ(out.ids, top_k(stored, tokens, experts, k, order));
+          ASSERT_EQ(out.ids,
+                    top_k(stored, tokens, {.experts = experts, .top_k = k, .order = order}));
         }
         const std::size_t stride = (experts + 15) / 16 * 16, rows = (tokens + 63) / 64;
         ASSERT_EQ(out.block_counts.size(), kOnCpu ? 0 : rows * stride);

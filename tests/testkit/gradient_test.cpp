@@ -104,6 +104,25 @@ std::vector<Case> cases() {
     descs.push_back(tiny(Activation::swiglu, RouterOrder::score_then_select, false, input));
     descs.push_back(tiny(Activation::swiglu, RouterOrder::score_then_select, true, input));
   }
+  for (const RouterScore score :
+       {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
+    for (const RouterOrder order : {kFirst, RouterOrder::score_then_select}) {
+      for (const bool norm : {false, true}) {
+        LayerDesc desc = tiny(Activation::swiglu, order, norm);
+        desc.router.score = score;
+        desc.router.scale = 1.5f;
+        desc.router.expert_scale = desc.router.logit_bias = desc.router.selection_bias = true;
+        if (norm && !desc.router.over_top_k()) desc.router.eps = 0.25f;
+        descs.push_back(desc);
+      }
+    }
+  }
+  for (const RouterScore score : {RouterScore::softmax, RouterScore::sigmoid}) {
+    descs.push_back(tiny(Activation::swiglu, RouterOrder::score_then_select, true,
+                         RouterInput::logits_and_ids));
+    descs.back().router.score = score;
+    descs.back().router.scale = 0.5f;
+  }
   descs.push_back(descs[0]);
   descs.back().experts.bias = false;
   std::vector<Case> out;
@@ -112,6 +131,7 @@ std::vector<Case> cases() {
     c.name = label_of(to_string(desc.experts.activation)) + "_" + name(desc.router.input) + "_" +
              name(desc.router.order) + (desc.router.renormalize ? "_norm" : "") +
              (desc.experts.bias ? "_bias" : "");
+    if (!desc.router.plain()) c.name += std::string("_") + name(desc.router.score) + "_scaled";
     c.desc = desc;
     c.outside_dlogits = true;
     c.seed = out.size() + 1;
@@ -141,6 +161,12 @@ TEST_P(OracleGradient, AgreesWithFiniteDifferences) {
   } else {
     fixture.expect_gradient("router_w", &p.router_w, g.drouter_w);
   }
+  if (p.desc.router.logit_bias) {
+    fixture.expect_gradient("logit_bias", &p.logit_bias, g.dlogit_bias);
+  }
+  if (p.desc.router.expert_scale) {
+    fixture.expect_gradient("expert_scale", &p.expert_scale, g.dexpert_scale);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, OracleGradient, testing::ValuesIn(cases()),
@@ -161,7 +187,8 @@ TEST(AuxLoss, KnownValues) {
 
 // A layer small enough to do by hand: one expert, relu, so o = s (relu(x w1 + b1) w2 + b2).
 TEST(Oracle, OneRowByHand) {
-  LayerDesc desc = tiny(Activation::relu, RouterOrder::select_then_score, false, RouterInput::lists);
+  LayerDesc desc =
+      tiny(Activation::relu, RouterOrder::select_then_score, false, RouterInput::lists);
   desc.tokens = 1;
   desc.router.experts = 1;
   desc.router.list_length = 1;

@@ -23,21 +23,27 @@ TEST(Grouping, OrdersByExpertThenTokenThenSlot) {
 TEST(TopK, DescendingWithTiesToTheLowerId) {
   const Tensor logits = {1, 3, 3, 2, 3,  //
                          0, 0, 0, 0, 0};
-  EXPECT_EQ(top_k(logits, 2, 5, 4, RouterOrder::select_then_score), (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
-  EXPECT_EQ(top_k(logits, 2, 5, 4, RouterOrder::score_then_select), (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
+  EXPECT_EQ(top_k(logits, 2, {.experts = 5, .top_k = 4, .order = RouterOrder::select_then_score}),
+            (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
+  EXPECT_EQ(top_k(logits, 2, {.experts = 5, .top_k = 4, .order = RouterOrder::score_then_select}),
+            (Ints{1, 2, 4, 3, 0, 1, 2, 3}));
 }
 
 TEST(TopK, ProbabilitiesCanTieWhereLogitsDoNot) {
   // Far below the maximum two logits give the same (zero) probability in fp32.
   const Tensor logits = {0, -200, -150};
-  EXPECT_EQ(top_k(logits, 1, 3, 3, RouterOrder::select_then_score), (Ints{0, 2, 1}));
-  EXPECT_EQ(top_k(logits, 1, 3, 3, RouterOrder::score_then_select), (Ints{0, 1, 2}));
+  EXPECT_EQ(top_k(logits, 1, {.experts = 3, .top_k = 3, .order = RouterOrder::select_then_score}),
+            (Ints{0, 2, 1}));
+  EXPECT_EQ(top_k(logits, 1, {.experts = 3, .top_k = 3, .order = RouterOrder::score_then_select}),
+            (Ints{0, 1, 2}));
 }
 
 TEST(ExplainTopK, AcceptsOnlyRightAnswers) {
   const Tensor logits = {1, 3, 3, 2};
   const auto explain = [&](const Ints& ids, RouterOrder order) {
-    return explain_top_k(ids, logits, 1, 4, static_cast<std::int64_t>(ids.size()), order);
+    return explain_top_k(
+        ids, logits, 1,
+        {.experts = 4, .top_k = static_cast<std::int64_t>(ids.size()), .order = order});
   };
   for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
     EXPECT_EQ(explain({1, 2, 3}, order), "");
@@ -52,9 +58,13 @@ TEST(ExplainTopK, AcceptsOnlyRightAnswers) {
 TEST(ExplainTopK, LeavesTheOrderOfNearlyEqualProbabilitiesOpen) {
   const Tensor logits = {1, 1 + 0x1p-22, -1};
   for (const Ints& ids : {Ints{0, 1}, Ints{1, 0}}) {
-    EXPECT_EQ(explain_top_k(ids, logits, 1, 3, 2, RouterOrder::score_then_select), "");
+    EXPECT_EQ(explain_top_k(ids, logits, 1,
+                            {.experts = 3, .top_k = 2, .order = RouterOrder::score_then_select}),
+              "");
   }
-  EXPECT_NE(explain_top_k({0, 1}, logits, 1, 3, 2, RouterOrder::select_then_score), "");
+  EXPECT_NE(explain_top_k({0, 1}, logits, 1,
+                          {.experts = 3, .top_k = 2, .order = RouterOrder::select_then_score}),
+            "");
 }
 
 }  // namespace

@@ -76,7 +76,7 @@ __device__ __forceinline__ bool only_negative_infinity(std::uint32_t largest) {
 /// Lowers *first to 4 t + BadRow, where t is the first row that is refused. A warp checks one row.
 template <class T>
 __global__ void find_bad_logits(const T* logits, std::int64_t tokens, std::int64_t experts,
-                                GivenIds given, unsigned long long* first) {
+                                GivenIds given, bool softmax, unsigned long long* first) {
   const std::int64_t t =
       std::int64_t{blockIdx.x} * (blockDim.x / kWarp) + static_cast<int>(threadIdx.x) / kWarp;
   if (t >= tokens) return;
@@ -91,7 +91,7 @@ __global__ void find_bad_logits(const T* logits, std::int64_t tokens, std::int64
   }
   nan = __any_sync(kAllLanes, nan);
   infinite = __any_sync(kAllLanes, infinite);
-  finite = __any_sync(kAllLanes, finite);
+  finite = __any_sync(kAllLanes, finite) || !softmax;
   bool at_ids = false;
   if (given.ids != nullptr) {
     at_ids = only_negative_infinity(
@@ -129,25 +129,26 @@ Status first_bad(void* scratch, cudaStream_t stream, const char* what, std::uint
   return to_status(error, what);
 }
 
-/// Returns invalid_data if a row has a NaN or no finite maximum, or none at the given ids.
+/// Returns invalid_data if a row has a NaN or +inf, or with `softmax` no finite logit, or none at
+/// the given ids.
 /// `scratch` is kCheckBytes on the device. Waits for the stream.
 template <class T>
 Status check_logits(const T* logits, std::int64_t tokens, std::int64_t experts, void* scratch,
-                    cudaStream_t stream, GivenIds given = {}) {
+                    cudaStream_t stream, GivenIds given = {}, bool softmax = true) {
   if (tokens == 0) return {};
   std::uint64_t position = 0;
   const auto launch = [&](unsigned long long* first) {
     find_bad_logits<<<blocks_for(tokens, 8), 8 * kWarp, 0, stream>>>(logits, tokens, experts, given,
-                                                                     first);
+                                                                     softmax, first);
   };
   if (Status s = first_bad(scratch, stream, "logits: check", &position, launch); !s.ok()) return s;
   if (position == ~std::uint64_t{0}) return {};
   static constexpr const char* kGot[] = {"a NaN in the row", "+inf in the row",
                                          "only -inf in the row", "only -inf at the ids"};
   return Status::error(StatusCode::invalid_data,
-                       "logits: got %s of token %lld, allowed: numbers below +inf, at least one of "
-                       "them finite",
-                       kGot[position % 4], static_cast<long long>(position / 4));
+                       "logits: got %s of token %lld, allowed: numbers below +inf%s",
+                       kGot[position % 4], static_cast<long long>(position / 4),
+                       softmax ? ", at least one of them finite" : "");
 }
 
 }  // namespace sonicmoe::cuda

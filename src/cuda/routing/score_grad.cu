@@ -1,10 +1,13 @@
 // Takes the gradients of the scores, one a row. Without logits it puts them into slot order. With
 // logits it takes them back through the router to dense dlogits, in one pass: sums over a token's K
-// entries, softmax backward, and zeros.
+// entries, softmax backward, and zeros. Where the router is not RouterDesc::plain(), a kernel
+// before that pass takes them through scales and renormalisation.
 #include <algorithm>
 
 #include "core/backends.h"
+#include "core/ledger.h"
 #include "cuda/routing/routing.cuh"
+#include "math/router_score.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -12,12 +15,16 @@ namespace {
 constexpr int kWarps = 8;                      // of a block
 constexpr std::int64_t kRowsBytes = 48 << 10;  // score_grad_rows: a block's shared memory, at most
 constexpr std::int64_t kTile = 1024;           // score_grad: experts of a row in shared memory
+constexpr int kEntryThreads = 128;             // of a block of scored_entries
 
-/// Returns the gradient of a slot's score: 0 for a slot without a row.
+/// Returns the gradient of a slot's score: 0 for a slot without a row. Without slot_rows
+/// row_dscores is in slot order.
 struct SlotGradients {
   const float* row_dscores;
   const std::int32_t* slot_rows;
+  bool subtracts = true;  ///< the softmax subtracts the sum of gradients times scores
   __device__ float operator()(std::int64_t slot) const {
+    if (slot_rows == nullptr) return row_dscores[slot];
     const std::int32_t row = slot_rows[slot];
     return row < 0 ? 0.0f : row_dscores[row];
   }
@@ -86,6 +93,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     const float s_l = __shfl_sync(kAllLanes, s, l, kLanes);
     if (l < top_k) inner = math::fma(g_l, s_l, inner);
   }
+  if (!gradient.subtracts) inner = 0.0f;
   __syncwarp();                 // all lanes have filled the rows before a lane writes its entry
   if (e >= 0 && e < experts) {  // a token's experts differ, so no two lanes write one value
     float outside = 0.0f;       // not from `values`, where adding zero has lost the sign of -0
@@ -136,6 +144,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
       inner = math::fma(__shfl_sync(kAllLanes, g, l), __shfl_sync(kAllLanes, s, l), inner);
     }
   }
+  if (!gradient.subtracts) inner = 0.0f;
   RowSoftmax softmax{};
   if constexpr (kAllExperts) softmax = row_softmax(logits + t * experts, experts);
 
@@ -181,6 +190,66 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
   }
 }
 
+/// What becomes of the gradients of scores before the pass over logits. A thread takes a token.
+/// Slot by slot: `gradients` of p, and the `factors` that router_slope() says. In row order:
+/// `scale_terms`, which add up to dexpert_scale, or null.
+struct Entries {
+  float* gradients;
+  float* factors;
+  float* scale_terms;
+};
+__global__ void __launch_bounds__(kEntryThreads)
+    scored_entries(SlotGradients gradient, const float* probabilities,
+                   const std::int32_t* slot_experts, const float* expert_scale, RouterScore score,
+                   math::RouterWeights weights, std::int64_t tokens, std::int64_t experts,
+                   int top_k, Entries out) {
+  const std::int64_t t = std::int64_t{blockIdx.x} * kEntryThreads + threadIdx.x;
+  wait_for_previous();
+  let_next_start();
+  if (t >= tokens) return;
+  const std::int64_t first = t * top_k;
+  float sum = 0.0f;
+  for (int k = 0; k < top_k; ++k) sum = math::add(sum, probabilities[first + k]);
+  const float divisor = weights.divisor(sum);
+  float inner = 0.0f;
+  for (int k = 0; k < top_k; ++k) {
+    const std::int64_t slot = first + k;
+    const std::int32_t e = slot_experts[slot];
+    const bool scaled = expert_scale != nullptr && e >= 0 && e < experts;
+    const float p = probabilities[slot];
+    const float g = gradient(slot);
+    const float w = weights.weight(p, divisor);
+    const float h = weights.scaled(g, scaled ? expert_scale[e] : 1.0f);
+    out.gradients[slot] = h;
+    out.factors[slot] = math::router_slope(score, p);
+    inner = math::fma(h, w, inner);
+    const std::int32_t row = gradient.slot_rows[slot];
+    if (out.scale_terms != nullptr && row >= 0) {
+      out.scale_terms[row] = math::mul(g, weights.scaled(w, 1.0f));
+    }
+  }
+  for (int k = 0; k < top_k; ++k) {
+    out.gradients[first + k] = weights.gradient(out.gradients[first + k], inner, divisor);
+  }
+}
+
+/// dexpert_scale[e] sums the terms of expert e's rows. A warp takes an expert: lanes add every 32nd
+/// row, then each other.
+__global__ void __launch_bounds__(kWarps* kWarp)
+    sum_expert_scales(const float* terms, const std::int32_t* offsets, std::int64_t experts,
+                      float* dexpert_scale) {
+  const std::int64_t e = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  wait_for_previous();
+  let_next_start();
+  if (e >= experts) return;
+  float sum = 0.0f;
+  for (std::int64_t r = offsets[e] + lane_id(); r < offsets[e + 1]; r += kWarp) {
+    sum = math::add(sum, terms[r]);
+  }
+  sum = warp_sum(sum);
+  if (lane_id() == 0) dexpert_scale[e] = sum;
+}
+
 /// Lanes for a token in score_grad_rows, or 0 if that kernel cannot take the descriptor. They are
 /// the fewest that hold K entries, keep a block's rows within kRowsBytes, and make a warp's rows a
 /// multiple of 16 bytes.
@@ -195,46 +264,97 @@ int lanes_of(const ScoreGradDesc& d) {
 }
 
 template <class T, bool kAdds>
-void start_rows(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exec, int lanes) {
+void start_rows(const ScoreGradDesc& d, const ScoreGradArgs& a, SlotGradients gradients,
+                const Exec& exec, int lanes) {
   const std::int64_t together = kWarps * (kWarp / lanes);
   launch_early(lanes == 4   ? score_grad_rows<T, 4, kAdds>
                : lanes == 8 ? score_grad_rows<T, 8, kAdds>
                             : score_grad_rows<T, 16, kAdds>,
                blocks_for(d.tokens, together), kWarps * kWarp,
                static_cast<std::size_t>(together * d.experts) * sizeof(T), stream_of(exec),
-               SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
-               static_cast<const T*>(a.dlogits_in), static_cast<T*>(a.dlogits), d.tokens,
-               static_cast<std::int32_t>(d.experts), static_cast<std::int32_t>(d.top_k));
+               gradients, a.slot_scores, a.slot_experts, static_cast<const T*>(a.dlogits_in),
+               static_cast<T*>(a.dlogits), d.tokens, static_cast<std::int32_t>(d.experts),
+               static_cast<std::int32_t>(d.top_k));
 }
 
 template <class T>
-Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, const Exec& exec) {
+Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, SlotGradients gradients,
+                 const Exec& exec) {
   if (const int lanes = lanes_of<T>(d); lanes > 0) {
-    a.dlogits_in == nullptr ? start_rows<T, false>(d, a, exec, lanes)
-                            : start_rows<T, true>(d, a, exec, lanes);
+    a.dlogits_in == nullptr ? start_rows<T, false>(d, a, gradients, exec, lanes)
+                            : start_rows<T, true>(d, a, gradients, exec, lanes);
   } else {
     const int tile = static_cast<int>(std::min(d.experts, kTile));
     const bool all = d.reaches_all_experts();
     const auto once = all ? score_grad<T, true, false> : score_grad<T, false, false>;
     const auto repeats = all ? score_grad<T, true, true> : score_grad<T, false, true>;
     launch_early(d.takes_ids() ? repeats : once, blocks_for(d.tokens, kWarps), kWarps * kWarp,
-                 4 * static_cast<std::size_t>(kWarps * tile), stream_of(exec),
-                 SlotGradients{a.row_dscores, a.slot_rows}, a.slot_scores, a.slot_experts,
-                 static_cast<const T*>(a.logits), static_cast<const T*>(a.dlogits_in),
-                 static_cast<T*>(a.dlogits), d.tokens, d.experts, static_cast<int>(d.top_k), tile);
+                 4 * static_cast<std::size_t>(kWarps * tile), stream_of(exec), gradients,
+                 a.slot_scores, a.slot_experts, static_cast<const T*>(a.logits),
+                 static_cast<const T*>(a.dlogits_in), static_cast<T*>(a.dlogits), d.tokens,
+                 d.experts, static_cast<int>(d.top_k), tile);
   }
   return launched("score_grad: launch");
 }
 
-Status run(const ScoreGradDesc& d, const ScoreGradArgs& a, void*, const Exec& exec) noexcept {
+struct Regions {
+  std::size_t gradients, factors, scale_terms, bytes;
+};
+Regions regions(const ScoreGradDesc& d) {
+  Ledger ledger;
+  Regions r{};
+  const std::size_t slots = d.keeps_probabilities() ? 4 * static_cast<std::size_t>(d.rows) : 0;
+  r.gradients = ledger.book("gradients", slots);
+  r.factors = ledger.book("factors", slots);
+  r.scale_terms = ledger.book("scale_terms", d.expert_scale ? slots : 0);
+  r.bytes = ledger.size();
+  return r;
+}
+
+/// Starts what comes before the pass over logits, and puts its results into the pass's arguments.
+void start_entries(const ScoreGradDesc& d, void* memory, const Exec& exec, ScoreGradArgs* a,
+                   SlotGradients* gradients) {
+  const Regions at = regions(d);
+  const auto region = [&](std::size_t offset) {
+    return reinterpret_cast<float*>(static_cast<char*>(memory) + offset);
+  };
+  const bool scales = d.expert_scale && a->dexpert_scale != nullptr;
+  const Entries entries{region(at.gradients), region(at.factors),
+                        scales ? region(at.scale_terms) : nullptr};
+  launch_early(scored_entries, blocks_for(d.tokens, kEntryThreads), kEntryThreads, 0,
+               stream_of(exec), *gradients, a->slot_probabilities, a->slot_experts,
+               d.expert_scale ? a->expert_scale : nullptr, d.score,
+               math::RouterWeights{d.divides(), d.eps, d.scale}, d.tokens, d.experts,
+               static_cast<int>(d.top_k), entries);
+  if (scales) {
+    launch_early(sum_expert_scales, blocks_for(d.experts, kWarps), kWarps * kWarp, 0,
+                 stream_of(exec), entries.scale_terms, a->offsets, d.experts, a->dexpert_scale);
+  }
+  a->slot_scores = entries.factors;
+  *gradients = {entries.gradients, nullptr, d.over_top_k() || d.reaches_all_experts()};
+}
+
+std::size_t workspace(const ScoreGradDesc& d, const Exec&) { return regions(d).bytes; }
+
+Status run(const ScoreGradDesc& d, const ScoreGradArgs& args, void* memory,
+           const Exec& exec) noexcept {
+  ScoreGradArgs a = args;
+  SlotGradients gradients{a.row_dscores, a.slot_rows};
   if (!d.has_logits()) {
     if (d.rows == 0) return {};
-    launch_early(to_slot_order, blocks_for(d.rows, 256), 256, 0, stream_of(exec),
-                 SlotGradients{a.row_dscores, a.slot_rows}, d.rows, a.dscores);
+    launch_early(to_slot_order, blocks_for(d.rows, 256), 256, 0, stream_of(exec), gradients, d.rows,
+                 a.dscores);
     return launched("score_grad: launch");
   }
-  if (d.tokens == 0) return {};
-  return visit_logits(d.dtype, [&](auto type) { return run_typed<decltype(type)>(d, a, exec); });
+  if (d.tokens == 0) {
+    if (!d.expert_scale || a.dexpert_scale == nullptr) return {};
+    const auto bytes = 4 * static_cast<std::size_t>(d.experts);
+    return to_status(cudaMemsetAsync(a.dexpert_scale, 0, bytes, stream_of(exec)),
+                     "score_grad: zeros");
+  }
+  if (d.keeps_probabilities()) start_entries(d, memory, exec, &a, &gradients);
+  return visit_logits(d.dtype,
+                      [&](auto type) { return run_typed<decltype(type)>(d, a, gradients, exec); });
 }
 
 }  // namespace
@@ -244,6 +364,7 @@ const Kernel<ScoreGradDesc> kScoreGrad = {
     .name = "sm90.score_grad",
     .arch = 90,
     .dtypes = kLogitsTypes,
+    .workspace = workspace,
     .run = run,
 };
 

@@ -161,8 +161,9 @@ struct WarpRow {
   static __device__ int expert(int j) { return j * kWarp + lane_id(); }
   __device__ bool has(int j) const { return kFull || expert(j) < experts; }
 
-  /// True in every lane if check_logits would refuse the row: a NaN, or no finite maximum.
-  __device__ bool bad() const {
+  /// True in every lane if check_logits would refuse the row: a NaN or +inf, or for a softmax no
+  /// finite logit.
+  __device__ bool bad(bool softmax = true) const {
     bool wrong = false;
     bool finite = false;
 #pragma unroll
@@ -171,7 +172,8 @@ struct WarpRow {
       wrong |= !(x < INFINITY);
       finite |= has(j) && x > -INFINITY;
     }
-    return __any_sync(kAllLanes, wrong) || !__any_sync(kAllLanes, finite);
+    wrong = __any_sync(kAllLanes, wrong);
+    return wrong || (softmax && !__any_sync(kAllLanes, finite));
   }
 
   __device__ float max() const {
@@ -181,6 +183,17 @@ struct WarpRow {
       if (has(j)) largest = ::max(largest, order_bits(to_float(logit[j])));
     }
     return from_order_bits(__reduce_max_sync(kAllLanes, largest));
+  }
+
+  /// Maximum and sum of the softmax over all experts, as in probabilities().
+  __device__ RowSoftmax softmax() const {
+    const float largest = max();
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      sum = math::add(sum, has(j) ? math::softmax_term(to_float(logit[j]), largest) : 0.0f);
+    }
+    return {largest, warp_sum(sum)};
   }
 
   /// The softmax over all experts, in the bits of src/cpu (math::lane_sum32 gives the order of the
@@ -210,28 +223,34 @@ struct WarpRow {
     return choose<Key64>(route, [&](int j) { return Key64::of(p[j], expert(j)); });
   }
 
- private:
+  /// The K largest keys, in descending order: lane k has entries k and k + kWarp. key_of(j) is that
+  /// of expert(j), or a key of 0 if it takes no part.
   template <class Key, class KeyOf>
-  __device__ Chosen choose(const Route& route, KeyOf key_of) const {
+  __device__ void largest(int top_k, KeyOf key_of, Key (&mine)[2]) const {
     const auto key = [&](int j) { return has(j) ? key_of(j) : Key{}; };
-    Key mine[2];
     LaneKeys<Key> keys;
     Key last;
     last.bits = ~last.bits;
     constexpr bool kAll = kPerLane <= keys.kDepth;  // a list holds all keys of its lane
     if constexpr (kAll) keys.template build<kPerLane>(key, last);
-    float max = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int left = min(route.top_k - i * kWarp, kWarp);
+      const int left = min(top_k - i * kWarp, kWarp);
 #pragma unroll(kAll ? 4 : 1)
       for (int k = 0; k < left; ++k) {
         if (!kAll && keys.used_up()) keys.template build<kPerLane>(key, last);
         last = keys.take();
         if (k == lane_id()) mine[i] = last;
       }
-      if (i == 0) max = __shfl_sync(kAllLanes, mine[0].value(), 0);
     }
+  }
+
+ private:
+  template <class Key, class KeyOf>
+  __device__ Chosen choose(const Route& route, KeyOf key_of) const {
+    Key mine[2];
+    largest(route.top_k, key_of, mine);
+    const float max = __shfl_sync(kAllLanes, mine[0].value(), 0);
     Chosen c{};
     float sum = 0.0f;  // in stored order, as src/cpu adds
 #pragma unroll

@@ -5,13 +5,15 @@
 // - top_k: a token per warp, with its logits in registers.
 // - top_k_slow: rows that do not fit a warp. A block per token makes K passes over the row.
 //
-// score_ids scores ids of the caller, a token per warp.
+// score_ids scores ids of the caller, a token per warp. All this is for routers that are plain();
+// top_k_scored.cu has the others.
 //
 // No kernel here triggers the launch of metadata. Metadata has few blocks. Launched early, they
 // would crowd on the multiprocessors where our blocks leave room first (docs/findings/routing.md).
 #include "core/backends.h"
 #include "core/block_counts.h"
 #include "cuda/routing/select.cuh"
+#include "cuda/routing/top_k_scored.h"
 
 namespace sonicmoe::cuda {
 namespace {
@@ -305,10 +307,11 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
   if (exec.checked) {
     GivenIds over;
     if (d.takes_ids() && route.over_top_k) over = {a.given_ids, route.top_k};
-    const Status s = check_logits(logits, d.tokens, d.experts, memory, stream, over);
+    const Status s = check_logits(logits, d.tokens, d.experts, memory, stream, over,
+                                  d.score == RouterScore::softmax);
     if (!s.ok()) return s;
   }
-  if (d.takes_ids()) {
+  if (d.takes_ids() && d.plain()) {
     launch_early(score_ids<T>, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream, logits,
                  a.given_ids, d.tokens, route, a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
@@ -316,6 +319,17 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
   const BlockCounts counts = BlockCounts::of(d.tokens, d.experts, d.top_k);
   std::uint8_t* const block_counts = counts.bytes() > 0 ? exec.handoff.block_counts : nullptr;
   const auto stride = static_cast<std::int32_t>(counts.stride);
+  const auto count = [&] {  // what a kernel chose that does not count itself
+    if (block_counts == nullptr) return;
+    launch_early(count_ids, static_cast<unsigned>(counts.rows), kFewThreads, 0, stream, a.ids,
+                 d.tokens * d.top_k, static_cast<std::int32_t>(kCounted * d.top_k), block_counts,
+                 stride);
+  };
+  if (!d.plain()) {
+    if (Status s = run_scored_top_k(d, a, exec); !s.ok()) return s;
+    count();
+    return launched("top_k: launch");
+  }
   if (!fits_warp_row(d.experts, d.top_k)) {
     launch_early(top_k_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, stream, logits, route,
                  a.scores, a.ids, a.error_word);
@@ -348,11 +362,7 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     const auto kernel = route.over_top_k ? by_logit : by_probability;
     launch_early(kernel, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream, logits, d.tokens,
                  route, a.scores, a.ids, a.error_word);
-    if (block_counts != nullptr) {
-      launch_early(count_ids, static_cast<unsigned>(counts.rows), kFewThreads, 0, stream, a.ids,
-                   d.tokens * d.top_k, static_cast<std::int32_t>(kCounted * d.top_k), block_counts,
-                   stride);
-    }
+    count();
     return launched("top_k: launch");
   });
 }
