@@ -37,8 +37,15 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
     return make_tensor(elements, desc.experts.dtype, device);
   };
 
+  const auto floats = [&](bool wanted, double scale) {
+    return make_random(wanted ? s.e : 0, DType::f32, scale, seed++, device);
+  };
+  const DType dtype = desc.experts.dtype;
+  const DType logits_type = router_.logits_dtype(dtype),
+              router_type = router_.router_w_dtype(dtype);
+
   x = random(s.t * s.d, kActivationScale);
-  router_w = random(s.e * s.d, kWeightScale);
+  router_w = make_random(s.e * s.d, router_type, kWeightScale, seed++, device);
   if (skew > 0) skew_router(desc, skew);
   w1 = random(s.e * s.w * s.d, kWeightScale);
   w2 = random(s.e * s.d * s.n, kWeightScale);
@@ -46,8 +53,11 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
     b1 = random(s.e * s.w, kWeightScale);
     b2 = random(s.e * s.d, kWeightScale);
   }
+  logit_bias = floats(router_.logit_bias, kActivationScale);
+  selection_bias = floats(router_.selection_bias, kWeightScale);
+  expert_scale = floats(router_.expert_scale, 1);
   o = empty(s.t * s.d);
-  logits = empty(s.t * s.e);
+  logits = make_tensor(s.t * s.e, logits_type, device);
   counts = Buffer(static_cast<std::size_t>(s.e) * sizeof(std::int32_t), device);
   if (!router_.projects()) route(desc, device);
   if (desc.experts.inference) return;
@@ -56,8 +66,12 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
   routing = Buffer(saved.routing, device);
   dout = random(s.t * s.d, kActivationScale);
   dx = empty(s.t * s.d);
-  if (router_.projects()) drouter_w = empty(s.e * s.d);
-  if (router_.has_logits() && !router_.projects()) dlogits = empty(s.t * s.e);
+  if (router_.projects()) drouter_w = make_tensor(s.e * s.d, router_type, device);
+  if (router_.has_logits() && !router_.projects()) {
+    dlogits = make_tensor(s.t * s.e, logits_type, device);
+  }
+  if (router_.logit_bias) dlogit_bias = make_tensor(s.e, DType::f32, device);
+  if (router_.expert_scale) dexpert_scale = make_tensor(s.e, DType::f32, device);
   if (!router_.has_logits()) dscores = make_tensor(s.r, DType::f32, device);
   dw1 = empty(s.e * s.w * s.d);
   dw2 = empty(s.e * s.d * s.n);
@@ -80,7 +94,8 @@ void LayerTensors::route(const LayerDesc& desc, Device device) {
     }
     if (!status.ok()) throw std::runtime_error(std::string("router: ") + status.message());
   };
-  run(RouterGemmDesc{GemmPass::forward, s.t, s.d, s.e, desc.experts.dtype},
+  run(RouterGemmDesc{GemmPass::forward, s.t, s.d, s.e, desc.experts.dtype, false,
+                     router_.f32_logits},
       RouterGemmArgs{.x = x.data(), .w = router_w.data(), .logits = logits.data()});
   if (router_.takes_ids()) {
     ids = make_tensor(s.r, DType::f32, device);
@@ -100,8 +115,10 @@ void LayerTensors::skew_router(const LayerDesc& desc, double skew) const {
   const Sizes s(desc);
   const auto set_first_column = [&](const Buffer& matrix, const std::vector<double>& column) {
     auto bytes = matrix.contents<std::byte>();
-    const auto values = testkit::encode(column, desc.experts.dtype);
-    const std::size_t size = size_of(desc.experts.dtype);
+    const DType type = matrix.data() == router_w.data() ? router_.router_w_dtype(desc.experts.dtype)
+                                                        : desc.experts.dtype;
+    const auto values = testkit::encode(column, type);
+    const std::size_t size = size_of(type);
     for (std::size_t row = 0; row < column.size(); ++row) {
       std::copy_n(&values[row * size], size, &bytes[row * static_cast<std::size_t>(s.d) * size]);
     }
@@ -127,6 +144,9 @@ ForwardArgs LayerTensors::forward_args() const {
   ForwardArgs args;
   args.x = x.data();
   args.router_w = router_w.data();
+  args.logit_bias = logit_bias.as<float>();
+  args.selection_bias = selection_bias.as<float>();
+  args.expert_scale = expert_scale.as<float>();
   args.w1 = w1.data();
   args.b1 = b1.data();
   args.w2 = w2.data();
@@ -153,6 +173,7 @@ BackwardArgs LayerTensors::backward_args() const {
   BackwardArgs args;
   args.x = x.data();
   args.router_w = router_w.data();
+  args.expert_scale = expert_scale.as<float>();
   args.w1 = w1.data();
   args.w2 = w2.data();
   args.b2 = b2.data();
@@ -162,6 +183,8 @@ BackwardArgs LayerTensors::backward_args() const {
   args.dout = dout.data();
   args.dx = dx.data();
   args.drouter_w = drouter_w.data();
+  args.dlogit_bias = dlogit_bias.as<float>();
+  args.dexpert_scale = dexpert_scale.as<float>();
   args.dgiven_logits = dlogits.data();
   args.dscores = dscores.as<float>();
   args.dw1 = dw1.data();

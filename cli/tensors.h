@@ -33,12 +33,14 @@ struct LayerTensors {
   /// Once forward has written `counts`.
   RowCounts row_counts() const;
 
-  Buffer x, router_w, w1, b1, w2, b2, dout;   // inputs
-  Buffer ids, weights;                        // (T, K) of the caller, where it hands them over
+  Buffer x, router_w, w1, b1, w2, b2, dout;  // inputs
+  Buffer ids, weights;                       // (T, K) of the caller, where it hands them over
+  Buffer logit_bias, selection_bias, expert_scale;  // (E), where the router has them
   Buffer o, logits, counts, preact, routing;  // written by forward; logits may be the caller's
   Buffer dx, drouter_w, dw1, db1, dw2, db2;   // written by backward
   Buffer dlogits, dscores;                    // of the caller's logits and weights
-  std::uint64_t draws;                        // seed of token rounding
+  Buffer dlogit_bias, dexpert_scale;
+  std::uint64_t draws;  // seed of token rounding
 
  private:
   void route(const LayerDesc& desc, Device device);

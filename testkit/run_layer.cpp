@@ -300,7 +300,11 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   };
   if (desc.router.projects())
     compare("logits", &LayerTensors::logits, {}, logits_slack(desc, device));
-  if (desc.router.has_logits()) compare("scores", &LayerTensors::scores);
+  if (desc.router.has_logits()) {
+    // A score moves by at most twice its logits' errors, relative to it; logits are of size one.
+    compare("scores", &LayerTensors::scores, {},
+            {.relative = desc.router.projects() ? 2 * logits_slack(desc, device).relative : 0});
+  }
   compare("o", &LayerTensors::o);
   if (desc.experts.inference) return report;
 

@@ -52,7 +52,8 @@ INNER = {
     "epilogue": ((f"{SM90}epilogue/*",), ("device", "traits", "pipeline")),
     "kernel": ((f"{SM90}grouped_gemm.cuh",), ("scheduler", "mainloop", "epilogue")),
     "launch": ((f"{SM90}launch.cuh", f"{SM90}kernel_file.*"), ("base", "host", "kernel")),
-    "operations": ((f"{SM90}*.cu", f"{SM90}up_proj.cuh", f"{SM90}down_proj*.cuh", f"{SM90}transposed.cuh"),
+    "operations": ((f"{SM90}*.cu", f"{SM90}up_proj.cuh", f"{SM90}down_proj*.cuh", f"{SM90}transposed.cuh",
+                    f"{SM90}router_split.cuh"),
                    ("base", "device", "host", "epilogue", "launch")),
 }  # fmt: skip
 # What may speak to the device outside of its backend, so that the rest of its layer need not.

@@ -126,6 +126,16 @@ void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like
   }
 }
 
+void check_router_tensor(const char* argument, const OptionalTensor& tensor, bool option,
+                         const Tensor& like, std::int64_t experts) {
+  if (tensor.has_value() != option) {
+    refuse(argument, tensor ? "a tensor" : "None",
+           std::string(option ? "a tensor" : "None") + ", for " + argument + " is " +
+               (option ? "true" : "false") + " in `layer`");
+  }
+  if (tensor) check_tensor(argument, *tensor, like, ScalarType::Float, {experts}, "(E)");
+}
+
 void check_alignment(const char* argument, const Tensor& tensor) {
   if (is_aligned(tensor)) return;
   check(Status::error(StatusCode::invalid_argument,
@@ -180,7 +190,7 @@ LayerDesc options_of(const std::string& layer) {
   // What the tensors and the other arguments say, whatever value the text has for it.
   for (const char* key : {"tokens", "hidden", "intermediate", "experts", "dtype", "list_length",
                           "bias", "f32_weight_grads", "accumulate_weight_grads",
-                          "dpreact_in_workspace", "row_source", "index_type"}) {
+                          "dpreact_in_workspace", "row_source", "index_type", "f32_router_w"}) {
     if ((" " + layer).find(std::string(" ") + key + "=") != std::string::npos) {
       refuse("layer", key, "options, for the other arguments say that");
     }

@@ -33,6 +33,11 @@ void check(const Status& status);
 void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like, ScalarType dtype,
                   Shape shape, const char* meaning);
 
+/// Throws ValueError unless the tensor (E) float32 of the router is there just when `layer` has the
+/// option of its name.
+void check_router_tensor(const char* argument, const OptionalTensor& tensor, bool option,
+                         const Tensor& like, std::int64_t experts);
+
 /// Throws ValueError unless the tensor starts at a multiple of 16 bytes, as the library wants it.
 /// It checks that too, but under its own names and not before it needs the tensor.
 void check_alignment(const char* argument, const Tensor& tensor);
@@ -50,8 +55,8 @@ DType dtype_of(const char* argument, const Tensor& tensor);
 
 /// The options that an operator's `layer` gives in the text form of a description (layer.h). Sizes,
 /// dtypes, biases and the source of rows follow from its tensors: a text that gives one of those is
-/// refused. So is a `router_input`, which the operator's name says. Texts of recent calls are read
-/// once.
+/// refused. So is a `router_input`, which the operator's name says. Biases and scales of the router
+/// are in the text and among the tensors. Texts of recent calls are read once.
 LayerDesc options_of(const std::string& layer);
 
 /// Where a tensor is, and the stream that torch is using there.

@@ -25,6 +25,18 @@ LayerDesc describe(const std::string& layer, const Tensor& x, const OptionalTens
   return desc;
 }
 
+/// The router's own tensors, each with the option of its name. Those that an operator lacks are
+/// missing.
+struct RouterTensors {
+  OptionalTensor logit_bias = {}, selection_bias = {}, expert_scale = {};  // (E)
+};
+
+/// A router's weights in fp32 beside another x make the logits fp32 too.
+void describe_router_w(LayerDesc* desc, const Tensor& x, const Tensor& router_w) {
+  if (router_w.scalar_type() != ScalarType::Float || x.scalar_type() == ScalarType::Float) return;
+  desc->router.f32_router_w = desc->router.f32_logits = true;
+}
+
 /// The checks that every layer operator makes on what it reads; the plan has checked the sizes.
 class Inputs : public ExpertInputs {
  public:
@@ -32,15 +44,29 @@ class Inputs : public ExpertInputs {
 
   void logits(const char* argument, const OptionalTensor& tensor) const {
     if (!tensor) return;
-    check_tensor(argument, *tensor, x(), dtype(), {desc_.tokens, desc_.router.experts}, "(T, E)");
+    check_tensor(argument, *tensor, x(), logits_dtype(), {desc_.tokens, desc_.router.experts},
+                 "(T, E)");
   }
   void router_w(const Tensor& tensor) const {
-    check_tensor("router_w", tensor, x(), dtype(), {desc_.router.experts, desc_.experts.hidden},
-                 "(E, d)");
+    check_tensor("router_w", tensor, x(), router_w_dtype(),
+                 {desc_.router.experts, desc_.experts.hidden}, "(E, d)");
+  }
+  void of_router(const RouterTensors& tensors) const {
+    router_tensor("logit_bias", tensors.logit_bias, desc_.router.logit_bias);
+    router_tensor("selection_bias", tensors.selection_bias, desc_.router.selection_bias);
+    expert_scale(tensors.expert_scale);
+  }
+  void expert_scale(const OptionalTensor& tensor) const {
+    router_tensor("expert_scale", tensor, desc_.router.expert_scale);
   }
   void saved(const LayerPlan& plan, const Tensor& h, const Tensor& routing) const {
     preact("preact", h);
     check_tensor("routing", routing, x(), ScalarType::Int, {routing_ints(plan)}, "(routing)");
+  }
+
+  ScalarType logits_dtype() const { return desc_.router.f32_logits ? ScalarType::Float : dtype(); }
+  ScalarType router_w_dtype() const {
+    return desc_.router.f32_router_w ? ScalarType::Float : dtype();
   }
 
   /// The routing block is an array of int32, so that torch sees a plain tensor.
@@ -49,8 +75,20 @@ class Inputs : public ExpertInputs {
   }
 
  private:
+  void router_tensor(const char* argument, const OptionalTensor& tensor, bool option) const {
+    check_router_tensor(argument, tensor, option, x(), desc_.router.experts);
+  }
+
   const LayerDesc& desc_;
 };
+
+/// The gradient of a router's tensor, empty without its option.
+Tensor router_gradient(const Tensor& x, const LayerDesc& desc, bool option) {
+  return empty(x, {option ? desc.router.experts : 0}, ScalarType::Float);
+}
+float* output_if(const Tensor& tensor, bool wanted) {
+  return wanted ? output<float>(tensor) : nullptr;
+}
 
 Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
   return empty(x, {Inputs::routing_ints(plan)}, ScalarType::Int);
@@ -61,6 +99,7 @@ struct Given {
   OptionalTensor logits = {};                                   // (T, E)
   OptionalTensor ids = {}, weights = {};                        // (T, K)
   OptionalTensor token_ids = {}, expert_ids = {}, scores = {};  // (L)
+  RouterTensors router = {};
 };
 
 using GivenForward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -109,6 +148,7 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
   const Inputs inputs(desc, x);
   inputs.rows("x", x);
   check_given(desc, inputs, x, given);
+  inputs.of_router(given.router);
   inputs.weights(w1, w1_up, w2, main_grads);
   inputs.biases(b1, b1_up, b2);
   x = aligned(x);
@@ -119,6 +159,8 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
   const Tensor preact = empty_preact(x, desc.grouped());
   const Tensor routing = empty_routing(x, plan);
   check(plan.forward({.x = input<void>(x),
+                      .selection_bias = input<float>(given.router.selection_bias),
+                      .expert_scale = input<float>(given.router.expert_scale),
                       .w1 = input<void>(w1),
                       .w1_up = input<void>(w1_up),
                       .b1 = input<void>(b1),
@@ -147,12 +189,13 @@ struct Asked {
 };
 
 /// Their backward. The second result, of this shape, is the gradient of the logits if there are
-/// any, else of the weights or scores.
-Gradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& given_logits,
-                         Tensor dout, Tensor x, const Tensor& w1, const Tensor& w2,
-                         const OptionalTensor& b2, const Tensor& preact, const Tensor& routing,
-                         const OptionalTensor& w1_up, const MainGrads& main_grads,
-                         const Asked& asked) {
+/// any, else of the weights or scores. The last one is dexpert_scale.
+LogitsGradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& given_logits,
+                               Tensor dout, Tensor x, const Tensor& w1, const Tensor& w2,
+                               const OptionalTensor& b2, const Tensor& preact,
+                               const Tensor& routing, const OptionalTensor& w1_up,
+                               const MainGrads& main_grads, const Asked& asked,
+                               const OptionalTensor& expert_scale = {}) {
   main_grads.check_wanted(asked.weights);
   desc.experts.inference = false;
   desc.experts.dpreact_in_workspace = !asked.dpreact.has_value();
@@ -163,6 +206,7 @@ Gradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& give
   inputs.weights(w1, w1_up, w2, main_grads);
   inputs.b2(b2);
   inputs.logits("logits", given_logits);
+  inputs.expert_scale(expert_scale);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(asked.dpreact);
   x = aligned(x);
@@ -171,9 +215,11 @@ Gradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& give
 
   const bool of_logits = desc.router.has_logits();
   const Tensor dx = empty(x, {asked.dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
-  const Tensor dgiven = empty(x, shape, of_logits ? x.scalar_type() : ScalarType::Float);
+  const Tensor dgiven = empty(x, shape, of_logits ? inputs.logits_dtype() : ScalarType::Float);
+  const Tensor dexpert_scale = router_gradient(x, desc, desc.router.expert_scale);
   const WeightGradients gradients(x, desc.grouped(), asked.weights);
   BackwardArgs args{.x = input<void>(x),
+                    .expert_scale = input<float>(expert_scale),
                     .w1 = input<void>(w1),
                     .w1_up = input<void>(w1_up),
                     .w2 = input<void>(w2),
@@ -183,12 +229,19 @@ Gradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& give
                     .routing = input<void>(routing),
                     .dout = input<void>(dout),
                     .dx = asked.dx ? output<void>(dx) : nullptr,
+                    .dexpert_scale = output_if(dexpert_scale, desc.router.expert_scale),
                     .dgiven_logits = of_logits ? output<void>(dgiven) : nullptr,
                     .dscores = of_logits ? nullptr : output<float>(dgiven),
                     .dpreact = output<void>(asked.dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
-  return gradients.behind(dx, dgiven);
+  return std::tuple_cat(gradients.behind(dx, dgiven), std::make_tuple(dexpert_scale));
+}
+
+/// Those of a router without an expert_scale.
+Gradients without_scale(const LogitsGradients& gradients) {
+  const auto& [dx, dgiven, dw1, db1, dw2, db2, dw1_up, db1_up, dexpert_scale] = gradients;
+  return {dx, dgiven, dw1, db1, dw2, db2, dw1_up, db1_up};
 }
 
 }  // namespace
@@ -196,26 +249,32 @@ Gradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& give
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
     std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
-    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad) {
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
+    OptionalTensor logit_bias, OptionalTensor selection_bias, OptionalTensor expert_scale) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
+  describe_router_w(&desc, x, router_w);
   check_biases(desc.experts, b1, b1_up, b2);
   desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.rows("x", x);
   inputs.router_w(router_w);
+  inputs.of_router({logit_bias, selection_bias, expert_scale});
   inputs.weights(w1, w1_up, w2, main_grads);
   inputs.biases(b1, b1_up, b2);
   x = aligned(x);
 
   const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
-  const Tensor logits = empty(x, {desc.tokens, desc.router.experts}, x.scalar_type());
+  const Tensor logits = empty(x, {desc.tokens, desc.router.experts}, inputs.logits_dtype());
   const Tensor counts = empty(x, {desc.router.experts}, ScalarType::Int);
   const Tensor preact = empty_preact(x, desc.grouped());
   const Tensor routing = empty_routing(x, plan);
   check(plan.forward({.x = input<void>(x),
                       .router_w = input<void>(router_w),
+                      .logit_bias = input<float>(logit_bias),
+                      .selection_bias = input<float>(selection_bias),
+                      .expert_scale = input<float>(expert_scale),
                       .w1 = input<void>(w1),
                       .w1_up = input<void>(w1_up),
                       .b1 = input<void>(b1),
@@ -231,16 +290,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   return {o, logits, counts, preact, routing};
 }
 
-Gradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1,
-                         Tensor w2, OptionalTensor b2, OptionalTensor logits, Tensor preact,
-                         Tensor routing, std::string layer, OptionalTensor w1_main_grad,
-                         OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-                         bool wants_drouter_w, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-                         OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w,
+                              Tensor w1, Tensor w2, OptionalTensor b2, OptionalTensor logits,
+                              Tensor preact, Tensor routing, std::string layer,
+                              OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                              OptionalTensor dpreact, bool wants_dx, bool wants_drouter_w,
+                              bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                              OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                              OptionalTensor expert_scale, bool wants_dlogit_bias) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   main_grads.check_wanted(wanted);
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
+  describe_router_w(&desc, x, router_w);
   desc.experts.inference = false;
   desc.experts.dpreact_in_workspace = !dpreact.has_value();
   const LayerPlan plan = plans().get(desc, x);
@@ -252,6 +314,7 @@ Gradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor r
   inputs.weights(w1, w1_up, w2, main_grads);
   inputs.b2(b2);
   inputs.logits("logits", logits);
+  inputs.expert_scale(expert_scale);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(dpreact);
   x = aligned(x);
@@ -259,11 +322,15 @@ Gradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor r
   dlogits = aligned(dlogits);
 
   const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
-  const Tensor drouter_w =
-      empty(x, {wants_drouter_w ? desc.router.experts : 0, desc.experts.hidden}, x.scalar_type());
+  const Tensor drouter_w = empty(
+      x, {wants_drouter_w ? desc.router.experts : 0, desc.experts.hidden}, inputs.router_w_dtype());
+  const bool biased = desc.router.logit_bias && wants_dlogit_bias;
+  const Tensor dlogit_bias = router_gradient(x, desc, biased);
+  const Tensor dexpert_scale = router_gradient(x, desc, desc.router.expert_scale);
   const WeightGradients gradients(x, desc.grouped(), wanted);
   BackwardArgs args{.x = input<void>(x),
                     .router_w = input<void>(router_w),
+                    .expert_scale = input<float>(expert_scale),
                     .w1 = input<void>(w1),
                     .w1_up = input<void>(w1_up),
                     .w2 = input<void>(w2),
@@ -275,10 +342,13 @@ Gradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor r
                     .dlogits = input<void>(dlogits),
                     .dx = wants_dx ? output<void>(dx) : nullptr,
                     .drouter_w = wants_drouter_w ? output<void>(drouter_w) : nullptr,
+                    .dlogit_bias = output_if(dlogit_bias, biased),
+                    .dexpert_scale = output_if(dexpert_scale, desc.router.expert_scale),
                     .dpreact = output<void>(dpreact)};
   gradients.add_to(&args, main_grads);
   check(plan.backward(args, Scratch(x, plan.backward_workspace_bytes()), stream_of(x)));
-  return gradients.behind(dx, drouter_w);
+  return std::tuple_cat(gradients.behind(dx, drouter_w),
+                        std::make_tuple(dlogit_bias, dexpert_scale));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> routed_forward(
@@ -304,8 +374,9 @@ Gradients routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalT
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
   choose_by_lists(&desc, preact.size(0));
-  return given_backward(desc, {desc.router.list_length}, {}, dout, x, w1, w2, b2, preact, routing,
-                        w1_up, main_grads, {wants_dx, wanted, dpreact});
+  return without_scale(given_backward(desc, {desc.router.list_length}, {}, dout, x, w1, w2, b2,
+                                      preact, routing, w1_up, main_grads,
+                                      {wants_dx, wanted, dpreact}));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
@@ -329,33 +400,37 @@ Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Ten
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
   choose_by_ids(&desc, top_k);
-  return given_backward(desc, {desc.tokens, top_k}, {}, dout, x, w1, w2, b2, preact, routing, w1_up,
-                        main_grads, {wants_dx, wanted, dpreact});
+  return without_scale(given_backward(desc, {desc.tokens, top_k}, {}, dout, x, w1, w2, b2, preact,
+                                      routing, w1_up, main_grads, {wants_dx, wanted, dpreact}));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
     Tensor x, Tensor logits, OptionalTensor ids, Tensor w1, OptionalTensor b1, Tensor w2,
     OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
-    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad) {
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
+    OptionalTensor selection_bias, OptionalTensor expert_scale) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
   score_by_logits(&desc, ids.has_value());
-  return given_forward(desc, {.logits = logits, .ids = ids}, x, w1, b1, w2, b2, w1_up, b1_up,
-                       main_grads);
+  const RouterTensors router{.selection_bias = selection_bias, .expert_scale = expert_scale};
+  return given_forward(desc, {.logits = logits, .ids = ids, .router = router}, x, w1, b1, w2, b2,
+                       w1_up, b1_up, main_grads);
 }
 
-Gradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1,
-                          Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
-                          std::string layer, OptionalTensor w1_main_grad,
-                          OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-                          bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-                          OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+LogitsGradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has_ids,
+                                Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact,
+                                Tensor routing, std::string layer, OptionalTensor w1_main_grad,
+                                OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+                                bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                                OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                                OptionalTensor expert_scale) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
   score_by_logits(&desc, has_ids);
   return given_backward(desc, {desc.tokens, desc.router.experts}, logits, dout, x, w1, w2, b2,
-                        preact, routing, w1_up, main_grads, {wants_dx, wanted, dpreact});
+                        preact, routing, w1_up, main_grads, {wants_dx, wanted, dpreact},
+                        expert_scale);
 }
 
 }  // namespace sonicmoe::python

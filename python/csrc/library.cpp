@@ -6,7 +6,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
       "str layer, Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
-      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None) -> "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None, "
+      "Tensor? logit_bias=None, Tensor? selection_bias=None, Tensor? expert_scale=None) -> "
       "(Tensor o, Tensor logits, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "layer_backward(Tensor dout, Tensor? dlogits, Tensor x, Tensor router_w, Tensor w1, "
@@ -14,9 +15,10 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "str layer, Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_drouter_w=True, "
       "bool wants_dw1=True, bool wants_dw2=True, "
-      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
+      "Tensor? expert_scale=None, bool wants_dlogit_bias=True) -> "
       "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
-      "Tensor dw1_up, Tensor db1_up)");
+      "Tensor dw1_up, Tensor db1_up, Tensor dlogit_bias, Tensor dexpert_scale)");
   library.def(
       "routed_forward(Tensor x, Tensor scores, Tensor token_ids, Tensor expert_ids, Tensor w1, "
       "Tensor? b1, Tensor w2, Tensor? b2, str layer, "
@@ -49,16 +51,18 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "logits_forward(Tensor x, Tensor logits, Tensor? ids, "
       "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
       "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
-      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None) -> "
+      "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None, "
+      "Tensor? selection_bias=None, Tensor? expert_scale=None) -> "
       "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "logits_backward(Tensor dout, Tensor x, Tensor? logits, bool has_ids, "
       "Tensor w1, Tensor w2, Tensor? b2, Tensor preact, Tensor routing, str layer, "
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
-      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
+      "Tensor? expert_scale=None) -> "
       "(Tensor dx, Tensor dlogits, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
-      "Tensor dw1_up, Tensor db1_up)");
+      "Tensor dw1_up, Tensor db1_up, Tensor dexpert_scale)");
   library.def(
       "grouped_forward(Tensor rows, Tensor? counts, Tensor? offsets, Tensor? scores, "
       "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
@@ -84,7 +88,7 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
   library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");
   library.def(
-      "top_k(Tensor logits, str layer) -> "
+      "top_k(Tensor logits, str layer, Tensor? selection_bias=None, Tensor? expert_scale=None) -> "
       "(Tensor scores, Tensor ids)");
   library.def(
       "token_rounding(Tensor logits, Tensor? draws, str layer) -> "
@@ -93,6 +97,7 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, "
       "Tensor expert_ids, str layer) -> Tensor");
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
+  library.def("info() -> str");
 }
 
 namespace {
@@ -123,3 +128,6 @@ void implement(torch::stable::detail::StableLibrary& library) {
 
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) { implement(library); }
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CUDA, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CompositeExplicitAutograd, library) {
+  library.impl("info", TORCH_BOX(&sonicmoe::python::info));
+}

@@ -16,28 +16,41 @@ namespace sonicmoe::python {
 /// dw1_up and db1_up.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+/// dx, drouter_w, the gradients of weights and biases, dlogit_bias, dexpert_scale.
+using LayerGradients =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+/// dx, dlogits, the gradients of weights and biases, dexpert_scale.
+using LogitsGradients =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 /// o (T, d), logits (T, E), counts (E) int32, and for backward preact (R, W) and the opaque
 /// routing block (int32). The last two are empty if `inference`. The main_grads are those of
 /// backward, which autograd takes from here; they are checked and left alone. With
 /// w1_layout=separate w1 and b1 are the gate (E, n, d) and (E, n), w1_up and b1_up the up rows.
-/// Transposed layouts have w1 (E, d, W) and w2 (E, n, d).
+/// Transposed layouts have w1 (E, d, W) and w2 (E, n, d). logit_bias, selection_bias and
+/// expert_scale (E) float32 belong to the options of those names in `layer`. router_w may be
+/// float32 beside a 16-bit x: then the logits are float32 too, as they are with f32_logits.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
     std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
-    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
+    OptionalTensor logit_bias, OptionalTensor selection_bias, OptionalTensor expert_scale);
 
-/// dx, drouter_w, dw1, db1, dw2, db2, dw1_up, db1_up. The bias gradients are empty without biases,
-/// and those of `up` without w1_up. main_grads are float32 and shaped like the weights: the
-/// weights' gradients are added to them and come back empty. One may be missing if its gradient is
-/// not wanted. dpreact (R, W), optional: memory for dH, which may be preact itself. What is not
-/// wanted is not computed, not added, and comes back empty. Of dw1 and dw1_up the library computes
-/// both or neither: one alone costs as much time as both, and memory for the other one.
-Gradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w, Tensor w1,
-                         Tensor w2, OptionalTensor b2, OptionalTensor logits, Tensor preact,
-                         Tensor routing, std::string layer, OptionalTensor w1_main_grad,
-                         OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-                         bool wants_drouter_w, bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-                         OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+/// dx, drouter_w, dw1, db1, dw2, db2, dw1_up, db1_up, dlogit_bias, dexpert_scale. The bias
+/// gradients are empty without biases, those of `up` without w1_up, and the last two without their
+/// options. main_grads are float32 and shaped like the weights: the weights' gradients are added to
+/// them and come back empty. One may be missing if its gradient is not wanted. dpreact (R, W),
+/// optional: memory for dH, which may be preact itself. What is not wanted is not computed, not
+/// added, and comes back empty. Of dw1 and dw1_up the library computes both or neither: one alone
+/// costs as much time as both, and memory for the other one.
+LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w,
+                              Tensor w1, Tensor w2, OptionalTensor b2, OptionalTensor logits,
+                              Tensor preact, Tensor routing, std::string layer,
+                              OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
+                              OptionalTensor dpreact, bool wants_dx, bool wants_drouter_w,
+                              bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                              OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                              OptionalTensor expert_scale, bool wants_dlogit_bias);
 
 /// Routing given as lists: scores (L) float32, token_ids and expert_ids (L) int32.
 /// o (T, d), counts (E) int32, preact (L, W), routing.
@@ -68,21 +81,24 @@ Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Ten
                        OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
                        OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up);
 
-/// Logits (T, E) of the caller; ids (T, K) int32 too, unless the layer is to choose. `layer` has
-/// the router's options, with top_k. o (T, d), counts (E) int32, preact (R, W), routing.
+/// Logits (T, E) of the caller, float32 with f32_logits; ids (T, K) int32 too, unless the layer is
+/// to choose. `layer` has the router's options, with top_k. o (T, d), counts (E) int32, preact (R,
+/// W), routing.
 std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
     Tensor x, Tensor logits, OptionalTensor ids, Tensor w1, OptionalTensor b1, Tensor w2,
     OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
-    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
+    OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
+    OptionalTensor selection_bias, OptionalTensor expert_scale);
 
-/// dx, dlogits (T, E), and the gradients of weights and biases as above. logits: where
-/// RouterDesc::reaches_all_experts(). has_ids: whether forward got ids.
-Gradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has_ids, Tensor w1,
-                          Tensor w2, OptionalTensor b2, Tensor preact, Tensor routing,
-                          std::string layer, OptionalTensor w1_main_grad,
-                          OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
-                          bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
-                          OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+/// dx, dlogits (T, E), the gradients of weights and biases as above, and dexpert_scale. logits:
+/// where RouterDesc::reaches_all_experts(). has_ids: whether forward got ids.
+LogitsGradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has_ids,
+                                Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact,
+                                Tensor routing, std::string layer, OptionalTensor w1_main_grad,
+                                OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
+                                bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
+                                OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                                OptionalTensor expert_scale);
 
 /// The experts alone on rows (R, d) that are in expert order. counts (E), offsets (E+1) or both are
 /// int32 or int64, as ExpertsForwardArgs says. scores (R) float32 belong to a score_at of `layer`
@@ -116,7 +132,8 @@ Tensor aux_loss(Tensor logits, Tensor counts);
 Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts);
 
 /// Scores (T, K) float32 and expert ids (T, K) int32 of logits (T, E).
-std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer);
+std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTensor selection_bias,
+                                 OptionalTensor expert_scale);
 
 /// How often each id in [0, E) occurs in ids (S) int32, and the inclusive sums: (E) int32 both.
 std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts);
@@ -129,5 +146,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(Tensor logits,
 /// dlogits (T, E) from the lists and their scores' gradients.
 Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, Tensor expert_ids,
                                std::string layer);
+
+/// Devices and kernels of this build, as JSON: {"devices": [...], "kernels": [...]} with the fields
+/// of DeviceInfo and KernelInfo (info.h).
+std::string info();
 
 }  // namespace sonicmoe::python

@@ -46,7 +46,8 @@ Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) {
   return dlogits;
 }
 
-std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer) {
+std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTensor selection_bias,
+                                 OptionalTensor expert_scale) {
   static PlanCache<TopKDesc> plans;
   check_dims("logits", logits, 2, "(T, E)");
   TopKDesc desc{{options_of(layer).router}, logits.size(0), dtype_of("logits", logits)};
@@ -54,11 +55,18 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer) {
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
+  check_router_tensor("selection_bias", selection_bias, desc.selection_bias, logits, desc.experts);
+  check_router_tensor("expert_scale", expert_scale, desc.expert_scale, logits, desc.experts);
   logits = aligned(logits);
   const Tensor scores = empty(logits, {desc.tokens, desc.top_k}, ScalarType::Float);
+  const std::int64_t kept = desc.keeps_probabilities() ? desc.tokens : 0;
+  const Tensor probabilities = empty(logits, {kept, desc.top_k}, ScalarType::Float);
   const Tensor ids = empty(logits, {desc.tokens, desc.top_k}, ScalarType::Int);
   check(plan.run({.logits = input<void>(logits),
+                  .selection_bias = input<float>(selection_bias),
+                  .expert_scale = input<float>(expert_scale),
                   .scores = output<float>(scores),
+                  .probabilities = output<float>(probabilities),
                   .ids = output<std::int32_t>(ids)},
                  Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return {scores, ids};

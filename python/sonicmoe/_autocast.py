@@ -4,6 +4,14 @@ import torch
 _TYPES = (torch.bfloat16, torch.float16)
 
 
+def to_fp32(x: torch.Tensor) -> bool:
+    """Whether autocast to fp32 is on, which makes the router's logits fp32 and casts nothing."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return False
+    return torch.get_autocast_dtype(device) == torch.float32
+
+
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors in autocast's type where it is on, so that gradients come back in their own.
 

@@ -9,6 +9,7 @@ import numbers
 import torch
 
 from .enums import ActivationType, allowed_activations, is_glu, parse_activation
+from .router import Routing
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # known without a look at attributes
@@ -79,6 +80,29 @@ def alike(x: torch.Tensor, name_of_x: str = "x", **others: torch.Tensor | None) 
                 f"{name}: got {tensor.dtype}, allowed: {dtype}, the dtype of {name_of_x}"
             )
         on_device(name, tensor, device, name_of_x)
+
+
+def alike_or_fp32(x: torch.Tensor, **others: torch.Tensor) -> None:
+    """One floating type, one device; the others may be fp32."""
+    alike(x)
+    for name, tensor in others.items():
+        if tensor.dtype not in (x.dtype, torch.float32):
+            others_too = "" if x.dtype == torch.float32 else ", or torch.float32"
+            raise TypeError(
+                f"{name}: got {tensor.dtype}, allowed: {x.dtype}, the dtype of x{others_too}"
+            )
+        on_device(name, tensor, x.device)
+
+
+def router_tensors(x: torch.Tensor, routing: Routing) -> None:
+    """fp32 tensors beside x, or None."""
+    for name, tensor in zip(routing._fields[1:], routing[1:], strict=True):
+        if tensor is None:
+            continue
+        tensors(**{name: tensor})
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name}: got {tensor.dtype}, allowed: torch.float32")
+        on_device(name, tensor, x.device)
 
 
 def autocast_dtype(device: torch.device) -> None:

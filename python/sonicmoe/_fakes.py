@@ -17,6 +17,29 @@ def options_of(layer: str) -> dict[str, str]:
     return dict(item.partition("=")[::2] for item in layer.split())
 
 
+def _is_softmax(options: dict[str, str]) -> bool:
+    return options.get("router_score", "softmax") == "softmax"
+
+
+def reaches_all_experts(options: dict[str, str]) -> bool:
+    """Whether a gradient needs the logits of all experts, as RouterDesc::reaches_all_experts()."""
+    if not _is_softmax(options) or options.get("router_order") != "score_then_select":
+        return False
+    return options.get("renormalize") != "true" or float(options.get("eps", 0)) != 0
+
+
+def _keeps_probabilities(options: dict[str, str]) -> bool:
+    """As RouterDesc::keeps_probabilities(), of a layer that has logits."""
+    return (
+        not _is_softmax(options)
+        or float(options.get("eps", 0)) != 0
+        or float(options.get("scale", 1)) != 1
+        or int(options.get("groups", 1)) != 1
+        or options.get("selection_bias") == "true"
+        or options.get("expert_scale") == "true"
+    )
+
+
 def _empty(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return like.new_empty(shape, dtype=dtype)
 
@@ -27,24 +50,32 @@ def _outputs(weights, layer):
     return weights.shape[2 if transposed else 1]
 
 
+def _scored_ints(options):
+    """int32 of the routing block for each row that logits have scored."""
+    return 6 if _keeps_probabilities(options) else 5
+
+
 def _preact_width(w1, w1_up, layer):
     return _outputs(w1, layer) * (1 if w1_up is None else 2)
 
 
 def _layer_forward_fake(
     x, router_w, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
-    w1_up=None, b1_up=None, w1_up_main_grad=None,
+    w1_up=None, b1_up=None, w1_up_main_grad=None, logit_bias=None, selection_bias=None,
+    expert_scale=None,
 ):  # fmt: skip
     options = options_of(layer)
     inference = options.get("inference") == "true"
     tokens, experts = x.shape[0], router_w.shape[0]
     rows = 0 if inference else tokens * int(options.get("top_k", 0))
+    routing = _scored_ints(options) * rows + 2 * experts + 1
+    logits_dtype = torch.float32 if options.get("f32_logits") == "true" else router_w.dtype
     return (
         _empty(x, *x.shape),
-        _empty(x, tokens, experts),
+        _empty(x, tokens, experts, dtype=logits_dtype),
         _empty(x, experts, dtype=torch.int32),
         _empty(x, rows, _preact_width(w1, w1_up, layer)),
-        _empty(x, 0 if inference else 5 * rows + 2 * experts + 1, dtype=torch.int32),
+        _empty(x, 0 if inference else routing, dtype=torch.int32),
     )
 
 
@@ -79,10 +110,15 @@ def _ids_forward_fake(
 
 def _logits_forward_fake(
     x, logits, ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None, w1_up=None,
-    b1_up=None, w1_up_main_grad=None,
+    b1_up=None, w1_up_main_grad=None, selection_bias=None, expert_scale=None,
 ):  # fmt: skip
-    rows = x.shape[0] * int(options_of(layer).get("top_k", 0))
-    return _given_forward_fake(x, w1, layer, w1_up, rows, 5, 2 * w1.shape[0] + 1)
+    options = options_of(layer)
+    rows, ints_a_row = x.shape[0] * int(options.get("top_k", 0)), _scored_ints(options)
+    return _given_forward_fake(x, w1, layer, w1_up, rows, ints_a_row, 2 * w1.shape[0] + 1)
+
+
+def _expert_scale_fake(x, experts, expert_scale):
+    return _empty(x, 0 if expert_scale is None else experts, dtype=torch.float32)
 
 
 def _wanted_fake(wanted, like):
@@ -108,13 +144,24 @@ def _weight_gradients_fake(
 def _layer_backward_fake(
     dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, layer, w1_main_grad=None,
     w2_main_grad=None, dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True,
-    wants_dw2=True, w1_up=None, w1_up_main_grad=None, wants_dw1_up=True,
+    wants_dw2=True, w1_up=None, w1_up_main_grad=None, wants_dw1_up=True, expert_scale=None,
+    wants_dlogit_bias=True,
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
         w1, w1_up, w2, layer, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
     )
-    return _wanted_fake(wants_dx, x), _wanted_fake(wants_drouter_w, router_w), *gradients
+    biased = wants_dlogit_bias and options_of(layer).get("logit_bias") == "true"
+    of_router = (
+        _empty(x, router_w.shape[0] if biased else 0, dtype=torch.float32),
+        _expert_scale_fake(x, router_w.shape[0], expert_scale),
+    )
+    return (
+        _wanted_fake(wants_dx, x),
+        _wanted_fake(wants_drouter_w, router_w),
+        *gradients,
+        *of_router,
+    )
 
 
 def _routed_backward_fake(
@@ -134,9 +181,22 @@ def _ids_backward_fake(dout, x, top_k, *others, **named):
     return dx, _empty(x, x.shape[0], top_k, dtype=torch.float32), *gradients
 
 
-def _logits_backward_fake(dout, x, logits, has_ids, w1, *others, **named):
-    dx, _, *gradients = _routed_backward_fake(dout, x, w1, *others, **named)
-    return dx, _empty(x, x.shape[0], w1.shape[0]), *gradients
+def _logits_backward_fake(
+    dout, x, logits, has_ids, w1, w2, b2, preact, routing, layer, w1_main_grad=None,
+    w2_main_grad=None, dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
+    w1_up_main_grad=None, wants_dw1_up=True, expert_scale=None,
+):  # fmt: skip
+    main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
+    gradients = _weight_gradients_fake(
+        w1, w1_up, w2, layer, b2 is not None, main_grads, wants_dw1, wants_dw1_up, wants_dw2
+    )
+    f32 = options_of(layer).get("f32_logits") == "true"
+    return (
+        _wanted_fake(wants_dx, x),
+        _empty(x, x.shape[0], w1.shape[0], dtype=torch.float32 if f32 else None),
+        *gradients,
+        _expert_scale_fake(x, w1.shape[0], expert_scale),
+    )
 
 
 def _grouped_forward_out_fake(
@@ -176,7 +236,7 @@ def _aux_loss_backward_fake(dloss, logits, counts):
     return _empty(logits, *logits.shape)
 
 
-def _top_k_fake(logits, layer):
+def _top_k_fake(logits, layer, selection_bias=None, expert_scale=None):
     tokens, k = logits.shape[0], int(options_of(layer).get("top_k", 0))
     return (
         _empty(logits, tokens, k, dtype=torch.float32),

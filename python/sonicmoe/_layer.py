@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _check, _ops
-from ._autocast import autocast
+from ._autocast import autocast, to_fp32
 from .enums import ActivationType
+from .router import Routing
 
 
 def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bool:
@@ -68,10 +69,14 @@ class ExpertArgs(NamedTuple):
             w1, b1, w2, b2, activation, inference, layout, w1_grad, w2_grad, w1_up, b1_up, up_grad
         )
 
-    def of_operator(self, **options: int | bool | str) -> tuple[torch.Tensor | str | None, ...]:
-        """The operators' arguments from w1 on; `options`: what else the layer is told."""
+    def of_operator(
+        self, router: str = "", **options: int | bool | str
+    ) -> tuple[torch.Tensor | str | None, ...]:
+        """The operators' arguments from w1 on; `router`, a text, and `options`: what else the layer
+        is told."""
         kind = self.activation
         layer = _ops.layer_text(
+            router,
             **options,
             activation=kind.value if isinstance(kind, ActivationType) else kind,
             w1_layout=self.layout,
@@ -86,8 +91,7 @@ def topk_layer(
     x: torch.Tensor,
     router_w: torch.Tensor,
     top_k: int,
-    softmax_over_topk: bool,
-    norm_topk_probs: bool,
+    routing: Routing,
     *of_experts: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,12 +99,23 @@ def topk_layer(
     _ops.require()
     _check.integer("K", top_k)
     _check.tensors(x=x, router_w=router_w)
-    x, router_w = autocast(x, router_w)
-    _check.alike(x, router_w=router_w)
-    x, experts = ExpertArgs(*of_experts, **named).checked(x, router_w)
-    options = {"top_k": int(top_k)} | _ops.router_options(softmax_over_topk, norm_topk_probs)
-    inputs = x.contiguous(), router_w, *experts.of_operator(**options)
+    f32 = routing.config.logits == "f32" or to_fp32(x)
+    # Autocast rounds no weight of a router whose logits are to be fp32.
+    (x,) = autocast(x)
+    if not (f32 and router_w.dtype == torch.float32):
+        (router_w,) = autocast(router_w)
+    _check.alike_or_fp32(x, router_w=router_w)
+    _check.router_tensors(x, routing)
+    f32 = x.dtype != torch.float32 and (f32 or router_w.dtype == torch.float32)
+    of_router = routing[1:]
+    x, experts = ExpertArgs(*of_experts, **named).checked(x, router_w, *of_router)
+    of_operator = experts.of_operator(routing.text(True, f32), top_k=int(top_k))
+    inputs = x.contiguous(), router_w, *of_operator, *map(_contiguous, of_router)
     return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)[:3]
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def routed_layer(
@@ -121,7 +136,7 @@ def routed_layer(
     _check.on_device("token_indices", token_ids, x.device)
     _check.on_device("expert_indices", expert_ids, x.device)
     given = scores.float().contiguous(), int32(token_ids), int32(expert_ids)
-    return _given_layer(_ops.routed_forward, x, given, {}, ExpertArgs(*of_experts, **named))
+    return _given_layer(_ops.routed_forward, x, given, ExpertArgs(*of_experts, **named))
 
 
 def experts(
@@ -135,7 +150,7 @@ def experts(
     _check.on_device("ids", ids, x.device)
     _check.on_device("weights", weights, x.device)
     given = int32(ids), weights.float().contiguous()
-    return _given_layer(_ops.ids_forward, x, given, {}, ExpertArgs(*of_experts))
+    return _given_layer(_ops.ids_forward, x, given, ExpertArgs(*of_experts))
 
 
 def logits_layer(
@@ -143,8 +158,7 @@ def logits_layer(
     logits: torch.Tensor,
     ids: torch.Tensor | None,
     top_k: int,
-    softmax_over_topk: bool,
-    norm_topk_probs: bool,
+    routing: Routing,
     *of_experts: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,24 +170,31 @@ def logits_layer(
         _check.ids("ids", ids)
         _check.on_device("ids", ids, x.device)
         ids = int32(ids)
-    _check.alike(x, logits=logits)
-    x, logits = autocast(x, logits)
-    options = {"top_k": int(top_k)} | _ops.router_options(softmax_over_topk, norm_topk_probs)
+    if logits.dtype == x.dtype:  # fp32 logits of a 16-bit x are to be fp32
+        (logits,) = autocast(logits)
+    (x,) = autocast(x)
+    _check.alike_or_fp32(x, logits=logits)
+    _check.router_tensors(x, routing)
+    router = routing.text(ids is None, logits.dtype == torch.float32 != x.dtype)
     given = logits.contiguous(), ids
+    of_router = _contiguous(routing.selection_bias), _contiguous(routing.expert_scale)
     experts = ExpertArgs(*of_experts, **named)
-    return _given_layer(_ops.logits_forward, x, given, options, experts)
+    return _given_layer(
+        _ops.logits_forward, x, given, experts, of_router, router=router, top_k=int(top_k)
+    )
 
 
 def _given_layer(
     operator: Callable,
     x: torch.Tensor,
     given: tuple[torch.Tensor | None, ...],
-    options: dict[str, int | str | bool],
     experts: ExpertArgs,
+    of_router: tuple[torch.Tensor | None, ...] = (),
+    **options: int | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An operator whose caller routes: `given` are its arguments behind x."""
-    x, experts = experts.checked(x, *given)
-    inputs = x.contiguous(), *given, *experts.of_operator(**options)
+    """An operator whose caller routes: `given` are its arguments behind x, `of_router` the last."""
+    x, experts = experts.checked(x, *given, *of_router)
+    inputs = x.contiguous(), *given, *experts.of_operator(**options), *of_router
     return _run(operator, experts.is_inference_mode, *inputs)[:2]
 
 
@@ -218,6 +239,22 @@ def grouped_experts(
         None if experts.is_inference_mode else dx_out,
         out=out,
     )
+
+
+def top_k(
+    logits: torch.Tensor,
+    k: int,
+    routing: Routing,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (T, K) fp32 and ids (T, K) int32 of logits (T, E), without a history."""
+    _ops.require()
+    _check.integer("K", k)
+    _check.router_tensors(logits, routing)
+    layer = _ops.layer_text(routing.text(True, False), top_k=int(k))
+    given = logits.detach().contiguous(), layer
+    of_router = routing.selection_bias, routing.expert_scale
+    detached = [None if t is None else t.detach().contiguous() for t in of_router]
+    return torch.ops.sonicmoe.top_k(*given, *detached)
 
 
 def token_rounding(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from . import _autograd, _fakes, _flops
-from ._fakes import options_of
+from ._fakes import options_of, reaches_all_experts
 
 _LIBRARY = Path(__file__).parent / "lib" / "libsonicmoe_torch.so"
 
@@ -29,14 +29,17 @@ def require() -> None:
 # their tensors say.
 
 
-def layer_text(**options: int | bool | str) -> str:
-    """The items that the options are: layer_text(top_k=8, bias=True) is `top_k=8 bias=true`."""
+def layer_text(items: str = "", **options: int | bool | str) -> str:
+    """The items that the options are: layer_text(top_k=8, bias=True) is `top_k=8 bias=true`. They
+    follow those of a text."""
     # Tracing makes a text once anyhow, and warns of a cache.
-    return _text(**options) if torch.compiler.is_compiling() else _cached_text(**options)
+    make = _text if torch.compiler.is_compiling() else _cached_text
+    return make(items, **options)
 
 
-def _text(**options: int | bool | str) -> str:
-    return " ".join(f"{key}={_written(value)}" for key, value in options.items())
+def _text(items: str, **options: int | bool | str) -> str:
+    written = [f"{key}={_written(value)}" for key, value in options.items()]
+    return " ".join([items, *written] if items else written)
 
 
 _cached_text = functools.lru_cache(maxsize=256)(_text)
@@ -48,14 +51,8 @@ def _written(value: int | bool | str) -> str:
 
 def router_options(softmax_over_topk: bool, norm_topk_probs: bool) -> dict[str, str | bool]:
     """The two arguments of the original SonicMoE, as options."""
-    router = "softmax_over_topk" if softmax_over_topk else "topk_over_softmax"
-    return {"router": router, "norm_topk_probs": bool(norm_topk_probs)}
-
-
-def _keeps_logits(options: dict[str, str]) -> bool:
-    """Whether a gradient needs the probabilities of all experts."""
-    topk_over_softmax = options.get("router") == "topk_over_softmax"
-    return topk_over_softmax and options.get("norm_topk_probs") != "true"
+    order = "select_then_score" if softmax_over_topk else "score_then_select"
+    return {"router_order": order, "renormalize": bool(norm_topk_probs)}
 
 
 # Derivatives. Only x, H and the routing block are kept besides the parameters, and the logits where
@@ -63,15 +60,17 @@ def _keeps_logits(options: dict[str, str]) -> bool:
 
 
 def _save_for_layer_backward(ctx, inputs, output):
-    x, router_w, w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad = (
-        inputs
-    )
+    x, router_w, w1, _, w2, b2, layer, *others = inputs
+    w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad, *of_router = others
+    _, _, expert_scale = of_router
     o, logits, counts, preact, routing = output
-    kept_logits = logits if _keeps_logits(options_of(layer)) else None
-    ctx.save_for_backward(x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up)
+    kept_logits = logits if reaches_all_experts(options_of(layer)) else None
+    ctx.save_for_backward(
+        x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up, expert_scale
+    )
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
-    _autograd.keep_optional(ctx, inputs, (0, 1, 2, 4, 9))
+    _autograd.keep_optional(ctx, inputs, (0, 1, 12, 2, 4, 9))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -79,9 +78,9 @@ def _save_for_layer_backward(ctx, inputs, output):
 def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     if dout is None and dlogits is None:
         return _autograd.padded(ctx)
-    x, router_w, w1, w2, b2, logits, preact, routing, w1_up = ctx.saved_tensors
-    wants = _autograd.asked_for(ctx)
-    dx, drouter_w, *of_experts = torch.ops.sonicmoe.layer_backward(
+    x, router_w, w1, w2, b2, logits, preact, routing, w1_up, expert_scale = ctx.saved_tensors
+    wants_dx, wants_drouter_w, wants_dlogit_bias, *wants = _autograd.asked_for(ctx)
+    dx, drouter_w, *of_experts, dlogit_bias, dexpert_scale = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
         x,
@@ -95,22 +94,31 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         ctx.layer,
         *ctx.main_grads[:2],
         _autograd.place_of_dpreact(ctx, preact),
+        wants_dx,
+        wants_drouter_w,
         *wants[:-1],
         w1_up,
         ctx.main_grads[2],
         wants[-1],
+        expert_scale,
+        wants_dlogit_bias,
     )
     gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
-    of_inputs = dx if wants[0] else None, drouter_w if wants[1] else None
-    return _autograd.padded(ctx, *of_inputs, *gradients)
+    of_inputs = dx if wants_dx else None, drouter_w if wants_drouter_w else None
+    of_router = (
+        dlogit_bias if wants_dlogit_bias else None,
+        None,
+        None if expert_scale is None else dexpert_scale,
+    )
+    return _autograd.padded(ctx, *of_inputs, *gradients, None, *of_router)
 
 
-def _save_for_given_backward(ctx, inputs, output, given, logits=None):
+def _save_for_given_backward(ctx, inputs, output, given, *of_logits):
     """What the operators of a caller's routing keep; `given`: how many inputs say the routing."""
     x, rest = inputs[0], inputs[1 + given :]
-    w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad = rest
+    w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad, *_ = rest
     o, counts, preact, routing = output
-    ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up, logits)
+    ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up, *of_logits)
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
     _autograd.keep_optional(ctx, inputs, (0, 1 + given, 3 + given, 8 + given))
@@ -118,9 +126,10 @@ def _save_for_given_backward(ctx, inputs, output, given, logits=None):
     ctx.set_materialize_grads(False)
 
 
-def _given_backward(ctx, dout, operator, *given):
-    """The gradients of x and of what the caller's router has made, and those of the experts."""
-    x, w1, w2, b2, preact, routing, w1_up, _ = ctx.saved_tensors
+def _given_backward(ctx, dout, operator, *given, scale=()):
+    """The gradients of x and of what the caller's router has made, and those of the experts. With
+    `scale`, an expert_scale or None, its gradient follows."""
+    x, w1, w2, b2, preact, routing, w1_up, *_ = ctx.saved_tensors
     wants = _autograd.asked_for(ctx)
     dx, dgiven, *of_experts = operator(
         dout.contiguous(),
@@ -138,9 +147,10 @@ def _given_backward(ctx, dout, operator, *given):
         w1_up,
         ctx.main_grads[2],
         wants[-1],
+        *scale,
     )
-    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
-    return dx if wants[0] else None, dgiven, gradients
+    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts[:6])
+    return dx if wants[0] else None, dgiven, gradients, *of_experts[6:]
 
 
 def _save_for_routed_backward(ctx, inputs, output):
@@ -169,18 +179,21 @@ def _ids_backward(ctx, dout, dcounts, dpreact, drouting):
 
 
 def _save_for_logits_backward(ctx, inputs, output):
-    _, logits, ids, _, _, _, _, layer, *_ = inputs
+    _, logits, ids, _, _, _, _, layer, *_, expert_scale = inputs
     ctx.has_ids = ids is not None
-    kept_logits = logits if _keeps_logits(options_of(layer)) else None
-    _save_for_given_backward(ctx, inputs, output, 2, kept_logits)
+    kept_logits = logits if reaches_all_experts(options_of(layer)) else None
+    _save_for_given_backward(ctx, inputs, output, 2, kept_logits, expert_scale)
 
 
 def _logits_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
         return _autograd.padded(ctx)
-    operator, logits = torch.ops.sonicmoe.logits_backward, ctx.saved_tensors[-1]
-    dx, dlogits, gradients = _given_backward(ctx, dout, operator, logits, ctx.has_ids)
-    return _autograd.padded(ctx, dx, dlogits, None, *gradients)
+    operator, (logits, scale) = torch.ops.sonicmoe.logits_backward, ctx.saved_tensors[-2:]
+    dx, dlogits, gradients, dscale = _given_backward(
+        ctx, dout, operator, logits, ctx.has_ids, scale=(scale,)
+    )
+    of_router = None, None if scale is None else dscale
+    return _autograd.padded(ctx, dx, dlogits, None, *gradients, None, *of_router)
 
 
 def _save_for_grouped_backward(ctx, inputs, output):

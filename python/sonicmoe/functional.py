@@ -25,8 +25,9 @@ The layout alone decides where a square weight fits both ways. The view of a tra
 
 import torch
 
-from . import _check, _layer, _ops
+from . import _check, _layer, _ops, reference_routing
 from .enums import ActivationType, is_glu
+from .router import RouterConfig, Routing, checked_routing, resolve
 
 
 def _expert_args(
@@ -95,11 +96,20 @@ def moe_TC_softmax_topk_layer(
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
     w1_up_main_grad: torch.Tensor | None = None,
+    router: RouterConfig | str | None = None,
+    logit_bias: torch.Tensor | None = None,
+    selection_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each token picks its K experts: output (T, H), router logits (T, E), frequency (E) int32.
 
     x (T, H), router_w (E, H), weights and biases as above; all biases or none. Gradients reach all
     of them, also from a loss on the logits. See :class:`sonicmoe.MoE` for the options.
+
+    `router`, a :class:`sonicmoe.RouterConfig` or the name of a preset, takes the place of
+    `is_softmax_over_topk` and `norm_topk_probs`. `logit_bias`, `selection_bias` and `expert_scale`
+    (E) float32 are given with its options of those names, and else not. All but `selection_bias`
+    have gradients. router_w may be float32 beside a 16-bit x: then the logits are float32 too.
 
     Backward adds the gradients of w1, w2 and w1_up to the fp32 tensors w1_main_grad, w2_main_grad
     and w1_up_main_grad, which have either form of their weight, and the weights get none.
@@ -110,7 +120,13 @@ def moe_TC_softmax_topk_layer(
         activation_name="activation_type", concat_layout=concat_layout,
         inference=is_inference_mode_enabled,
     )  # fmt: skip
-    return _layer.topk_layer(x, router_w, K, is_softmax_over_topk, norm_topk_probs, *experts)
+    config = resolve(
+        router, is_softmax_over_topk, norm_topk_probs, ("is_softmax_over_topk", "norm_topk_probs")
+    )
+    routing = checked_routing(
+        config, logit_bias=logit_bias, selection_bias=selection_bias, expert_scale=expert_scale
+    )
+    return _layer.topk_layer(x, router_w, K, routing, *experts)
 
 
 def moe_general_routing_inputs(
@@ -208,15 +224,22 @@ def experts_from_logits(
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
     w1_up_main_grad: torch.Tensor | None = None,
+    router: RouterConfig | str | None = None,
+    selection_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer that scores the caller's logits (T, E): output (T, H) and frequency (E) int32.
 
-    Each token goes to the K experts of its largest logits, or to those of `ids` (T, K): int32 or
+    Each token goes to the K experts that its logits choose, or to those of `ids` (T, K): int32 or
     int64, sentinels and duplicates as in :func:`experts`. The softmax over the top-K runs over the
-    K logits of a token's experts, without those of sentinels. Logits have the dtype of x, and their
-    gradient too. A NaN, +inf, or a row of -inf raises ValueError on the CPU; so does, with ids and
-    the softmax over the top-K, a token whose experts all have -inf. See :class:`sonicmoe.MoE` for
-    the options.
+    K logits of a token's experts, without those of sentinels. Logits have the dtype of x or are
+    float32, and their gradient too. A NaN or +inf raises ValueError on the CPU; so does, with a
+    softmax, a row of -inf, and with ids and the softmax over the top-K, a token whose experts all
+    have -inf. See :class:`sonicmoe.MoE` for the options.
+
+    `router`, `selection_bias` and `expert_scale` as in :func:`moe_TC_softmax_topk_layer`. The
+    options `logit_bias` and `logits` change nothing, for the logits are there. With `ids` nothing
+    is chosen, so that there is no `selection_bias`, and `groups` change nothing.
 
     Weights, biases, layouts and `main_grad` tensors as above.
     """
@@ -224,9 +247,53 @@ def experts_from_logits(
         x, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
         w1_up, b1_up, w1_up_main_grad,
     )  # fmt: skip
-    return _layer.logits_layer(
-        x, logits, ids, K, softmax_over_topk, norm_topk_probs, *of_experts
-    )
+    config = resolve(router, softmax_over_topk, norm_topk_probs)
+    routing = _of_logits(config, ids is None, selection_bias, expert_scale)
+    return _layer.logits_layer(x, logits, ids, K, routing, *of_experts)
+
+
+def _of_logits(
+    config: RouterConfig,
+    chooses: bool,
+    selection_bias: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
+) -> Routing:
+    """Of logits that are there, with all that was added to them."""
+    routing = checked_routing(config, expert_scale=expert_scale)
+    if chooses:
+        return checked_routing(config, selection_bias=selection_bias)._replace(
+            expert_scale=expert_scale
+        )
+    if selection_bias is not None:
+        raise ValueError("selection_bias: got a tensor, allowed: None, for ids are given")
+    return routing
+
+
+def route(
+    logits: torch.Tensor,
+    K: int,
+    *,
+    router: RouterConfig | str | None = None,
+    selection_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer makes of router logits (T, E): weights (T, K) fp32 and expert ids (T, K) int32.
+
+    A token's experts are in the order in which they were chosen, best first. `router`,
+    `selection_bias` and `expert_scale` as in :func:`experts_from_logits`; without `router` the
+    softmax over the top-K. The weights have gradients for the logits and `expert_scale`, which
+    plain PyTorch computes. :func:`experts` takes both results.
+    """
+    _check.logits("logits", logits)
+    config = resolve(router, True, False)
+    routing = _of_logits(config, True, selection_bias, expert_scale)
+    weights, ids = _layer.top_k(logits, K, routing)
+    wanted = logits.requires_grad or (expert_scale is not None and expert_scale.requires_grad)
+    if torch.is_grad_enabled() and wanted:
+        # The same weights in operations that autograd knows: the difference is 0, with a history.
+        known = reference_routing.score_ids(logits, ids, router=config, expert_scale=expert_scale)
+        weights = weights + (known - known.detach())
+    return weights, ids
 
 
 def grouped_experts(

@@ -9,6 +9,7 @@ from torch import nn
 from . import _check, _layer, reference
 from ._autocast import autocast
 from .enums import ActivationType, KernelBackendMoE, is_glu
+from .router import Routing, resolve
 
 _BACKENDS = {KernelBackendMoE.sonicmoe: _layer, KernelBackendMoE.torch: reference}
 
@@ -299,7 +300,8 @@ class MoE(nn.Module):
         main_grads: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
-        options = self.top_k, self.softmax_over_topk, self.norm_topk_probs, *experts
+        config = resolve(None, self.softmax_over_topk, self.norm_topk_probs)
+        options = self.top_k, Routing(config), *experts
         if _is_plain(self.router):
             router_w = _check.local("router.weight", self.router.weight, x)
             return backend.topk_layer(_check.local("x", x, x), router_w, *options, **main_grads)

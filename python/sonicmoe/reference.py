@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from . import _check
 from ._autocast import autocast
 from .enums import ActivationType, is_glu, parse_activation
-from .reference_routing import route, score_ids, token_rounding, wide_type
+from .reference_routing import project, route, score_ids, token_rounding, wide_type
+from .router import RouterConfig, Routing, resolve
 
 __all__ = [
     "experts",
@@ -119,8 +120,7 @@ def topk_layer(
     x: torch.Tensor,
     router_w: torch.Tensor,
     top_k: int,
-    softmax_over_topk: bool,
-    norm_topk_probs: bool,
+    routing: Routing,
     w1: torch.Tensor,
     b1: torch.Tensor | None,
     w2: torch.Tensor,
@@ -137,11 +137,10 @@ def topk_layer(
     transposed ones have w1 (E, d, 2n or n) and w2 (E, n, d).
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_inference_mode):
-        x, router_w, w1, b1, w2, b2, w1_up, b1_up = autocast(
-            x, router_w, w1, b1, w2, b2, w1_up, b1_up
-        )
-        logits = F.linear(x, router_w)
-        scores, ids = route(logits, top_k, softmax_over_topk, norm_topk_probs)
+        x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
+        f32_logits = routing.config.logits == "f32"
+        logits = project(x, router_w, routing.logit_bias, f32_logits)
+        scores, ids = _route(logits, top_k, routing)
         tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(top_k)
         o, counts = _experts(
             x,
@@ -158,6 +157,22 @@ def topk_layer(
             b1_up,
         )
     return o, logits, counts
+
+
+def _route(logits, top_k, routing):
+    return route(
+        logits,
+        top_k,
+        router=routing.config,
+        selection_bias=routing.selection_bias,
+        expert_scale=routing.expert_scale,
+    )
+
+
+def top_k(logits: torch.Tensor, k: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (T, K) and ids (T, K) of logits (T, E), without a history."""
+    with torch.no_grad():
+        return _route(logits, k, routing)
 
 
 def routed_layer(
@@ -188,16 +203,17 @@ def logits_layer(
     logits: torch.Tensor,
     ids: torch.Tensor | None,
     top_k: int,
-    softmax_over_topk: bool,
-    norm_topk_probs: bool,
+    routing: Routing,
     *of_experts: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of logits (T, E), and of ids (T, K) if they are given;
     `of_experts`: the arguments of routed_layer from w1 on."""
     if ids is None:
-        scores, ids = route(logits, top_k, softmax_over_topk, norm_topk_probs)
+        scores, ids = _route(logits, top_k, routing)
     else:
-        scores = score_ids(logits, ids, softmax_over_topk, norm_topk_probs)
+        scores = score_ids(
+            logits, ids, router=routing.config, expert_scale=routing.expert_scale
+        )
     tokens = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
     return routed_layer(x, scores.flatten(), tokens, ids.flatten(), *of_experts)
 
@@ -250,12 +266,16 @@ def experts_from_logits(
     layout: str = "interleaved",
     w1_up: torch.Tensor | None = None,
     b1_up: torch.Tensor | None = None,
+    router: RouterConfig | str | None = None,
+    selection_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o (T, d) and counts (E) int32 of logits (T, E), and of ids (T, K) if they are given."""
+    config = resolve(router, softmax_over_topk, norm_topk_probs)
+    routing = Routing(config, selection_bias=selection_bias, expert_scale=expert_scale)
     return logits_layer(
-        x, logits, ids, K, softmax_over_topk, norm_topk_probs, w1, b1, w2, b2, activation, False,
-        layout, w1_up, b1_up,
-    )  # fmt: skip
+        x, logits, ids, K, routing, w1, b1, w2, b2, activation, False, layout, w1_up, b1_up
+    )
 
 
 def _segments(counts, offsets):

@@ -3,9 +3,14 @@
 What the operators are tested against, and what `KernelBackendMoE.torch` runs.
 """
 
+from contextlib import nullcontext
+
 import torch
+import torch.nn.functional as F
 
 from . import _check
+from ._autocast import autocast, to_fp32
+from .router import RouterConfig, resolve
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
@@ -13,23 +18,88 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def route(
-    logits: torch.Tensor, k: int, softmax_over_topk: bool = True, norm_topk_probs: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores (T, K), at least fp32, and expert ids (T, K) of each token, largest first.
+def project(
+    x: torch.Tensor,
+    router_w: torch.Tensor,
+    logit_bias: torch.Tensor | None = None,
+    f32_logits: bool = False,
+) -> torch.Tensor:
+    """Logits (T, E) of x (T, d): in the wide type, rounded once to x's type unless `f32_logits` or
+    router_w is fp32. Autocast to fp32 does the same."""
+    f32_logits = f32_logits or to_fp32(x)
+    (x,) = autocast(x)
+    if not (f32_logits and router_w.dtype == torch.float32):
+        (router_w,) = autocast(router_w)
+    f32_logits = f32_logits or router_w.dtype == torch.float32
+    if logit_bias is None and not f32_logits:
+        return F.linear(x, router_w)
+    wide = wide_type(x.dtype)
+    bias = None if logit_bias is None else logit_bias.to(wide)
+    with torch.autocast(x.device.type, enabled=False) if _can_autocast(x) else nullcontext():
+        logits = F.linear(x.to(wide), router_w.to(wide), bias)
+    return logits if f32_logits else logits.to(x.dtype)
 
-    A stable sort, because ties go to the lower expert id, which `torch.topk` does not promise.
-    """
+
+def _can_autocast(x: torch.Tensor) -> bool:
+    return x.device.type != "meta"
+
+
+def _scores(z: torch.Tensor, score: str) -> torch.Tensor:
+    """p of all logits."""
+    if score == "softmax":
+        return z.softmax(dim=-1)
+    if score == "sigmoid":
+        return z.sigmoid()
+    softplus = torch.logaddexp(z, torch.zeros_like(z))
+    # Where p is 0, so is its gradient: that of the root would be infinite.
+    some = softplus > 0
+    return torch.where(some, torch.where(some, softplus, 1).sqrt(), 0)
+
+
+def _choose(
+    z: torch.Tensor, k: int, router: RouterConfig, selection_bias: torch.Tensor | None
+) -> torch.Tensor:
+    """ids (T, K), best first. Stable sorts, because ties go to the lower expert or group, which
+    `torch.topk` does not promise."""
+    by_scores = router.order == "score_then_select"
+    values = _scores(z, router.score) if by_scores else z
+    if selection_bias is not None:
+        values = values + selection_bias.to(values.dtype)
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    if router.groups > 1:
+        grouped = values.unflatten(-1, (router.groups, -1))
+        best = 2 if router.group_score == "sum_of_two" else 1
+        of_groups = grouped.sort(dim=-1, descending=True).values[..., :best].sum(dim=-1)
+        ranks = of_groups.sort(dim=-1, descending=True, stable=True).indices
+        out = torch.ones_like(of_groups, dtype=torch.bool)
+        out = out.scatter(-1, ranks[..., : router.kept_groups], False)
+        out = out.repeat_interleave(grouped.shape[-1], dim=-1)
+        # Experts that are out come last, whatever their values are.
+        order = order.gather(-1, out.gather(-1, order).int().sort(dim=-1, stable=True).indices)
+    return order[:, :k]
+
+
+def _of_flags(softmax_over_topk: bool, norm_topk_probs: bool) -> RouterConfig:
+    return resolve(None, softmax_over_topk, norm_topk_probs)
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    softmax_over_topk: bool = True,
+    norm_topk_probs: bool = False,
+    *,
+    router: RouterConfig | None = None,
+    selection_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores (T, K), at least fp32, and expert ids (T, K) of each token, best first."""
     _check.chosen(k, logits.shape[-1])
-    logits = logits.to(wide_type(logits.dtype))
-    values = logits if softmax_over_topk else logits.softmax(dim=-1)
-    values, ids = values.sort(dim=-1, descending=True, stable=True)
-    scores, ids = values[:, :k], ids[:, :k]
-    if softmax_over_topk:
-        scores = scores.softmax(dim=-1)
-    elif norm_topk_probs:
-        scores = scores / scores.sum(dim=-1, keepdim=True)
-    return scores, ids
+    router = router or _of_flags(softmax_over_topk, norm_topk_probs)
+    with torch.no_grad():
+        wide = logits.to(wide_type(logits.dtype))
+        ids = _choose(wide, k, router, selection_bias)
+    return score_ids(logits, ids, router=router, expert_scale=expert_scale), ids
 
 
 def score_ids(
@@ -37,20 +107,27 @@ def score_ids(
     ids: torch.Tensor,
     softmax_over_topk: bool = True,
     norm_topk_probs: bool = False,
+    *,
+    router: RouterConfig | None = None,
+    expert_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores (T, K), at least fp32, of ids (T, K) that the caller has chosen; 0 of sentinels."""
-    logits = logits.to(wide_type(logits.dtype))
-    sentinel = (ids < 0) | (ids >= logits.shape[-1])
-    values = logits if softmax_over_topk else logits.softmax(dim=-1)
-    scores = values.gather(1, ids.masked_fill(sentinel, 0).long())
-    if softmax_over_topk:  # a row of sentinels alone becomes NaN, and then zero
-        scores = scores.masked_fill(sentinel, -torch.inf).softmax(dim=-1)
-    scores = scores.masked_fill(sentinel, 0)
-    if norm_topk_probs and not softmax_over_topk:
-        scores = scores / scores.sum(dim=-1, keepdim=True).masked_fill(
-            sentinel.all(dim=-1, keepdim=True), 1
-        )
-    return scores
+    router = router or _of_flags(softmax_over_topk, norm_topk_probs)
+    z = logits.to(wide_type(logits.dtype))
+    sentinel = (ids < 0) | (ids >= z.shape[-1])
+    valid = ids.masked_fill(sentinel, 0).long()
+    if router.over_top_k:  # a row of sentinels alone becomes NaN, and then zero
+        p = z.gather(1, valid).masked_fill(sentinel, -torch.inf).softmax(dim=-1)
+    else:
+        p = _scores(z, router.score).gather(1, valid)
+    w = p.masked_fill(sentinel, 0)
+    if router.divides:
+        divisor = w.sum(dim=-1, keepdim=True) + router.eps
+        none = divisor == 0
+        w = torch.where(none, 0, w / divisor.masked_fill(none, 1))
+    if router.scale != 1:
+        w = w * router.scale
+    return w if expert_scale is None else w * expert_scale.to(w.dtype)[valid]
 
 
 def philox(seed: int, offset: int, index: int) -> int:

@@ -32,7 +32,7 @@ ACTIVATION_LAYOUTS = activation_layouts(ActivationType.SWIGLU, ActivationType.GE
 UNTRANSPOSED = {"transposed": "concatenated", "transposed_interleaved": "interleaved"}
 
 #: Options of the operators: top-K over the softmax of all experts' logits.
-OVER_SOFTMAX = "router=topk_over_softmax"
+OVER_SOFTMAX = "router_order=score_then_select"
 
 
 def router_text(k: int, router: str) -> str:

@@ -358,7 +358,7 @@ def operator_calls(dtype, layout):
     yield "ids_forward", (x, ids, weights, *experts, f"inference=true w1_layout={layout}")
     yield "ids_backward", (o, x, K, w1, w2, b2, preact, routing, text)
     for given in (None, ids):
-        text = f"top_k={K} router=topk_over_softmax w1_layout={layout}"
+        text = f"top_k={K} router_order=score_then_select w1_layout={layout}"
         args = x, logits, given, *experts, text
         o, _, preact, routing = ops.logits_forward(*args)
         yield "logits_forward", args
@@ -511,7 +511,7 @@ def test_operators_refuse_in_the_same_words():
         ops.ids_backward(o, x, 2, w1, w2, None, preact, routing, "")
     with refused(ValueError, "top_k: got -1, allowed: 1 to experts (6)"):
         ops.ids_backward(o, x, -1, w1, w2, None, preact, routing, "")
-    logits, text = torch.zeros(T, E), "top_k=3 router=topk_over_softmax"
+    logits, text = torch.zeros(T, E), "top_k=3 router_order=score_then_select"
     o, _, preact, routing = ops.logits_forward(x, logits, ids, w1, None, w2, None, text)
     saved = w1, w2, None, preact, routing, text
     with refused(ValueError, "logits: got shape (20, 3), allowed: (T, E) = (20, 6)"):

@@ -326,7 +326,7 @@ def test_opcheck(layout, dtype):
     args = (x, router_w, w1, b1, w2, b2, options, *main_grads)
     o, logits, _, preact, routing = ops.layer_forward(*args)
     backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options, *main_grads)
-    assert [t.shape[0] for t in ops.layer_backward(*backward)[2:]] == [0, E, 0, E, 0, 0]
+    assert [t.shape[0] for t in ops.layer_backward(*backward)[2:]] == [0, E, 0, E, 0, 0, 0, 0]
     torch.library.opcheck(ops.layer_backward.default, backward)
     lists = torch.rand(70), torch.randint(0, 48, (70,)).int(), torch.randint(0, 6, (70,)).int()
     routed = (x, *lists, w1, b1, w2, b2, f"w1_layout={layout}", *main_grads)
@@ -339,7 +339,7 @@ def test_opcheck(layout, dtype):
     with pytest.raises(ValueError, match="^w1_main_grad: got None, allowed: a tensor, for that "):
         ops.layer_backward(*alone)
     returned = ops.layer_backward(*alone, wants_dw1=False)[2:]
-    assert [t.shape[0] for t in returned] == [0, E, 0, E, 0, 0]
+    assert [t.shape[0] for t in returned] == [0, E, 0, E, 0, 0, 0, 0]
     # With gradients backward would run twice and add twice: only the forward operators' own checks.
     torch.library.opcheck(ops.layer_forward.default, args)
     torch.library.opcheck(ops.routed_forward.default, routed)

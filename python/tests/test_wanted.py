@@ -94,6 +94,8 @@ def inputs(kind, bias, dtype):
 
 def expect_asked(kind, wants, wanted):
     names = {*OPTIONAL[kind], "w1_up"}  # nobody asks for what is not there
+    if kind.startswith("layer"):
+        names.add("logit_bias")
     assert wants == {"d" + name: name in wanted for name in names}
 
 
@@ -168,6 +170,7 @@ def test_module_with_frozen_experts(routing, backend, x_too):
             gradients = torch.autograd.grad(o.square().sum() + aux_loss, leaves)
         (wants,) = backwards.wants
         assert wants.pop("drouter_w", True)  # lists have none
+        assert not wants.pop("dlogit_bias", False)
         asked = {"dx": x_too, "dw1": not frozen[0], "dw2": not frozen[1], "dw1_up": False}
         assert wants == asked
         return dict(zip(map(id, leaves), gradients, strict=True))
@@ -210,6 +213,6 @@ def test_opcheck():
     backward = (o, logits, x, router_w, w1, w2, b2, logits, preact, routing, options)
     for main_grads in ((None, None), (torch.zeros(w1.shape), torch.zeros(w2.shape))):
         none = (*backward, *main_grads, None, False, False, False, False)
-        assert [t.shape[0] for t in ops.layer_backward(*none)] == [0, 0, 0, 6, 0, 6, 0, 0]
+        assert [t.shape[0] for t in ops.layer_backward(*none)] == [0, 0, 0, 6, 0, 6, 0, 0, 0, 0]
         torch.library.opcheck(ops.layer_backward.default, none)
         assert not any(t.any() for t in main_grads if t is not None)

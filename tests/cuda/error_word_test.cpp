@@ -6,6 +6,7 @@
 #include <limits>
 #include <set>
 #include <span>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -38,6 +39,7 @@ class UncheckedTopK {
     EXPECT_TRUE(plan_.ok()) << plan_.status().message();
     args_.logits = arena_.input("logits", logits, desc.dtype);
     args_.scores = arena_.output_float("scores", desc.tokens * desc.top_k);
+    args_.probabilities = arena_.output_float("probabilities", desc.tokens * desc.top_k);
     args_.ids = arena_.output_int32("ids", desc.tokens * desc.top_k);
     args_.error_word = arena_.output_int32("error_word", 1);
     const std::size_t bytes = plan_.ok() ? plan_.value().workspace_bytes() : 0;
@@ -93,6 +95,7 @@ struct BadRow {
   const char* what;
   void (*spoil)(std::span<double> row);
 };
+constexpr std::string_view kOnlyNegative = "only -inf";
 constexpr BadRow kBadRows[] = {
     {"NaN first", [](std::span<double> row) { row.front() = kNan; }},
     {"NaN last", [](std::span<double> row) { row.back() = kNan; }},
@@ -130,6 +133,8 @@ void expect_reports(const TopKDesc& desc) {
   ASSERT_EQ(expected.error_word, 0);
   ASSERT_TRUE(valid(desc, expected.ids));
   for (const BadRow& bad : kBadRows) {
+    // A softmax alone needs a finite logit.
+    if (bad.what == kOnlyNegative && desc.score != RouterScore::softmax) continue;
     for (const std::int64_t token : std::set<std::int64_t>{0, desc.tokens / 2, desc.tokens - 1}) {
       SCOPED_TRACE(testing::Message() << bad.what << ", token " << token);
       const auto begin = logits.begin() + token * desc.experts;
@@ -154,7 +159,8 @@ void expect_reports(const TopKDesc& desc) {
 // thread block.
 TEST(ErrorWord, TopKReportsBadLogits) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
+    for (const RouterOrder order :
+         {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
       for (const std::int64_t E : {8, 60, 72, 128, 129, 256, 512, 1025}) {
         for (const std::int64_t K : {1, 8, 16, 72}) {
           if (K > E || (K == 72) != (E == 72)) continue;
@@ -174,6 +180,32 @@ TEST(ErrorWord, TopKReportsBadLogits) {
   }
 }
 
+// The kernels of routers that are not plain(): a warp and a thread block a token.
+TEST(ErrorWord, ScoredTopKReportsBadLogits) {
+  for (const DType type : {DType::bf16, DType::f32}) {
+    for (const RouterScore score :
+         {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
+      for (const std::int64_t E : {8, 72, 128, 1040}) {
+        for (const std::int64_t groups : {1, 4}) {
+          TopKDesc desc;
+          desc.tokens = 17;
+          desc.experts = E;
+          desc.top_k = 4;
+          desc.dtype = type;
+          desc.score = score;
+          desc.order =
+              groups == 1 ? RouterOrder::select_then_score : RouterOrder::score_then_select;
+          desc.scale = 2;
+          desc.groups = groups;
+          desc.kept_groups = groups == 1 ? 1 : 3;
+          expect_reports(desc);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
 // A token per warp, and a token per thread block with all experts chosen, where a NaN of the first
 // expert was once taken for none. What a bad row makes of the counts is open; that they are counts
 // is not.
@@ -182,12 +214,13 @@ TEST(ErrorWord, TokenRoundingSurvivesBadLogits) {
     std::int64_t experts, top_k;
   };
   for (const auto [E, K] : {Shape{60, 8}, Shape{72, 72}}) {
-    for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
+    for (const RouterOrder order :
+         {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
       for (const BadRow& bad : kBadRows) {
         SCOPED_TRACE(testing::Message()
                      << bad.what << ", E " << E << ", K " << K << ", " << name(order));
         TokenRoundingDesc d;
-        d.tokens = 67, d.experts = E, d.top_k = K, d.order = mode, d.tile = 16;
+        d.tokens = 67, d.experts = E, d.top_k = K, d.order = order, d.tile = 16;
         Tensor logits = good_logits({{.experts = E}, d.tokens});
         for (const std::int64_t token : {0, 5}) {
           bad.spoil(std::span(logits).subspan(token * E, E));
@@ -240,7 +273,8 @@ LayerDesc small_layer() {
 
 TEST(ErrorWord, LayersReportBadLogits) {
   for (const std::int64_t tile : {0, 16}) {
-    for (const RouterOrder order : {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
+    for (const RouterOrder order :
+         {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
       for (const bool all : {false, true}) {  // of 72: a token per thread block
         SCOPED_TRACE(testing::Message() << "tile " << tile << ", " << name(order) << ", " << all);
         LayerDesc d = small_layer();

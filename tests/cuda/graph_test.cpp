@@ -11,6 +11,8 @@ TEST(Graph, ReplaysWithOtherRouting) {
     for (const char* name :
          {"activation/swiglu-interleaved-bias", "activation/geglu-separate",
           "router/topk_over_softmax-bias", "given/hostile", "given/hostile-sorted",
+          "router/sqrt_softplus-dlogits", "router/deepseek_v3-f32_router",
+          "router/deepseek_v3-f32_logits-logits", "router/f32_logits", "router/f32_router",
           "rounding/stochastic-topk_over_softmax", "shape/large", "tiles/e60", "sums/given",
           "input/logits-softmax_over_topk-dlogits",
           "input/logits_and_ids-topk_over_softmax-hostile", "input/ids_and_weights-hostile-bias"}) {

@@ -23,13 +23,26 @@ inline void start(const PlainLayer& layer, Stream stream) {
 /// With `kernel` (see Options::kernel) where its operation is.
 inline void expect_replays(const Case& c, const std::string& kernel = "") {
   SCOPED_TRACE(c.name);
-  constexpr const char* kInputs[] = {
-      "x",  "router_w", "w1",          "w1_up",        "b1",          "b1_up",       "w2",
-      "b2", "dout",     "list_tokens", "list_experts", "list_scores", "given_logits"};
-  constexpr const char* kOutputs[] = {"o",      "logits",     "counts",  "preact",
-                                      "dx",     "dw1",        "dw1_up",  "db1",
-                                      "db1_up", "drouter_w",  "dw2",     "db2",
-                                      "scores", "expert_ids", "dscores", "dgiven_logits"};
+  constexpr const char* kInputs[] = {"x",
+                                     "router_w",
+                                     "w1",
+                                     "w1_up",
+                                     "b1",
+                                     "b1_up",
+                                     "w2",
+                                     "b2",
+                                     "dout",
+                                     "list_tokens",
+                                     "list_experts",
+                                     "list_scores",
+                                     "given_logits",
+                                     "logit_bias",
+                                     "selection_bias",
+                                     "expert_scale"};
+  constexpr const char* kOutputs[] = {
+      "o",      "logits",     "counts",  "preact",        "dx",          "dw1",
+      "dw1_up", "db1",        "db1_up",  "drouter_w",     "dw2",         "db2",
+      "scores", "expert_ids", "dscores", "dgiven_logits", "dlogit_bias", "dexpert_scale"};
   const OwnStream stream(kDevice);
   PlainLayer layer(c, 1, false, kernel);
   start(layer, stream);  // loads the kernels

@@ -12,19 +12,25 @@
 namespace sonicmoe::testkit {
 namespace {
 
-/// Integers from -2 to 2, all the same whatever the type.
-Tensor integers(std::int64_t size, std::int64_t seed) {
+/// Integers from -largest to largest, all the same whatever the type.
+Tensor integers(std::int64_t size, std::int64_t seed, std::int64_t largest = 2) {
   const Random random(seed, 5);
   Tensor values;
   for (std::int64_t i = 0; i < size; ++i) {
-    values.push_back(static_cast<double>(random.below(i, 5)) - 2);
+    values.push_back(static_cast<double>(random.below(i, 2 * largest + 1) - largest));
   }
   return values;
 }
 
+/// What a pass writes; `sums` are the gradient of a bias.
+struct Product {
+  Tensor out, sums;
+  bool operator==(const Product&) const = default;
+};
+
 /// What a plan of this kernel gives, twice the same; nothing if it is not for such sizes.
-Tensor run(const RouterGemmDesc& desc, const std::string& kernel, const Tensor& x, const Tensor& w,
-           const Tensor& dlogits) {
+Product run(const RouterGemmDesc& desc, const std::string& kernel, const Tensor& x, const Tensor& w,
+            const Tensor& dlogits, const Tensor& bias = {}) {
   Options options = kChecked;
   options.kernel = kernel;
   options.threads = 2;
@@ -36,17 +42,26 @@ Tensor run(const RouterGemmDesc& desc, const std::string& kernel, const Tensor& 
   RouterGemmArgs args;
   const std::int64_t t = desc.tokens, d = desc.hidden, e = desc.experts;
   if (desc.pass != GemmPass::dgrad) args.x = arena.input("x", x, desc.dtype);
-  if (desc.pass != GemmPass::wgrad) args.w = arena.input("w", w, desc.dtype);
-  if (desc.pass != GemmPass::forward) args.dlogits = arena.input("dlogits", dlogits, desc.dtype);
+  if (desc.pass != GemmPass::wgrad) args.w = arena.input("w", w, desc.w_dtype());
+  if (desc.pass != GemmPass::forward) {
+    args.dlogits = arena.input("dlogits", dlogits, desc.logits_dtype());
+  }
+  DType type = desc.dtype;
+  bool sums = false;
   switch (desc.pass) {
     case GemmPass::forward:
-      args.logits = arena.output("out", t * e, desc.dtype);
+      type = desc.logits_dtype();
+      args.bias = static_cast<const float*>(arena.input("bias", bias, DType::f32));
+      args.logits = arena.output("out", t * e, type);
       break;
     case GemmPass::dgrad:
-      args.dx = arena.output("out", t * d, desc.dtype);
+      args.dx = arena.output("out", t * d, type);
       break;
     case GemmPass::wgrad:
-      args.dw = arena.output("out", e * d, desc.dtype);
+      type = desc.w_dtype();
+      args.dw = arena.output("out", e * d, type);
+      sums = desc.bias;
+      if (sums) args.dbias = arena.output_float("sums", e);
       break;
   }
   const std::size_t bytes = plan.value().workspace_bytes();
@@ -55,10 +70,14 @@ Tensor run(const RouterGemmDesc& desc, const std::string& kernel, const Tensor& 
     const Status status = plan.value().run(args, workspace);
     EXPECT_TRUE(status.ok()) << status.message();
     EXPECT_EQ(arena.damage(), "");
-    return arena.tensor("out", desc.dtype);
+    return Product{arena.tensor("out", type), sums ? arena.tensor("sums", DType::f32) : Tensor{}};
   };
-  const Tensor out = call();
+  const Product out = call();
   EXPECT_EQ(call(), out);
+  if (sums) {  // without the other gradient
+    args.dw = nullptr;
+    EXPECT_EQ(call().sums, out.sums);
+  }
   return out;
 }
 
@@ -76,7 +95,7 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
     SCOPED_TRACE("tokens " + std::to_string(t) + ", hidden " + std::to_string(d) + ", experts " +
                  std::to_string(e) + ", " + name(dtype));
     const auto expect = [&](GemmPass pass, const Tensor& expected) {
-      const Tensor out = run({pass, t, d, e, dtype}, GetParam().name, x, w, g);
+      const Tensor out = run({pass, t, d, e, dtype}, GetParam().name, x, w, g).out;
       // Of the products dx alone may be refused, on the CPU, for an odd number of experts.
       if (kOnCpu && pass == GemmPass::dgrad && e % 2 != 0 && out.empty()) return;
       EXPECT_EQ(out, expected) << "pass " << static_cast<int>(pass);
@@ -90,7 +109,52 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
     expect(GemmPass::dgrad, oracle.router_dx(g, w));
     expect(GemmPass::wgrad, oracle.router_dw(g, x));
   }
+
+  /// With a bias, and with numbers of which fp32 needs two 16-bit parts: 15 bits, which are 8 and 7
+  /// of bf16 or 11 and 4 of fp16. Both operands of a product never need them, for the product of
+  /// two small parts is left out.
+  static void expect_exact_parts(std::int64_t t, std::int64_t d, std::int64_t e, DType dtype,
+                                 bool f32_logits, bool wide_w, bool wide_dlogits) {
+    constexpr std::int64_t kWide = 20000;
+    const Tensor x = integers(t * d, 1), w = integers(e * d, 2, wide_w ? kWide : 2);
+    const Tensor g = integers(t * e, 3, wide_dlogits ? kWide : 2), bias = integers(e, 4, kWide);
+    SCOPED_TRACE(testing::Message() << "tokens " << t << ", hidden " << d << ", experts " << e
+                                    << ", " << name(dtype) << ", f32 " << f32_logits << wide_w);
+    LayerDesc layer;
+    layer.tokens = t, layer.experts.hidden = d, layer.router.experts = e,
+    layer.experts.dtype = dtype;
+    layer.router.f32_logits = f32_logits;
+    layer.router.f32_router_w = wide_w;
+    const Oracle oracle(layer, Precision::rounded);
+    const auto expect = [&](GemmPass pass, const Product& expected) {
+      const RouterGemmDesc desc{pass, t, d, e, dtype, true, f32_logits, wide_w};
+      const Product out = run(desc, GetParam().name, x, w, g, bias);
+      // On the CPU one kernel takes tensors of two types, and some refuse an odd number of experts.
+      if (kOnCpu && out.out.empty()) return;
+      EXPECT_EQ(out, expected) << "pass " << static_cast<int>(pass);
+    };
+    expect(GemmPass::forward, {oracle.logits(x, w, bias), {}});
+    expect(GemmPass::dgrad, {oracle.router_dx(g, w), {}});
+    expect(GemmPass::wgrad, {oracle.router_dw(g, x), oracle.logit_bias_grad(g)});
+  }
 };
+
+TEST_P(ExactRouterGemm, BiasAndFloats) {
+  struct Size {
+    std::int64_t tokens, hidden, experts;
+  };
+  constexpr Size kSizes[] = {{1, 8, 1},     {0, 16, 3},     {63, 72, 7},
+                             {65, 136, 65}, {129, 256, 72}, {257, 264, 63},
+                             {70, 48, 256}, {33, 16, 257},  {2100, 16, 60}};
+  for (const DType dtype : kTypes) {
+    if (!runs_as(dtype)) continue;
+    for (const auto& [t, d, e] : kSizes) {
+      expect_exact_parts(t, d, e, dtype, false, false, false);
+      expect_exact_parts(t, d, e, dtype, true, false, true);
+      expect_exact_parts(t, d, e, dtype, true, true, false);
+    }
+  }
+}
 
 // Whole and partial tiles, and parts of the tokens, along all three axes; no tokens at all.
 TEST_P(ExactRouterGemm, Sizes) {
@@ -116,6 +180,7 @@ TEST_P(ExactRouterGemm, Sizes) {
 TEST_P(ExactRouterGemm, Quick) {
   if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
   expect_exact(200, 136, 72, kTypes[0]);
+  expect_exact_parts(200, 136, 71, kTypes[0], true, true, false);
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactRouterGemm,
