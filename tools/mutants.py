@@ -38,6 +38,42 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "router: ties of groups go to the higher one",
+        "src/cpu/scored_routing.h",
+        "better += a > b || (a == b && other < g);",
+        "better += a > b || (a == b && other > g);",
+    ),
+    Mutant(
+        "router: the choice forgets its bias",
+        "src/cpu/scored_routing.h",
+        "d.selection_bias ? math::add(by[e], selection_bias[e]) : by[e];",
+        "by[e];",
+    ),
+    Mutant(
+        "router: eps left out of a gradient",
+        "src/math/router_score.h",
+        "return divisor == 0.0f ? 0.0f : div(sub(h, inner), divisor);",
+        "return divisor == 0.0f ? 0.0f : div(sub(h, inner), sub(divisor, eps));",
+    ),
+    Mutant(
+        "router: a sigmoid's gradient subtracts a sum",
+        "src/cpu/score_grad.cpp",
+        "return d.plain() || d.over_top_k() || d.reaches_all_experts();",
+        "return true;",
+    ),
+    Mutant(
+        "router: the gradient of an expert's scale without the other scale",
+        "src/cpu/score_grad.cpp",
+        "math::fma(g, weights.scaled(w, 1.0f), a.dexpert_scale[e]);",
+        "math::fma(g, w, a.dexpert_scale[e]);",
+    ),
+    Mutant(
+        "router: no bias in the logits",
+        "src/cpu/router_gemm.cpp",
+        "i < ni && p.bias != nullptr; ++i",
+        "i < 0; ++i",
+    ),
+    Mutant(
         "gate and up swapped",
         "src/cpu/grouped_gemm.h",
         "return inside(half * width, 2 * width, 1);",
