@@ -101,9 +101,9 @@ def check(leaves, dout, options, errors) -> bool:
     o, logits, _ = forward(leaves, options)
     gradients = torch.autograd.grad(o, list(leaves.values()), dout)
     ours = {"o": o.detach(), **{f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}}
-    router = "topk_over_softmax" if options.topk_over_softmax else "softmax_over_topk"
-    norm = str(options.norm_topk_probs).lower()
-    layer = f"top_k={options.thiek[4]} router={router} norm_topk_probs={norm}"
+    order = "score_then_select" if options.topk_over_softmax else "select_then_score"
+    renormalize = str(options.norm_topk_probs).lower()
+    layer = f"top_k={options.thiek[4]} router_order={order} renormalize={renormalize}"
     ids = torch.ops.sonicmoe.top_k(logits.detach(), layer)[1].long()
     same_type = plain(leaves, ids, dout, options, DTYPES[options.dtype])
     exact = plain(leaves, ids, dout, options, exact_type(leaves, options))

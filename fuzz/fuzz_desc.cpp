@@ -191,7 +191,8 @@ void operation(FuzzedDataProvider* in) {
     case 6:
       return plan_operation(in, ScoreGradDesc{{router}, tokens, rows, dtype});
     case 7:
-      return plan_operation(in, AuxLossDesc{tokens, experts, dtype, flag});
+      return plan_operation(in, AuxLossDesc{tokens, experts, dtype, flag, pick<RouterLoss>(in, 2),
+                                            pick<RouterScore>(in, 3), number(in, 8), other});
     case 8:
       return plan_operation(
           in,

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
-#include <numeric>
 #include <type_traits>
 
 #include "testkit/precision.h"
@@ -412,46 +411,6 @@ Tensor Oracle::routed_dx(const std::vector<std::int32_t>& slot_experts, const Te
         }
       }
       for (std::int64_t i = 0; i < d; ++i) out[t * d + i] = static_cast<double>(sums[i]);
-    }
-  });
-  return out;
-}
-
-double Oracle::aux_loss(const Tensor& logits, const std::vector<std::int32_t>& counts) const {
-  const std::int64_t T = desc_.tokens, E = desc_.router.experts;
-  const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
-  if (T == 0 || total == 0) return 0;
-  return in_precision(precision_, [&](auto real) {
-    using Real = decltype(real);
-    std::vector<Real> columns(E, Real{0});  // P
-    for (std::int64_t t = 0; t < T; ++t) {
-      const std::vector<Real> p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
-      for (std::int64_t e = 0; e < E; ++e) columns[e] += p[e];
-    }
-    Real sum = 0;  // sum P = T, since each token's probabilities sum to 1
-    for (std::int64_t e = 0; e < E; ++e) sum += columns[e] * static_cast<Real>(counts[e]);
-    return single(static_cast<double>(E) * sum / (static_cast<double>(T) * total));
-  });
-}
-
-Tensor Oracle::aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts,
-                             double dloss, bool magnitudes) const {
-  const std::int64_t T = desc_.tokens, E = desc_.router.experts;
-  const double total = std::accumulate(counts.begin(), counts.end(), 0.0);
-  Tensor out(T * E);
-  if (T == 0 || total == 0) return out;
-  in_precision(precision_, [&](auto real) {
-    using Real = decltype(real);
-    // dloss/dp_te = scale * f_e
-    const Real scale = static_cast<Real>(dloss * E / (static_cast<double>(T) * total));
-    for (std::int64_t t = 0; t < T; ++t) {
-      const std::vector<Real> p = softmax(std::vector<Real>(&logits[t * E], &logits[t * E] + E));
-      Real mean = 0;
-      for (std::int64_t e = 0; e < E; ++e) mean += p[e] * static_cast<Real>(counts[e]);
-      for (std::int64_t e = 0; e < E; ++e) {
-        const auto count = static_cast<Real>(counts[e]);
-        out[t * E + e] = store(scale * p[e] * (magnitudes ? count + mean : count - mean));
-      }
     }
   });
   return out;

@@ -121,12 +121,21 @@ class Oracle {
   /// `magnitudes`: of its terms, which cancel, added up instead: see cancellation_allowance.
   Tensor aux_loss_grad(const Tensor& logits, const std::vector<std::int32_t>& counts, double dloss,
                        bool magnitudes = false) const;
+  /// The same for any loss. `counts` are read by the balance loss, an empty `mask` leaves all in.
+  double aux_loss(const AuxLossDesc& op, const Tensor& logits,
+                  const std::vector<std::int32_t>& counts,
+                  const std::vector<std::uint8_t>& mask) const;
+  Tensor aux_loss_grad(const AuxLossDesc& op, const Tensor& logits,
+                       const std::vector<std::int32_t>& counts,
+                       const std::vector<std::uint8_t>& mask, double dloss,
+                       bool magnitudes = false) const;
 
  private:
   /// To a type, to the storage type of tensors, and to fp32; not in exact mode.
   double store_as(double value, DType type) const;
   double store(double value) const;
   double single(double value) const;
+  AuxLossDesc layer_loss() const;
   DType logits_type() const { return desc_.router.logits_dtype(desc_.experts.dtype); }
 
   LayerDesc desc_;

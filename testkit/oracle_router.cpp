@@ -19,22 +19,6 @@ struct Token {
 };
 
 template <class Real>
-struct Score {
-  Real value, slope;
-};
-
-template <class Real>
-Score<Real> score_of(RouterScore score, Real z) {
-  const Real sigmoid = z >= 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z));
-  if (score == RouterScore::sigmoid) {
-    const Real rest = z >= 0 ? std::exp(-z) / (1 + std::exp(-z)) : 1 / (1 + std::exp(z));
-    return {sigmoid, sigmoid * rest};
-  }
-  const Real p = std::sqrt(std::max(z, Real{0}) + std::log1p(std::exp(-std::fabs(z))));
-  return {p, p == 0 ? 0 : sigmoid / (2 * p)};
-}
-
-template <class Real>
 Token<Real> token_of(const RouterDesc& d, const double* logits,
                      const std::vector<std::int64_t>& slots, const std::vector<std::int32_t>& ids,
                      const Tensor& expert_scale) {

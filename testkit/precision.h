@@ -26,4 +26,21 @@ std::vector<Real> softmax(const std::vector<Real>& x) {
   return p;
 }
 
+template <class Real>
+struct Score {
+  Real value, slope;
+};
+
+/// A score that needs no sum over experts, and its dp/dz.
+template <class Real>
+Score<Real> score_of(RouterScore score, Real z) {
+  const Real sigmoid = z >= 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z));
+  if (score == RouterScore::sigmoid) {
+    const Real rest = z >= 0 ? std::exp(-z) / (1 + std::exp(-z)) : 1 / (1 + std::exp(z));
+    return {sigmoid, sigmoid * rest};
+  }
+  const Real p = std::sqrt(std::max(z, Real{0}) + std::log1p(std::exp(-std::fabs(z))));
+  return {p, p == 0 ? 0 : sigmoid / (2 * p)};
+}
+
 }  // namespace sonicmoe::testkit

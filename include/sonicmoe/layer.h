@@ -74,9 +74,9 @@ struct SavedBytes {
   std::size_t total() const noexcept { return x + preact + routing + logits; }
 };
 
-/// All pointers are to memory of the plan's device. Tensors are contiguous and start at multiples
-/// of 16 bytes, int32 and float arrays at multiples of 4. `draws` starts at a multiple of 8. A
-/// pointer may be null where its tensor has no elements or the plan does not use it. The plan
+/// All pointers are to memory of the plan's device, tensors contiguous. Tensors start at multiples
+/// of 16 bytes (on the CPU of an element), int32 and float arrays at multiples of 4, `draws` of 8.
+/// A pointer may be null where its tensor has no elements or the plan does not use it. The plan
 /// ignores pointers that it does not use, but checks the alignment of error_word. `dtype` below is
 /// ExpertsDesc::dtype. Transposed weights have their last two axes the other way round.
 struct ForwardArgs {

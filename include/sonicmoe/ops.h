@@ -18,11 +18,11 @@
 /// the input: t*K + k, or the list position for lists. A slot whose expert id is < 0 or >= E is a
 /// sentinel: it gets no row.
 ///
-/// Arguments are pointers to memory of the plan's device, to contiguous tensors. Tensors start at
-/// multiples of 16 bytes, arrays of indices and scores at multiples of 4. A pointer may be null
-/// where its tensor has no elements or the operation does not use it. Outputs are overwritten and
-/// must not overlap inputs, unless a field says otherwise. Where a field has no type, it is the
-/// descriptor's dtype.
+/// Arguments are pointers to contiguous tensors in memory of the plan's device. Tensors start at
+/// multiples of 16 bytes (on the CPU of an element), arrays of indices and scores at multiples of
+/// 4. A pointer may be null where its tensor has no elements or the operation does not use it.
+/// Outputs are overwritten and must not overlap inputs, unless a field says otherwise. Where a
+/// field has no type, it is the descriptor's dtype.
 namespace sonicmoe {
 
 /// The router's product and its gradients: logits = x w^T + bias, dx = dlogits w, dw = dlogits^T x,
@@ -319,8 +319,8 @@ struct SONICMOE_API ScoreGradDesc : RouterDesc {
 ///            load-balancing loss. DeepSeek-V3's sequence-wise loss is this with B sequences.
 ///   z        mean over tokens of lse^2 (ST-MoE)
 ///
-/// A sequence whose counts are all 0 is left out of the mean. A mean over nothing is 0, and so is
-/// its gradient. No call checks the logits.
+/// A token whose scores are all 0 has q = 0. A sequence whose counts or P are all 0 is left out of
+/// the mean. A mean over nothing is 0, and so is its gradient. No call checks the logits.
 struct AuxLossArgs {
   const void* logits = nullptr;              ///< (T, E) dtype; sequence b has tokens b*T/B ...
   const std::int32_t* counts = nullptr;      ///< (B, E): balance; choices of tokens that count

@@ -32,6 +32,10 @@ const char* text(ScalarType dtype) {
       return "int64";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
     default:
       return "another dtype";
   }
@@ -47,8 +51,9 @@ std::string text(Device device) {
   throw std::invalid_argument(std::string(argument) + ": got " + got + ", allowed: " + allowed);
 }
 
+/// Only CUDA reads 16 bytes at a time.
 bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  return tensor.is_cpu() || reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
 /// The workspace of the last CPU call that has ended.
@@ -139,8 +144,9 @@ void check_router_tensor(const char* argument, const OptionalTensor& tensor, boo
 void check_alignment(const char* argument, const Tensor& tensor) {
   if (is_aligned(tensor)) return;
   check(Status::error(StatusCode::invalid_argument,
-                      "%s: got address %p, allowed: multiples of 16 bytes", argument,
-                      tensor.const_data_ptr()));
+                      "%s: got address %p, as a view into a flat buffer may have, allowed: "
+                      "multiples of 16 bytes",
+                      argument, tensor.const_data_ptr()));
 }
 
 Tensor aligned(const Tensor& tensor) {

@@ -38,14 +38,20 @@ void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like
 void check_router_tensor(const char* argument, const OptionalTensor& tensor, bool option,
                          const Tensor& like, std::int64_t experts);
 
-/// Throws ValueError unless the tensor starts at a multiple of 16 bytes, as the library wants it.
-/// It checks that too, but under its own names and not before it needs the tensor.
+/// Throws ValueError unless the tensor starts at a multiple of 16 bytes, as the library wants it on
+/// CUDA. It checks that too, but under its own names and not before it needs the tensor.
 void check_alignment(const char* argument, const Tensor& tensor);
 
-/// A contiguous tensor, or a copy of it if it does not start at a multiple of 16 bytes: a part of
-/// another one, as the gradient of torch.cat is, may start anywhere.
+/// A contiguous tensor, or on CUDA a copy of it if it does not start at a multiple of 16 bytes: a
+/// part of another one may start anywhere, as the gradient of torch.cat or a parameter in a flat
+/// buffer. For tensors that are small beside the experts' weights.
 Tensor aligned(const Tensor& tensor);
 OptionalTensor aligned(const OptionalTensor& tensor);
+/// The same in place.
+template <class... Tensors>
+void align(Tensors*... tensors) {
+  ((*tensors = aligned(*tensors)), ...);
+}
 
 /// Throws ValueError unless the tensor has this many dimensions.
 void check_dims(const char* argument, const Tensor& tensor, std::int64_t dims, const char* meaning);

@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> grouped_forward_out(
   inputs.biases(b1, b1_up, b2);
   check_memory("out", out, inputs);
   check_memory("dx_out", dx_out, inputs);
-  rows = aligned(rows);
+  align(&rows, &b1, &b1_up, &b2);
 
   const Tensor preact = empty_preact(rows, desc);
   const Tensor segments = empty(rows, {3 * desc.experts}, ScalarType::Int);
@@ -142,8 +142,7 @@ Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tens
   check_tensor("segments", segments, rows, ScalarType::Int, {3 * desc.experts}, "(3E)");
   inputs.dpreact(dpreact);
   check_memory("dx_out", dx_out, inputs);
-  rows = aligned(rows);
-  dout = aligned(dout);
+  align(&rows, &dout, &b2);
 
   const bool makes_dx = wants_dx && !dx_out;
   const Tensor dx = empty(rows, {makes_dx ? desc.rows : 0, desc.hidden}, rows.scalar_type());

@@ -139,8 +139,8 @@ void check_given(const LayerDesc& desc, const Inputs& inputs, const Tensor& x, c
 
 /// Forward of every operator whose caller routes.
 GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const Tensor& w1,
-                           const OptionalTensor& b1, const Tensor& w2, const OptionalTensor& b2,
-                           const OptionalTensor& w1_up, const OptionalTensor& b1_up,
+                           OptionalTensor b1, const Tensor& w2, OptionalTensor b2,
+                           const OptionalTensor& w1_up, OptionalTensor b1_up,
                            const MainGrads& main_grads) {
   check_biases(desc.experts, b1, b1_up, b2);
   desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
@@ -151,7 +151,7 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
   inputs.of_router(given.router);
   inputs.weights(w1, w1_up, w2, main_grads);
   inputs.biases(b1, b1_up, b2);
-  x = aligned(x);
+  align(&x, &b1, &b1_up, &b2);
   const OptionalTensor logits = aligned(given.logits);
 
   const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
@@ -192,10 +192,9 @@ struct Asked {
 /// any, else of the weights or scores. The last one is dexpert_scale.
 LogitsGradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor& given_logits,
                                Tensor dout, Tensor x, const Tensor& w1, const Tensor& w2,
-                               const OptionalTensor& b2, const Tensor& preact,
-                               const Tensor& routing, const OptionalTensor& w1_up,
-                               const MainGrads& main_grads, const Asked& asked,
-                               const OptionalTensor& expert_scale = {}) {
+                               OptionalTensor b2, const Tensor& preact, const Tensor& routing,
+                               const OptionalTensor& w1_up, const MainGrads& main_grads,
+                               const Asked& asked, const OptionalTensor& expert_scale = {}) {
   main_grads.check_wanted(asked.weights);
   desc.experts.inference = false;
   desc.experts.dpreact_in_workspace = !asked.dpreact.has_value();
@@ -209,8 +208,7 @@ LogitsGradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor
   inputs.expert_scale(expert_scale);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(asked.dpreact);
-  x = aligned(x);
-  dout = aligned(dout);
+  align(&x, &dout, &b2);
   const OptionalTensor logits = aligned(given_logits);
 
   const bool of_logits = desc.router.has_logits();
@@ -263,7 +261,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   inputs.of_router({logit_bias, selection_bias, expert_scale});
   inputs.weights(w1, w1_up, w2, main_grads);
   inputs.biases(b1, b1_up, b2);
-  x = aligned(x);
+  align(&x, &router_w, &b1, &b1_up, &b2);
 
   const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
   const Tensor logits = empty(x, {desc.tokens, desc.router.experts}, inputs.logits_dtype());
@@ -317,9 +315,7 @@ LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Ten
   inputs.expert_scale(expert_scale);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(dpreact);
-  x = aligned(x);
-  dout = aligned(dout);
-  dlogits = aligned(dlogits);
+  align(&x, &dout, &dlogits, &router_w, &b2);
 
   const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
   const Tensor drouter_w = empty(

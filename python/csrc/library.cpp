@@ -85,8 +85,12 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor(e!)? dx_out=None) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up)");
-  library.def("aux_loss(Tensor logits, Tensor counts) -> Tensor");
-  library.def("aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) -> Tensor");
+  library.def(
+      "aux_loss(Tensor logits, Tensor? counts, str loss='balance', str score='softmax', "
+      "int sequences=1, Tensor? token_mask=None) -> Tensor");
+  library.def(
+      "aux_loss_backward(Tensor dloss, Tensor logits, Tensor? counts, str loss='balance', "
+      "str score='softmax', int sequences=1, Tensor? token_mask=None) -> Tensor");
   library.def(
       "top_k(Tensor logits, str layer, Tensor? selection_bias=None, Tensor? expert_scale=None) -> "
       "(Tensor scores, Tensor ids)");

@@ -126,10 +126,14 @@ Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tens
                            OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
                            OptionalTensor dx_out);
 
-/// The switch load-balancing loss () float32 of logits (T, E) and counts (E) int32.
-Tensor aux_loss(Tensor logits, Tensor counts);
+/// A loss () float32 on logits (T, E): AuxLossArgs (ops.h) has the formulas. `loss`: "balance", of
+/// counts (B, E) int32, or (E) for one sequence; or "z", which reads none. `score`: the name of a
+/// RouterScore. token_mask (T) uint8: 0 leaves a token out.
+Tensor aux_loss(Tensor logits, OptionalTensor counts, std::string loss, std::string score,
+                std::int64_t sequences, OptionalTensor token_mask);
 /// dlogits (T, E) from the loss's gradient () float32.
-Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts);
+Tensor aux_loss_backward(Tensor dloss, Tensor logits, OptionalTensor counts, std::string loss,
+                         std::string score, std::int64_t sequences, OptionalTensor token_mask);
 
 /// Scores (T, K) float32 and expert ids (T, K) int32 of logits (T, E).
 std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTensor selection_bias,

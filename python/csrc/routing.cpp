@@ -3,15 +3,43 @@
 namespace sonicmoe::python {
 namespace {
 
-AuxLossDesc describe_aux_loss(const Tensor& logits, const Tensor& counts, bool backward) {
+/// The enumerator of this name; the library's own names, in order.
+template <class Enum>
+Enum named(const char* argument, const std::string& text, std::initializer_list<Enum> all) {
+  std::string allowed;
+  for (const Enum value : all) {
+    if (text == name(value)) return value;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(name(value));
+  }
+  check(Status::error(StatusCode::invalid_argument, "%s: got %s, allowed: %s", argument,
+                      text.c_str(), allowed.c_str()));
+  return *all.begin();
+}
+
+AuxLossDesc describe_aux_loss(const Tensor& logits, const OptionalTensor& counts,
+                              const std::string& loss, const std::string& score,
+                              std::int64_t sequences, const OptionalTensor& token_mask,
+                              bool backward) {
   check_dims("logits", logits, 2, "(T, E)");
-  const AuxLossDesc desc{.tokens = logits.size(0),
-                         .experts = logits.size(1),
-                         .dtype = dtype_of("logits", logits),
-                         .backward = backward};
+  AuxLossDesc desc{.tokens = logits.size(0),
+                   .experts = logits.size(1),
+                   .dtype = dtype_of("logits", logits),
+                   .backward = backward};
+  desc.loss = named("loss", loss, {RouterLoss::balance, RouterLoss::z});
+  desc.score = named("score", score,
+                     {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus});
+  desc.sequences = sequences;
+  desc.masked = token_mask.has_value();
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
-  check_tensor("counts", counts, logits, ScalarType::Int, {desc.experts}, "(E)");
+  if (counts && sequences == 1 && counts->dim() == 1) {
+    check_tensor("counts", *counts, logits, ScalarType::Int, {desc.experts}, "(E)");
+  } else if (counts) {
+    check_tensor("counts", *counts, logits, ScalarType::Int, {sequences, desc.experts}, "(B, E)");
+  }
+  if (token_mask) {
+    check_tensor("token_mask", *token_mask, logits, ScalarType::Byte, {desc.tokens}, "(T)");
+  }
   return desc;
 }
 
@@ -22,24 +50,30 @@ PlanCache<AuxLossDesc>& aux_loss_plans() {
 
 }  // namespace
 
-Tensor aux_loss(Tensor logits, Tensor counts) {
-  const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, false), logits);
+Tensor aux_loss(Tensor logits, OptionalTensor counts, std::string loss_name, std::string score,
+                std::int64_t sequences, OptionalTensor token_mask) {
+  const auto plan = aux_loss_plans().get(
+      describe_aux_loss(logits, counts, loss_name, score, sequences, token_mask, false), logits);
   logits = aligned(logits);
   const Tensor loss = empty(logits, {}, ScalarType::Float);
   check(plan.run({.logits = input<void>(logits),
                   .counts = input<std::int32_t>(counts),
+                  .token_mask = input<std::uint8_t>(token_mask),
                   .loss = output<float>(loss)},
                  Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return loss;
 }
 
-Tensor aux_loss_backward(Tensor dloss, Tensor logits, Tensor counts) {
-  const auto plan = aux_loss_plans().get(describe_aux_loss(logits, counts, true), logits);
+Tensor aux_loss_backward(Tensor dloss, Tensor logits, OptionalTensor counts, std::string loss,
+                         std::string score, std::int64_t sequences, OptionalTensor token_mask) {
+  const auto plan = aux_loss_plans().get(
+      describe_aux_loss(logits, counts, loss, score, sequences, token_mask, true), logits);
   check_tensor("dloss", dloss, logits, ScalarType::Float, {}, "()");
   logits = aligned(logits);
   const Tensor dlogits = empty(logits, {logits.size(0), logits.size(1)}, logits.scalar_type());
   check(plan.run({.logits = input<void>(logits),
                   .counts = input<std::int32_t>(counts),
+                  .token_mask = input<std::uint8_t>(token_mask),
                   .dloss = input<float>(dloss),
                   .dlogits = output<void>(dlogits)},
                  Scratch(logits, plan.workspace_bytes()), stream_of(logits)));

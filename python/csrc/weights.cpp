@@ -102,6 +102,9 @@ void ExpertInputs::weights(const Tensor& w1, const OptionalTensor& w1_up, const 
   like_w1("w1", w1, dtype_);
   if (w1_up) like_w1("w1_up", *w1_up, dtype_);
   like_w2("w2", w2, dtype_);
+  check_alignment("w1", w1);
+  if (w1_up) check_alignment("w1_up", *w1_up);
+  check_alignment("w2", w2);
   if (main_grads.w1) {
     like_w1("w1_main_grad", *main_grads.w1, ScalarType::Float);
     check_alignment("w1_main_grad", *main_grads.w1);

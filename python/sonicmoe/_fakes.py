@@ -228,11 +228,11 @@ def _grouped_backward_fake(
     return _wanted_fake(wants_dx and dx_out is None, rows), dscores, *gradients
 
 
-def _aux_loss_fake(logits, counts):
+def _aux_loss_fake(logits, counts, *options, **named):
     return _empty(logits, dtype=torch.float32)
 
 
-def _aux_loss_backward_fake(dloss, logits, counts):
+def _aux_loss_backward_fake(dloss, logits, counts, *options, **named):
     return _empty(logits, *logits.shape)
 
 

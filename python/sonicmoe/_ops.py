@@ -279,11 +279,22 @@ def grouped_forward(*inputs, out=None):
 
 
 def _save_for_aux_loss_backward(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    logits, counts, *options = inputs
+    ctx.loss, ctx.score, ctx.sequences, mask = [*options, *_AUX_LOSS_DEFAULTS[len(options) :]]
+    ctx.save_for_backward(logits, counts, mask)
+    ctx.inputs = len(inputs)
+
+
+#: Of the operator's options: loss, score, sequences, token_mask.
+_AUX_LOSS_DEFAULTS = ("balance", "softmax", 1, None)
 
 
 def _aux_loss_backward(ctx, dloss):
-    return torch.ops.sonicmoe.aux_loss_backward(dloss.contiguous(), *ctx.saved_tensors), None
+    logits, counts, mask = ctx.saved_tensors
+    dlogits = torch.ops.sonicmoe.aux_loss_backward(
+        dloss.contiguous(), logits, counts, ctx.loss, ctx.score, ctx.sequences, mask
+    )
+    return _autograd.padded(ctx, dlogits)
 
 
 def _save_for_token_rounding_backward(ctx, inputs, output):

@@ -1,105 +1,34 @@
 """The MoE module."""
 
+import math
+import numbers
 import warnings
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from . import _check, _layer, reference
+from . import _check, _layer, losses, reference, reference_losses
 from ._autocast import autocast
+from ._experts import Experts, accumulating, weights
+from ._router import Router, add_counts, is_plain, keeping_fp32
 from .enums import ActivationType, KernelBackendMoE, is_glu
-from .router import Routing, resolve
-
-_BACKENDS = {KernelBackendMoE.sonicmoe: _layer, KernelBackendMoE.torch: reference}
+from .router import RouterConfig, Routing, resolve
 
 
-class _AddedToMainGrad(torch.autograd.Function):
-    """Passes a weight on. Backward says that its gradient has been added to `main_grad`.
+class _Backend(NamedTuple):
+    """Modules with the same functions."""
 
-    The hooks that wait for a gradient get one of zeros, as Megatron's do from its own layers:
-    without any, autograd would call them from another thread.
-    """
-
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.weight = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient: None) -> torch.Tensor:
-        ctx.weight.grad_added_to_main_grad = True
-        return torch.zeros_like(ctx.weight)
+    layer: ModuleType
+    losses: ModuleType
 
 
-class Experts(nn.Module):
-    """The weights of one projection of all experts: weight (E, out, in), bias (E, out) or None."""
-
-    def __init__(
-        self, num_experts: int, in_features: int, out_features: int, add_bias: bool, std: float
-    ) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.in_features = in_features
-        self.out_features = out_features
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if add_bias else None
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, mean=0.0, std=self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(
-        self, x: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """weight and bias as they are now, parametrized or adapted; x is for hooks alone."""
-        return self.weight, self.bias
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, in_features={self.in_features}, "
-            f"out_features={self.out_features}, bias={self.bias is not None}"
-        )
-
-
-def _accumulating(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight as the layer takes it, and what backward adds its gradient to."""
-    if not weight.requires_grad:
-        return weight, None
-    if not isinstance(weight, nn.Parameter):
-        raise ValueError(
-            f"{name}.weight: got what a parametrization, an adapter, a hook or a DTensor has made, "
-            "allowed: the parameter itself, for gradient_accumulation_fusion adds to its main_grad"
-        )
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        raise ValueError(
-            f"{name}.weight.main_grad: got None, allowed: a torch.float32 tensor like the "
-            "weight, for gradient_accumulation_fusion adds to it"
-        )
-    if getattr(weight, "overwrite_main_grad", False):
-        raise ValueError(f"{name}.weight.overwrite_main_grad: got True, allowed: False")
-    if hasattr(weight, "grad_added_to_main_grad"):
-        if torch.compiler.is_compiling():  # no code of ours runs in that backward
-            weight.grad_added_to_main_grad = True
-        else:
-            weight = _AddedToMainGrad.apply(weight)
-    return weight, main_grad
-
-
-def _weights(
-    name: str, made: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias as the layer takes them. What a parametrization or an adapter has made may
-    lie in any order of memory: a copy puts it right."""
-    weight, bias = made
-    own = _check.local(f"{name}.weight", weight, x), _check.local(f"{name}.bias", bias, x)
-    return tuple(t if t is None or isinstance(t, nn.Parameter) else t.contiguous() for t in own)
+_BACKENDS = {
+    KernelBackendMoE.sonicmoe: _Backend(_layer, losses),
+    KernelBackendMoE.torch: _Backend(reference, reference_losses),
+}
 
 
 def _as_x(x: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor | None:
@@ -109,15 +38,31 @@ def _as_x(x: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor | None:
     return type(x).from_local(made, x.device_mesh, x.placements, run_check=False)
 
 
-def _is_plain(router: nn.Module) -> bool:
-    """Whether calling the router gives the product with its weight and nothing else."""
-    return (
-        type(router) is nn.Linear
-        and router.bias is None
-        and "forward" not in vars(router)
-        and not (router._forward_pre_hooks or router._forward_hooks)
-        and not (router._backward_pre_hooks or router._backward_hooks)
-    )
+_LOSSES = ("switch", "z", "sequence_balance")
+
+
+def _checked_losses(losses: Mapping[str, float] | None) -> dict[str, float]:
+    """Their weights by name; those of the switch loss alone for None."""
+    if losses is None:
+        return {"switch": 1.0}
+    allowed = f"a dict of weights by name: {', '.join(map(repr, _LOSSES))}"
+    if not isinstance(losses, Mapping):
+        raise TypeError(f"losses: got {losses!r}, allowed: {allowed}")
+    for name, weight in losses.items():
+        if name not in _LOSSES:
+            raise ValueError(f"losses: got {name!r}, allowed: {allowed}")
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+            raise TypeError(f"losses[{name!r}]: got {weight!r}, allowed: a number")
+        if not math.isfinite(weight):
+            raise ValueError(f"losses[{name!r}]: got {weight!r}, allowed: finite numbers")
+    return {name: float(weight) for name, weight in losses.items()}
+
+
+def _as_fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """What mixed precision (FSDP2's MixedPrecisionPolicy) has cast, as the layer takes it."""
+    if tensor is None or tensor.dtype.itemsize >= 4:
+        return tensor
+    return tensor.float()
 
 
 class MoE(nn.Module):
@@ -131,15 +76,29 @@ class MoE(nn.Module):
     biases at zero.
 
     Scores are the softmax over the K largest logits; with `softmax_over_topk=False` the K largest
-    of the softmax over all logits, divided by their sum if `norm_topk_probs`.
+    of the softmax over all logits, divided by their sum if `norm_topk_probs`. `router`, a
+    :class:`sonicmoe.RouterConfig` or the name of a preset, says other ways, in place of these two.
+    Its options add the parameters `router.bias` (E) and `expert_scale` (E) and the buffer
+    `selection_bias` (E). They are fp32 and stay so under `.to(dtype)`. The router's weight may be
+    fp32 beside other weights of 16 bits (`moe.router.float()`): then the logits are fp32 too, as
+    they are with `logits="f32"`. Under autocast to 16 bits the weight is cast as all others are,
+    but for `logits="f32"`. Autocast to fp32 makes the logits fp32 and casts nothing.
+
+    `losses` are weights by name, of "switch", "z" and "sequence_balance" (:mod:`sonicmoe.losses`);
+    the loss that `forward` returns is their weighted sum. None: the switch loss alone.
+
+    The buffer `tokens_per_expert` (E) int64, which is not in the state dict, counts the choices of
+    training forwards, before token rounding and without padding. A forward that runs inside a
+    backward pass does not count: activation checkpointing recomputes there.
 
     With `routing="token_rounding"` the layer rounds each expert's tokens to a multiple of `tile`
     while training (see :func:`sonicmoe.functional.token_rounding` for the rules of `rounding`); in
     `eval()` and in inference mode it is plain top-K. Draws come from PyTorch's generator.
 
     `router`, `c_fc` and `c_proj` may have hooks, parametrizations and adapters, and `router` may be
-    any module that makes logits (T, E) of x (T, d): every forward calls them. A plain linear router
-    is not called: its product is a part of the layer. Parameters may be replicated DTensors, with x
+    any module that makes logits (T, E) of x (T, d): every forward calls them. Its logits have its
+    bias in them. A plain linear router is not called: its product is a part of the layer, and so is
+    an fp32 bias. Parameters may be replicated DTensors, with x
     a replicated DTensor too. FSDP2 may shard the module, but none of the three alone.
 
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
@@ -166,6 +125,8 @@ class MoE(nn.Module):
         rounding: str = "nr",
         tile: int = 128,
         gradient_accumulation_fusion: bool = False,
+        router: RouterConfig | str | None = None,
+        losses: dict[str, float] | None = None,
     ) -> None:
         super().__init__()
         _check.integer("num_experts", num_experts)
@@ -194,21 +155,19 @@ class MoE(nn.Module):
         if not 1 <= tile <= 1024:
             raise ValueError(f"tile: got {tile}, allowed: 1 to 1024")
         _check.layer_sizes(hidden_size, intermediate_size, num_experts, num_experts_per_tok)
-        if num_experts_per_tok == 1 and (softmax_over_topk or norm_topk_probs):
-            warnings.warn(
-                f"softmax_over_topk: got {softmax_over_topk}, norm_topk_probs: got "
-                f"{norm_topk_probs}, with num_experts_per_tok=1: every weight is 1, so the task's "
-                "loss gives the router no gradient; softmax_over_topk=False without "
-                "norm_topk_probs gives it one",
-                stacklevel=2,
-            )
+        config = resolve(router, softmax_over_topk, norm_topk_probs)
+        config.check_sizes(num_experts, num_experts_per_tok)
+        if routing == "token_rounding":
+            config.check_token_rounding()
+        if num_experts_per_tok == 1 and config.constant_for_one:
+            _warn_of_constant_weights(config, router)
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation_function = activation_function
-        self.softmax_over_topk = softmax_over_topk
-        self.norm_topk_probs = norm_topk_probs
+        self.router_config = config
+        self.losses = _checked_losses(losses)
         self.layout = layout
         self.routing = routing
         self.rounding = rounding
@@ -216,22 +175,72 @@ class MoE(nn.Module):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
 
         width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
-        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.router = Router(hidden_size, num_experts, config.logit_bias, config.logits == "f32")
         self.c_fc = Experts(num_experts, hidden_size, width, add_bias, std)
         self.c_proj = Experts(num_experts, intermediate_size, hidden_size, add_bias, std)
+
+        scale = torch.ones(num_experts, dtype=torch.float32) if config.expert_scale else None
+        bias = torch.zeros(num_experts, dtype=torch.float32) if config.selection_bias else None
+        self.register_parameter("expert_scale", None if scale is None else nn.Parameter(scale))
+        self.register_buffer("selection_bias", bias)
+        counts = torch.zeros(num_experts, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Resets what the module itself has: `expert_scale`, `selection_bias`, the counts."""
+        if self.expert_scale is not None:
+            nn.init.ones_(self.expert_scale)
+        if self.selection_bias is not None:
+            self.selection_bias.zero_()
+        self.tokens_per_expert.zero_()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "MoE":
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(keeping_fp32(fn, [self.expert_scale, self.selection_bias]), False)
+
+    @property
+    def softmax_over_topk(self) -> bool:
+        """The original's name of `router_config.order == "select_then_score"`."""
+        return self.router_config.order == "select_then_score"
+
+    @property
+    def norm_topk_probs(self) -> bool:
+        """The original's name of `router_config.renormalize`."""
+        return self.router_config.renormalize
 
     @property
     def concat_layout(self) -> bool:
         """The original's name of `layout == "concatenated"`."""
         return self.layout == "concatenated"
 
+    def update_selection_bias(self, rate: float) -> None:
+        """selection_bias += rate * sign(mean(n) - n) of n = tokens_per_expert, which become 0.
+
+        Ranks that hold the same experts add up their `tokens_per_expert` first (all_reduce).
+        """
+        if self.selection_bias is None:
+            raise ValueError(
+                "router.selection_bias: got False, allowed: True, for update_selection_bias adds "
+                "to that buffer"
+            )
+        losses.update_selection_bias(self.selection_bias, self.tokens_per_expert, rate)
+        self.tokens_per_expert.zero_()
+
     def forward(
         self,
         x: torch.Tensor,
         kernel_backend_moe: KernelBackendMoE = KernelBackendMoE.sonicmoe,
         is_inference_mode: bool = False,
+        padding_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x (..., d) -> the output (..., d) and the switch load-balancing loss, an fp32 scalar.
+        """x (..., d) -> the output (..., d) and the weighted sum of `losses`, an fp32 scalar.
+
+        `padding_mask` has the shape of x without d, or is (T) with all its tokens: True, or an
+        integer other than 0, where a token counts. The others count in no loss and not in
+        `tokens_per_expert`, but the experts compute them all the same.
 
         In inference mode nothing is kept for backward and the loss is None. `eval()` alone still
         differentiates.
@@ -245,16 +254,66 @@ class MoE(nn.Module):
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         for name in ("router", "c_fc", "c_proj"):
             _check.not_sharded_alone(name, getattr(self, name))
+        mask = _mask_of_tokens(padding_mask, x)
         tokens = x.reshape(-1, self.hidden_size)
-        experts, main_grads = self._experts(tokens, backend, kernel_backend_moe, is_inference_mode)
+        experts, main_grads = self._experts(
+            tokens, backend.layer, kernel_backend_moe, is_inference_mode
+        )
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
-            out, logits, counts = self._rounded(backend, tokens, experts, main_grads)
+            out, logits, counts = self._rounded(backend.layer, tokens, experts, main_grads)
         else:
-            out, logits, counts = self._top_k(backend, tokens, experts, main_grads)
-        aux_loss = None if is_inference_mode else backend.switch_loss(logits, counts)
+            out, logits, counts = self._top_k(backend.layer, tokens, experts, main_grads)
+        aux_loss = None
+        if not is_inference_mode:
+            # Sequences of x (B, S, d); another x is one sequence, or as many as all but S say.
+            length = x.shape[-2] if x.dim() > 2 else tokens.shape[0]
+            aux_loss, counts = self._losses(backend, logits, counts, mask, length)
+            if self.training:
+                add_counts(self.tokens_per_expert, counts)
         # A view of two dimensions could not be detached in place, as pipelines do with outputs.
         out = out if x.dim() == 2 else out.view(x.shape)
         return _as_x(x, out), _as_x(x, aux_loss)
+
+    def _losses(
+        self,
+        backend: _Backend,
+        logits: torch.Tensor,
+        counts: torch.Tensor,
+        mask: torch.Tensor | None,
+        length: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their weighted sum, and the counts (E) of tokens that count; mask (T)."""
+        ids = None
+        if mask is not None or "sequence_balance" in self.losses:
+            # The layer does not return them: the choice is made once more.
+            routing = Routing(self.router_config, selection_bias=self._selection_bias())
+            ids = backend.layer.top_k(logits, self.top_k, routing)[1]
+        if mask is not None:
+            counts = backend.losses.count_choices(ids, self.num_experts, padding_mask=mask)
+        score = self.router_config.score
+        terms = []
+        for name, weight in self.losses.items():
+            if name == "switch":
+                loss = backend.losses.switch_loss(logits, counts, score=score, padding_mask=mask)
+            elif name == "z":
+                loss = backend.losses.z_loss(logits, padding_mask=mask)
+            else:
+                shape = (-1, length) if length else (1, 0)
+                of_sequences = None if mask is None else mask.view(*shape)
+                chosen = backend.losses.count_choices(
+                    ids.view(*shape, self.top_k),
+                    self.num_experts,
+                    padding_mask=of_sequences,
+                    per_sequence=True,
+                )
+                loss = backend.losses.sequence_balance_loss(
+                    logits.view(*shape, self.num_experts),
+                    chosen,
+                    score=score,
+                    padding_mask=of_sequences,
+                )
+            terms.append(loss if weight == 1 else weight * loss)
+        return (sum(terms[1:], terms[0]) if terms else _no_loss(logits)), counts
 
     def _experts(
         self,
@@ -266,8 +325,8 @@ class MoE(nn.Module):
         """What the layers take of the experts, in order, and the main_grads by name."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
         seen = x.detach()
-        w1, b1 = _weights("c_fc", self.c_fc(seen), x)
-        w2, b2 = _weights("c_proj", self.c_proj(seen), x)
+        w1, b1 = weights("c_fc", self.c_fc(seen), x)
+        w2, b2 = weights("c_proj", self.c_proj(seen), x)
         main_grads = {}
         if self.gradient_accumulation_fusion:
             if backend is not _layer:
@@ -276,13 +335,13 @@ class MoE(nn.Module):
                     "KernelBackendMoE.sonicmoe, with gradient_accumulation_fusion"
                 )
             if torch.is_grad_enabled() and not is_inference_mode:
-                w1, main_grads["w1_main_grad"] = _accumulating("c_fc", w1)
-                w2, main_grads["w2_main_grad"] = _accumulating("c_proj", w2)
+                w1, main_grads["w1_main_grad"] = accumulating("c_fc", w1)
+                w2, main_grads["w2_main_grad"] = accumulating("c_proj", w2)
         experts = w1, b1, w2, b2, self.activation_function, is_inference_mode, self.layout
         return experts, main_grads
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The router's logits (T, E) of x (T, d)."""
+        """What the router makes of x (T, d), which is in autocast's type: logits (T, E)."""
         logits = _check.local("router(x)", self.router(x), x)
         _check.tensors(**{"router(x)": logits})
         shape = x.shape[0], self.num_experts
@@ -290,7 +349,15 @@ class MoE(nn.Module):
             raise ValueError(
                 f"router(x): got shape {tuple(logits.shape)}, allowed: (T, E) = {tuple(shape)}"
             )
+        if self.router_config.logits == "f32":
+            return _as_fp32(logits)
+        if logits.dtype != torch.float32:
+            (logits,) = autocast(logits)
         return logits
+
+    def _selection_bias(self) -> torch.Tensor | None:
+        bias = self.selection_bias
+        return _as_fp32(bias.to_local() if _check.is_dtensor(bias) else bias)
 
     def _top_k(
         self,
@@ -300,15 +367,23 @@ class MoE(nn.Module):
         main_grads: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
-        config = resolve(None, self.softmax_over_topk, self.norm_topk_probs)
-        options = self.top_k, Routing(config), *experts
-        if _is_plain(self.router):
+        routing = Routing(
+            self.router_config,
+            selection_bias=self._selection_bias(),
+            expert_scale=_as_fp32(_check.local("expert_scale", self.expert_scale, x)),
+        )
+        if is_plain(self.router, (self.num_experts, self.hidden_size)):
             router_w = _check.local("router.weight", self.router.weight, x)
-            return backend.topk_layer(_check.local("x", x, x), router_w, *options, **main_grads)
+            bias = _as_fp32(_check.local("router.bias", self.router.bias, x))
+            routing = routing._replace(logit_bias=bias)
+            x = _check.local("x", x, x)
+            return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **main_grads)
         (x,) = autocast(x)
-        (logits,) = autocast(self._logits(x))
+        logits = self._logits(x)
         x = _check.local("x", x, x)
-        out, counts = backend.logits_layer(x, logits, None, *options, **main_grads)
+        out, counts = backend.logits_layer(
+            x, logits, None, self.top_k, routing, *experts, **main_grads
+        )
         return out, logits, counts
 
     def _rounded(
@@ -341,11 +416,46 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"top_k={self.top_k}, activation_function={self.activation_function}, "
-            f"softmax_over_topk={self.softmax_over_topk}, "
-            f"norm_topk_probs={self.norm_topk_probs}, layout={self.layout!r}, "
+            f"router={self.router_config}, losses={self.losses}, layout={self.layout!r}, "
             f"routing={self.routing!r}, rounding={self.rounding!r}, tile={self.tile}, "
             f"gradient_accumulation_fusion={self.gradient_accumulation_fusion}"
         )
+
+
+def _no_loss(logits: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return torch.zeros((), dtype=dtype, device=logits.device)
+
+
+def _mask_of_tokens(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The mask as (T) beside x (..., d)."""
+    if mask is None:
+        return None
+    _check.tensors(padding_mask=mask)
+    _check.on_device("padding_mask", mask, x.device)
+    if mask.shape not in (x.shape[:-1], (x.shape[:-1].numel(),)):
+        raise ValueError(
+            f"padding_mask: got shape {tuple(mask.shape)}, allowed: {tuple(x.shape[:-1])}, that of "
+            "x without its last dimension, or (T)"
+        )
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"padding_mask: got {mask.dtype}, allowed: torch.bool, or integers 0 and 1")
+    return mask.reshape(-1)
+
+
+def _warn_of_constant_weights(config: RouterConfig, router: RouterConfig | str | None) -> None:
+    if router is None:
+        got = (
+            f"softmax_over_topk: got {config.order == 'select_then_score'}, norm_topk_probs: got "
+            f"{config.renormalize}"
+        )
+    else:
+        got = f"router: got {router!r}"
+    warnings.warn(
+        f"{got}, with num_experts_per_tok=1: every weight is constant, so the task's loss gives "
+        "the router no gradient; softmax_over_topk=False without norm_topk_probs gives it one",
+        stacklevel=3,
+    )
 
 
 def _unavailable(backend: object) -> Exception:

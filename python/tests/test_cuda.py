@@ -383,3 +383,30 @@ def test_main_grads_of_other_layouts(dtype, layout, frozen):
             assert leaf.grad is None and torch.equal(main[name].to(leaf.dtype), plain[name].grad)
         else:
             assert torch.equal(leaf.grad, plain[name].grad), name
+
+
+def off_16_bytes(tensor):
+    """A copy one element into a buffer, as ZeRO's flat buffers may have it."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    flat[1:] = tensor.flatten()
+    return flat[1:].view_as(tensor)
+
+
+@pytest.mark.gpu
+def test_parameters_off_16_bytes():
+    """Small ones are copied. The experts' weights are as large as the work, and are refused."""
+    torch.manual_seed(0)
+    moe = sonicmoe.MoE(8, 2, 32, 16, "swiglu", True, 0.3).cuda().bfloat16()
+    x = torch.randn(33, 32, device="cuda", dtype=torch.bfloat16)
+    expected = moe(x)[0]
+    for parameter in (moe.router.weight, moe.c_fc.bias, moe.c_proj.bias):
+        parameter.data = off_16_bytes(parameter.data)
+    output = moe(x)[0]
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    for name, weight in (("w1", moe.c_fc.weight), ("w2", moe.c_proj.weight)):
+        kept = weight.data
+        weight.data = off_16_bytes(kept)
+        with pytest.raises(ValueError, match=f"^{name}: got address 0x[0-9a-f]+, as a view into a "):
+            moe(x)
+        weight.data = kept

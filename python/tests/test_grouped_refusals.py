@@ -221,14 +221,6 @@ def test_grouped_experts(change, error, message):
         functional.grouped_experts(**inputs() | change)
 
 
-@pytest.mark.parametrize("name", ["out", "dx_out"])
-def test_memory_at_an_odd_address(name):
-    memory = torch.empty(R * D + 1)[1:].view(R, D)
-    message = f"{name}: got address {memory.data_ptr():#x}, allowed: multiples of 16 bytes"
-    with refused(ValueError, message):
-        functional.grouped_experts(**inputs() | {"rows": leaf(R, D), name: memory})
-
-
 def test_nothing_is_written_after_bad_counts():
     out = torch.full((R, D), 7.0)
     with pytest.raises(ValueError, match="^counts: got 10 at position 1"):

@@ -148,6 +148,10 @@ def test_adapters_act(routing, backend):
         assert getattr(moe, name).factor.grad
 
 
+class Called(nn.Linear):
+    """A linear router that the layer does not know, and calls."""
+
+
 class Biased(nn.Module):
     def __init__(self):
         super().__init__()
@@ -181,7 +185,7 @@ def test_any_router_is_called(autocast, routing, mode):
 def test_a_called_router_compiles(routing):
     torch._dynamo.reset()
     moe = make_module(routing=routing)
-    moe.router = nn.Linear(D, E)
+    moe.router = Called(D, E)
     parametrize.register_parametrization(moe.c_fc, "weight", Scaled(moe.c_fc.weight))
     x = torch.randn(T, D)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
@@ -276,7 +280,7 @@ class Block(nn.Module):
 def test_an_exported_program_is_saved_and_loaded(called_router, inference, strict):
     block = Block(inference)
     if called_router:
-        block.moe.router = nn.Linear(D, E)
+        block.moe.router = Called(D, E)
     block.eval()
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
     example = (torch.randn(2, 10, D),)
@@ -325,7 +329,7 @@ def expect_gradients(moe, x, got):
 def test_grad_and_vjp(called_router, routing):
     moe = make_module(routing=routing, bias=True, softmax_over_topk=False)
     if called_router:
-        moe.router = nn.Linear(D, E)
+        moe.router = Called(D, E)
     loss, parameters, x = transformed(moe)
     got, dx = grad(loss, argnums=(0, 1))(parameters, x)
     value, pullback = vjp(loss, parameters, x)
@@ -417,7 +421,7 @@ def test_flops_of_the_module(called_router, compiled, activation, products):
     torch._dynamo.reset()
     moe = MoE(E, K, D, N, activation, False, 0.3)
     if called_router:
-        moe.router = nn.Linear(D, E)
+        moe.router = Called(D, E)
     forward = products * T * K * N * D + 2 * T * E * D
     x = torch.randn(T, D, requires_grad=True)
     call = torch.compile(moe, backend="aot_eager") if compiled else moe
@@ -489,7 +493,7 @@ def spread(moe, mesh, *placements):
 def test_replicated_weights(called_router, routing, backend, mesh):
     plain = make_module(routing=routing, bias=True)
     if called_router:
-        plain.router = nn.Linear(D, E)
+        plain.router = Called(D, E)
     moe = spread(plain, mesh, Replicate())
     x = torch.randn(2, T, D)
     leaf = distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
@@ -611,3 +615,25 @@ def test_the_documented_names_are_exported():
 
 def test_the_package_is_typed():
     assert (Path(sonicmoe.__file__).parent / "py.typed").exists()
+
+
+def in_flat_buffer(module):
+    """Puts each parameter one element into a buffer of its own, as ZeRO's flat buffers may."""
+    for parameter in module.parameters():
+        flat = torch.empty(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+        flat[1:] = parameter.detach().flatten()
+        parameter.data = flat[1:].view_as(parameter)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_off_16_bytes(dtype):
+    """The CPU reads them as they are, and computes the same bits."""
+    moe = make_module(bias=True).to(dtype)
+    moved = in_flat_buffer(copy.deepcopy(moe))
+    x = torch.randn(T, D, dtype=dtype)
+    for module in (moe, moved):
+        module(x)[0].sum().backward()
+    assert moved.c_fc.weight.data_ptr() % 16 != 0
+    for own, other in zip(moe.parameters(), moved.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)

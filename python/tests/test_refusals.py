@@ -300,14 +300,6 @@ def test_backends():
         module(torch.ones(T, D), "torch")
 
 
-def test_misaligned_weights():
-    """What is as large as weights is not copied at every call. Activations are, see test_layer."""
-    pattern = r"^w1: got address 0x[0-9a-f]+, allowed: multiples of 16 bytes$"
-    w1 = torch.randn(E * 2 * N * D + 1)[1:].view(E, 2 * N, D).permute(1, 2, 0)
-    with pytest.raises(ValueError, match=pattern):
-        functional.moe_TC_softmax_topk_layer(**topk_inputs() | {"w1": w1})
-
-
 def test_count_cumsum():
     ids = torch.tensor([1, 2])
     for args, error, message in (

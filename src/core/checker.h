@@ -22,6 +22,10 @@ inline constexpr std::size_t kTensorAlignment = 16;
 /// A chain of checks. status() is the error of the first check that fails.
 class Checker {
  public:
+  /// `tensor_alignment`: of tensors for which a check names none, in bytes.
+  explicit Checker(std::size_t tensor_alignment = kTensorAlignment)
+      : tensor_alignment_(tensor_alignment) {}
+
   Status status() const { return status_; }
 
   Checker& range(const char* argument, std::int64_t value, std::int64_t low, std::int64_t high) {
@@ -109,9 +113,11 @@ class Checker {
   }
 
   /// A tensor of `elements` elements that the call reads or writes. An empty one may be null.
+  /// `alignment` 0: the Checker's own.
   Checker& tensor(const char* argument, const void* pointer, std::int64_t elements,
-                  const char* shape, std::size_t alignment = kTensorAlignment) {
+                  const char* shape, std::size_t alignment = 0) {
     if (!status_.ok() || elements == 0) return *this;
+    if (alignment == 0) alignment = tensor_alignment_;
     if (pointer == nullptr) {
       status_ = Status::error(StatusCode::invalid_argument,
                               "%s: got null, allowed: a pointer to %s", argument, shape);
@@ -128,7 +134,7 @@ class Checker {
   }
   /// May be null, but not misaligned.
   Checker& optional(const char* argument, const void* pointer, std::int64_t elements,
-                    std::size_t alignment = kTensorAlignment) {
+                    std::size_t alignment = 0) {
     return pointer == nullptr ? *this : tensor(argument, pointer, elements, "", alignment);
   }
 
@@ -156,6 +162,7 @@ class Checker {
   }
 
  private:
+  std::size_t tensor_alignment_;
   Status status_;
 };
 

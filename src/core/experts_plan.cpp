@@ -212,7 +212,7 @@ std::vector<const char*> ExpertsPlan::backward_operations() const {
 Status ExpertsPlan::forward(const ExpertsForwardArgs& args, Workspace workspace, Stream stream,
                             OperationMask operations) const noexcept {
   const Impl& p = *impl_;
-  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(p.desc, args, p.exec.device.type); !status.ok()) return status;
   return call(p, p.forward_ledger, p.fwd.scratch, workspace, stream, operations,
               [&](Sequence* seq) { p.forward(seq, args, p.fwd); });
 }
@@ -220,7 +220,7 @@ Status ExpertsPlan::forward(const ExpertsForwardArgs& args, Workspace workspace,
 Status ExpertsPlan::backward(const ExpertsBackwardArgs& args, Workspace workspace, Stream stream,
                              OperationMask operations) const noexcept {
   const Impl& p = *impl_;
-  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(p.desc, args, p.exec.device.type); !status.ok()) return status;
   return call(p, p.backward_ledger, p.bwd.scratch, workspace, stream, operations,
               [&](Sequence* seq) {
                 p.row_gradients(seq, args, p.bwd);

@@ -262,7 +262,7 @@ std::vector<const char*> LayerPlan::backward_operations() const {
 Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace, Stream stream,
                           OperationMask operations) const noexcept {
   const Impl& p = *impl_;
-  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(p.desc, args, p.exec.device.type); !status.ok()) return status;
   return call(p, p.forward_ledger, p.fwd.scratch, workspace, stream, operations,
               [&](Sequence* seq) { p.forward(seq, args); });
 }
@@ -270,7 +270,7 @@ Status LayerPlan::forward(const ForwardArgs& args, Workspace workspace, Stream s
 Status LayerPlan::backward(const BackwardArgs& args, Workspace workspace, Stream stream,
                            OperationMask operations) const noexcept {
   const Impl& p = *impl_;
-  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(p.desc, args, p.exec.device.type); !status.ok()) return status;
   return call(p, p.backward_ledger, p.bwd.scratch, workspace, stream, operations,
               [&](Sequence* seq) { p.backward(seq, args); });
 }

@@ -295,7 +295,7 @@ template <class Desc>
 Status run_operation(const OpPlan<Desc>& plan, const typename Desc::Args& args,
                      const Handoff& handoff, Workspace workspace, Stream stream) noexcept {
   const typename OpPlan<Desc>::Impl& p = plan.impl();
-  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(p.desc, args, p.exec.device.type); !status.ok()) return status;
   if (Status status = validate(workspace, p.workspace_bytes); !status.ok()) return status;
   Exec exec = p.exec;
   exec.stream = stream;

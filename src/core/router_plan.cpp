@@ -209,7 +209,7 @@ std::vector<const char*> RouterPlan::backward_operations() const {
 Status RouterPlan::forward(const RouterForwardArgs& args, Workspace workspace, Stream stream,
                            OperationMask operations) const noexcept {
   const Impl& p = *impl_;
-  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(p.desc, args, p.exec.device.type); !status.ok()) return status;
   return call(p, p.forward_ledger, p.fwd.scratch, workspace, stream, operations,
               [&](Sequence* seq) {
                 p.forward(seq, args, p.fwd, nullptr);
@@ -220,7 +220,7 @@ Status RouterPlan::forward(const RouterForwardArgs& args, Workspace workspace, S
 Status RouterPlan::backward(const RouterBackwardArgs& args, Workspace workspace, Stream stream,
                             OperationMask operations) const noexcept {
   const Impl& p = *impl_;
-  if (Status status = validate(p.desc, args); !status.ok()) return status;
+  if (Status status = validate(p.desc, args, p.exec.device.type); !status.ok()) return status;
   return call(p, p.backward_ledger, p.bwd.scratch, workspace, stream, operations,
               [&](Sequence* seq) {
                 p.score_gradients(seq, args, p.bwd);

@@ -32,24 +32,25 @@ Status validate(const AuxLossDesc& desc);
 Status validate(const TokenRoundingDesc& desc);
 Status validate(const TokenRoundingGradDesc& desc);
 
-Status validate(const LayerDesc& desc, const ForwardArgs& args);
-Status validate(const LayerDesc& desc, const BackwardArgs& args);
-Status validate(const RoutingDesc& desc, const RouterForwardArgs& args);
-Status validate(const RoutingDesc& desc, const RouterBackwardArgs& args);
-Status validate(const GroupedDesc& desc, const ExpertsForwardArgs& args);
-Status validate(const GroupedDesc& desc, const ExpertsBackwardArgs& args);
-Status validate(const RouterGemmDesc& desc, const RouterGemmArgs& args);
-Status validate(const TopKDesc& desc, const TopKArgs& args);
-Status validate(const MetadataDesc& desc, const MetadataArgs& args);
-Status validate(const SegmentsDesc& desc, const SegmentsArgs& args);
-Status validate(const ZeroTailDesc& desc, const ZeroTailArgs& args);
-Status validate(const GroupedGemmDesc& desc, const GroupedGemmArgs& args);
-Status validate(const BiasGradDesc& desc, const BiasGradArgs& args);
-Status validate(const AggregateDesc& desc, const AggregateArgs& args);
-Status validate(const ScoreGradDesc& desc, const ScoreGradArgs& args);
-Status validate(const AuxLossDesc& desc, const AuxLossArgs& args);
-Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args);
-Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args);
+// Tensors on CUDA start at multiples of 16 bytes, on the CPU at multiples of an element.
+Status validate(const LayerDesc& desc, const ForwardArgs& args, DeviceType device);
+Status validate(const LayerDesc& desc, const BackwardArgs& args, DeviceType device);
+Status validate(const RoutingDesc& desc, const RouterForwardArgs& args, DeviceType device);
+Status validate(const RoutingDesc& desc, const RouterBackwardArgs& args, DeviceType device);
+Status validate(const GroupedDesc& desc, const ExpertsForwardArgs& args, DeviceType device);
+Status validate(const GroupedDesc& desc, const ExpertsBackwardArgs& args, DeviceType device);
+Status validate(const RouterGemmDesc& desc, const RouterGemmArgs& args, DeviceType device);
+Status validate(const TopKDesc& desc, const TopKArgs& args, DeviceType device);
+Status validate(const MetadataDesc& desc, const MetadataArgs& args, DeviceType device);
+Status validate(const SegmentsDesc& desc, const SegmentsArgs& args, DeviceType device);
+Status validate(const ZeroTailDesc& desc, const ZeroTailArgs& args, DeviceType device);
+Status validate(const GroupedGemmDesc& desc, const GroupedGemmArgs& args, DeviceType device);
+Status validate(const BiasGradDesc& desc, const BiasGradArgs& args, DeviceType device);
+Status validate(const AggregateDesc& desc, const AggregateArgs& args, DeviceType device);
+Status validate(const ScoreGradDesc& desc, const ScoreGradArgs& args, DeviceType device);
+Status validate(const AuxLossDesc& desc, const AuxLossArgs& args, DeviceType device);
+Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args, DeviceType device);
+Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args, DeviceType device);
 
 Status validate(Device device);
 /// Refuses backward() of an inference plan.

@@ -6,6 +6,19 @@ namespace sonicmoe {
 
 namespace {
 
+/// On CUDA tensors are read 16 bytes at a time.
+template <class Desc>
+Checker checker_of(const Desc& d, DeviceType device) {
+  if (device == DeviceType::cuda) return Checker();
+  if constexpr (requires { d.experts.dtype; }) {
+    return Checker(size_of(d.experts.dtype));
+  } else if constexpr (requires { d.dtype; }) {
+    return Checker(size_of(d.dtype));
+  } else {
+    return Checker();  // no tensors
+  }
+}
+
 // These templates check arguments of a layer, and of its router or experts alone: their fields have
 // the same names.
 
@@ -98,8 +111,8 @@ void check_counts(IndexType type, const Args& a, Checker* check) {
 
 }  // namespace
 
-Status validate(const LayerDesc& d, const ForwardArgs& a) {
-  Checker check;
+Status validate(const LayerDesc& d, const ForwardArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check_routing(d.routing(), a, &check);
   check_experts(d.experts, d.rows(), a, &check);
   check.tensor("x", a.x, d.tokens, "(T, d)").tensor("o", a.o, d.tokens, "(T, d)");
@@ -107,9 +120,9 @@ Status validate(const LayerDesc& d, const ForwardArgs& a) {
   return check.status();
 }
 
-Status validate(const LayerDesc& d, const BackwardArgs& a) {
+Status validate(const LayerDesc& d, const BackwardArgs& a, DeviceType device) {
   if (Status status = validate_backward(d.experts.inference); !status.ok()) return status;
-  Checker check;
+  Checker check = checker_of(d, device);
   check_routing_grad(d.routing(), a, &check);
   check_experts_grad(d.experts, d.rows(), a, &check);
   check.tensor("x", a.x, d.tokens, "(T, d)").tensor("dout", a.dout, d.tokens, "(T, d)");
@@ -121,8 +134,8 @@ Status validate(const LayerDesc& d, const BackwardArgs& a) {
   return check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes").status();
 }
 
-Status validate(const RoutingDesc& d, const RouterForwardArgs& a) {
-  Checker check;
+Status validate(const RoutingDesc& d, const RouterForwardArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check_routing(d, a, &check);
   if (d.rounding.tile > 0) {
     check.ints("slot_scores", a.slot_scores, d.row_capacity(), "(R) float");
@@ -130,9 +143,9 @@ Status validate(const RoutingDesc& d, const RouterForwardArgs& a) {
   return check.ints("routing", a.routing, 1, "routing_bytes()").status();
 }
 
-Status validate(const RoutingDesc& d, const RouterBackwardArgs& a) {
+Status validate(const RoutingDesc& d, const RouterBackwardArgs& a, DeviceType device) {
   if (Status status = validate_backward(d.inference); !status.ok()) return status;
-  Checker check;
+  Checker check = checker_of(d, device);
   check.ints("routing", a.routing, 1, "routing_bytes()");
   check.ints("row_dscores", a.row_dscores, d.row_capacity(), "(R) float");
   check_routing_grad(d, a, &check);
@@ -142,8 +155,8 @@ Status validate(const RoutingDesc& d, const RouterBackwardArgs& a) {
   return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
 }
 
-Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a) {
-  Checker check;
+Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   if (d.gathers()) {
     check.ints("offsets", a.offsets, 1, "(E+1) int32");
     check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
@@ -158,9 +171,9 @@ Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a) {
   return check.tensor("expert_out", a.expert_out, d.rows, "(R, d)").status();
 }
 
-Status validate(const GroupedDesc& d, const ExpertsBackwardArgs& a) {
+Status validate(const GroupedDesc& d, const ExpertsBackwardArgs& a, DeviceType device) {
   if (Status status = validate_backward(d.inference); !status.ok()) return status;
-  Checker check;
+  Checker check = checker_of(d, device);
   if (d.gathers()) {
     check.ints("offsets", a.offsets, 1, "(E+1) int32");
     check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
@@ -178,8 +191,8 @@ Status validate(const GroupedDesc& d, const ExpertsBackwardArgs& a) {
   return check.optional("dx_rows", a.dx_rows, d.rows).status();
 }
 
-Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a) {
-  Checker check;
+Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   if (d.pass != GemmPass::dgrad) check.tensor("x", a.x, d.tokens, "(T, d)");
   if (d.pass != GemmPass::wgrad) check.tensor("w", a.w, 1, "(E, d)");
   if (d.pass != GemmPass::forward) check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
@@ -194,8 +207,8 @@ Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a) {
   return check.status();
 }
 
-Status validate(const TopKDesc& d, const TopKArgs& a) {
-  Checker check;
+Status validate(const TopKDesc& d, const TopKArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   if (d.takes_ids()) check.ints("given_ids", a.given_ids, d.tokens, "(T, K) int32");
   if (d.selection_bias) check.ints("selection_bias", a.selection_bias, 1, "(E) float");
@@ -208,9 +221,9 @@ Status validate(const TopKDesc& d, const TopKArgs& a) {
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
-Status validate(const MetadataDesc& d, const MetadataArgs& a) {
+Status validate(const MetadataDesc& d, const MetadataArgs& a, DeviceType device) {
   const std::int64_t slots = d.slots();
-  Checker check;
+  Checker check = checker_of(d, device);
   check.ints("slot_experts", a.slot_experts, slots, "(S) int32");
   if (d.top_k == 0) check.ints("slot_tokens", a.slot_tokens, slots, "(S) int32");
   check.ints("counts", a.counts, 1, "(E) int32").ints("offsets", a.offsets, 1, "(E+1) int32");
@@ -227,25 +240,25 @@ Status validate(const MetadataDesc& d, const MetadataArgs& a) {
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
-Status validate(const SegmentsDesc& d, const SegmentsArgs& a) {
-  Checker check;
+Status validate(const SegmentsDesc& d, const SegmentsArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check_counts(d.index_type, a, &check);
   check.ints("begins", a.begins, 1, "(E) int32").ints("ends", a.ends, 1, "(E) int32");
   check.ints("expert_order", a.expert_order, 1, "(E) int32");
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
-Status validate(const ZeroTailDesc& d, const ZeroTailArgs& a) {
-  Checker check;
+Status validate(const ZeroTailDesc& d, const ZeroTailArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.ints("begins", a.begins, 1, "(E) int32").ints("ends", a.ends, 1, "(E) int32");
   return check.optional("rows", a.rows, d.rows).optional("values", a.values, d.rows, 4).status();
 }
 
-Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
+Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a, DeviceType device) {
   const GemmOp op = d.op;
   const bool gathers = op != GemmOp::down_proj && op != GemmOp::up_proj_dgrad;
   const bool up = op == GemmOp::up_proj || op == GemmOp::up_proj_wgrad;
-  Checker check;
+  Checker check = checker_of(d, device);
   check.ints("offsets", a.offsets, 1, "(E+1) int32");
   check.optional("expert_order", a.expert_order, 1, 4);
   check.optional("ends", a.ends, 1, 4);
@@ -291,8 +304,8 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a) {
   return check.status();
 }
 
-Status validate(const BiasGradDesc& d, const BiasGradArgs& a) {
-  Checker check;
+Status validate(const BiasGradDesc& d, const BiasGradArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.ints("offsets", a.offsets, 1, "(E+1) int32").optional("ends", a.ends, 1, 4);
   if (d.gathers()) check.ints("row_tokens", a.row_tokens, d.rows, "(R) int32");
   check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
@@ -306,8 +319,8 @@ Status validate(const BiasGradDesc& d, const BiasGradArgs& a) {
   return check.tensor("db2", a.db2, 1, "(E, d)").status();
 }
 
-Status validate(const AggregateDesc& d, const AggregateArgs& a) {
-  Checker check;
+Status validate(const AggregateDesc& d, const AggregateArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.tensor("rows", a.rows, d.rows, "(R, d)");
   check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
   if (d.top_k == 0) {
@@ -326,8 +339,8 @@ Status validate(const AggregateDesc& d, const AggregateArgs& a) {
   return check.tensor("out", a.out, d.tokens, "(T, d)").status();
 }
 
-Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
-  Checker check;
+Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.ints("row_dscores", a.row_dscores, d.rows, "(R) float");
   check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
   if (!d.has_logits()) {
@@ -351,8 +364,8 @@ Status validate(const ScoreGradDesc& d, const ScoreGradArgs& a) {
   return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
 }
 
-Status validate(const AuxLossDesc& d, const AuxLossArgs& a) {
-  Checker check;
+Status validate(const AuxLossDesc& d, const AuxLossArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   if (d.loss == RouterLoss::balance) check.ints("counts", a.counts, 1, "(B, E) int32");
   if (d.masked) check.tensor("token_mask", a.token_mask, d.tokens, "(T) uint8", 1);
@@ -365,8 +378,8 @@ Status validate(const AuxLossDesc& d, const AuxLossArgs& a) {
   return check.status();
 }
 
-Status validate(const TokenRoundingDesc& d, const TokenRoundingArgs& a) {
-  Checker check;
+Status validate(const TokenRoundingDesc& d, const TokenRoundingArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   check.ints("scores", a.scores, d.tokens, "(capacity) float");
   check.ints("token_ids", a.token_ids, d.tokens, "(capacity) int32");
@@ -376,8 +389,8 @@ Status validate(const TokenRoundingDesc& d, const TokenRoundingArgs& a) {
   return check.optional("error_word", a.error_word, 1, 4).status();
 }
 
-Status validate(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a) {
-  Checker check;
+Status validate(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   check.ints("token_ids", a.token_ids, d.list_length, "(capacity) int32");
   check.ints("expert_ids", a.expert_ids, d.list_length, "(capacity) int32");

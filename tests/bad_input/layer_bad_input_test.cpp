@@ -392,21 +392,21 @@ TEST(BadLayer, BackwardPointers) {
                            pointer_row("preact", &A::preact, "(R, 2n or n)"),
                            pointer_row("routing", &A::routing, "saved_bytes().routing bytes"),
                            pointer_row("dout", &A::dout, "(T, d)"),
-                           pointer_row("dlogits", &A::dlogits, "", 16, true),
-                           pointer_row("dx", &A::dx, "", 16, true),
-                           pointer_row("drouter_w", &A::drouter_w, "", 16, true),
+                           pointer_row("dlogits", &A::dlogits, "", 4, true),
+                           pointer_row("dx", &A::dx, "", 4, true),
+                           pointer_row("drouter_w", &A::drouter_w, "", 4, true),
                            pointer_row("dw1", &A::dw1, "the gate rows (E, n, d)"),
                            pointer_row("dw1_up", &A::dw1_up, "the up rows (E, n, d)"),
                            pointer_row("db1", &A::db1, "the gate biases (E, n)"),
                            pointer_row("db1_up", &A::db1_up, "the up biases (E, n)"),
-                           pointer_row("dw2", &A::dw2, "", 16, true),
+                           pointer_row("dw2", &A::dw2, "", 4, true),
                            pointer_row("db2", &A::db2, "(E, d)")});
-  check(given_desc(), {pointer_row("dw1", &A::dw1, "", 16, true),
+  check(given_desc(), {pointer_row("dw1", &A::dw1, "", 4, true),
                        pointer_row("dscores", &A::dscores, "(T, K) or (L) float", 4)});
   check(ids_desc(), {pointer_row("dscores", &A::dscores, "(T, K) or (L) float", 4)});
   for (const RouterInput input : {RouterInput::logits, RouterInput::logits_and_ids}) {
     check(logits_desc(input), {pointer_row("logits", &A::logits, "(T, E)"),
-                               pointer_row("dlogits", &A::dlogits, "", 16, true),
+                               pointer_row("dlogits", &A::dlogits, "", 4, true),
                                pointer_row("dgiven_logits", &A::dgiven_logits, "(T, E)")});
   }
   LayerDesc transposed = router_desc();

@@ -228,7 +228,7 @@ TEST(BadOp, RouterGemm) {
   good.dbias = static_cast<float*>(memory.data());
   const auto bias = pointer_row("bias", &A::bias, "(E) float", 4);
   expect_pointers(desc, good,
-                  std::vector{pointer_row("dw", &A::dw, "", 16, true),
+                  std::vector{pointer_row("dw", &A::dw, "", 4, true),
                               pointer_row("dbias", &A::dbias, "", 4, true)});
   good.dbias = nullptr;
   expect_pointers(desc, good, rows[2]);
@@ -383,7 +383,7 @@ TEST(BadOp, Aggregate) {
                               pointer_row("token_offsets", &A::token_offsets, "(T+1) int32", 4),
                               pointer_row("token_slots", &A::token_slots, "(R) int32", 4),
                               pointer_row("slot_scores", &A::slot_scores, "", 4, true),
-                              pointer_row("addend", &A::addend, "", 16, true),
+                              pointer_row("addend", &A::addend, "", 4, true),
                               pointer_row("out", &A::out, "(T, d)")});
 
   A routed = good;
@@ -400,7 +400,7 @@ TEST(BadOp, Aggregate) {
   expect_pointers(desc, routed,
                   std::vector{pointer_row("slot_experts", &A::slot_experts, "(R) int32", 4),
                               pointer_row("dlogits", &A::dlogits, "(T, E)"),
-                              pointer_row("router_w", &A::router_w, "", 16, true)});
+                              pointer_row("router_w", &A::router_w, "", 4, true)});
   EXPECT_TRUE(memory.untouched());
 }
 
@@ -442,7 +442,7 @@ TEST(BadOp, ScoreGrad) {
       std::vector{dscores, rows, pointer_row("slot_scores", &A::slot_scores, "(R) float", 4),
                   pointer_row("slot_experts", &A::slot_experts, "(R) int32", 4),
                   pointer_row("logits", &A::logits, "(T, E)"),
-                  pointer_row("dlogits_in", &A::dlogits_in, "", 16, true),
+                  pointer_row("dlogits_in", &A::dlogits_in, "", 4, true),
                   pointer_row("dlogits", &A::dlogits, "(T, E)")});
   desc.order = RouterOrder::select_then_score;
   desc.input = RouterInput::ids_and_weights;
@@ -464,7 +464,20 @@ TEST(BadOp, AuxLoss) {
       desc,
       {{"tokens: got -1, allowed: 0 to 2147483647", [](D* d) { d->tokens = -1; }},
        {"experts: got 0, allowed: 1 to 65536", [](D* d) { d->experts = 0; }},
-       {"dtype: got f16, allowed: f32, bf16 (on the CPU)", [](D* d) { d->dtype = DType::f16; }}});
+       {"dtype: got f16, allowed: f32, bf16 (on the CPU)", [](D* d) { d->dtype = DType::f16; }},
+       {"score: got sigmoid, allowed: softmax (the default) with loss z",
+        [](D* d) {
+          d->loss = RouterLoss::z;
+          d->score = RouterScore::sigmoid;
+        }},
+       {"sequences: got 5, allowed: 1",
+        [](D* d) {
+          d->loss = RouterLoss::z;
+          d->sequences = 5;
+        }},
+       {"sequences: got 0, allowed: 1 to 5", [](D* d) { d->sequences = 0; }},
+       {"sequences: got 6, allowed: 1 to 5", [](D* d) { d->sequences = 6; }},
+       {"sequences: got 2, allowed: divisors of tokens", [](D* d) { d->sequences = 2; }}});
   using A = AuxLossArgs;
   const GuardedBuffer memory(64);
   A good;
@@ -472,13 +485,26 @@ TEST(BadOp, AuxLoss) {
   good.counts = static_cast<const std::int32_t*>(memory.data());
   good.dloss = good.loss = static_cast<float*>(memory.data());
   const auto logits = pointer_row("logits", &A::logits, "(T, E)");
-  const auto counts = pointer_row("counts", &A::counts, "(E) int32", 4);
+  const auto counts = pointer_row("counts", &A::counts, "(B, E) int32", 4);
   expect_pointers(desc, good,
                   std::vector{logits, counts, pointer_row("loss", &A::loss, "(1) float", 4)});
   desc.backward = true;
   expect_pointers(desc, good,
                   std::vector{logits, counts, pointer_row("dloss", &A::dloss, "(1) float", 4),
                               pointer_row("dlogits", &A::dlogits, "(T, E)")});
+  // The z-loss reads no counts. A mask may start at any byte, so null is the one address to refuse.
+  desc.loss = RouterLoss::z;
+  desc.backward = false;
+  good.counts = nullptr;
+  expect_pointers(desc, good, std::vector{logits, pointer_row("loss", &A::loss, "(1) float", 4)});
+  desc.masked = true;
+  const auto plan = make_plan(desc);
+  ASSERT_TRUE(plan.ok()) << plan.status().message();
+  const std::size_t bytes = plan.value().workspace_bytes();
+  const GuardedBuffer workspace(bytes, 256);
+  EXPECT_STREQ(plan.value().run(good, {workspace.data(), bytes}).message(),
+               "token_mask: got null, allowed: a pointer to (T) uint8");
+  EXPECT_TRUE(memory.untouched() && workspace.untouched());
 }
 
 }  // namespace

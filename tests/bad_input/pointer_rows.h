@@ -10,7 +10,7 @@
 
 namespace sonicmoe::testkit {
 
-/// One pointer of an argument struct, and how its refusal describes it.
+/// One pointer of an argument struct, and how its refusal describes it. Tensors are fp32 here.
 template <class Args>
 struct PointerRow {
   std::string name;
@@ -23,7 +23,7 @@ struct PointerRow {
 
 template <class Args, class Pointer>
 PointerRow<Args> pointer_row(const char* name, Pointer Args::*member, const char* shape,
-                             std::size_t alignment = 16, bool optional = false) {
+                             std::size_t alignment = 4, bool optional = false) {
   return {name,
           shape,
           alignment,

@@ -127,6 +127,8 @@ TEST(UnknownEnum, OperationsOnLogits) {
   EXPECT_KNOWN(ScoreGradDesc, "group_score", 2, group_score);
   EXPECT_KNOWN(ScoreGradDesc, "router_input", 5, input);
   EXPECT_KNOWN(AuxLossDesc, "dtype", 3, dtype);
+  EXPECT_KNOWN(AuxLossDesc, "loss", 2, loss);
+  EXPECT_KNOWN(AuxLossDesc, "score", 3, score);
   EXPECT_KNOWN(TokenRoundingDesc, "dtype", 3, dtype);
   EXPECT_KNOWN(TokenRoundingDesc, "router_order", 2, order);
   EXPECT_KNOWN(TokenRoundingDesc, "router_input", 5, input);

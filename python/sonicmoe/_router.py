@@ -1,0 +1,94 @@
+"""The router as a module: its product, tensors that stay fp32, and the count of tokens."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from . import _autograd
+from .reference_routing import project
+
+
+def keeping_fp32(
+    function: Callable[[torch.Tensor], torch.Tensor], kept: Iterable[torch.Tensor | None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """For Module._apply: the function, which moves the kept tensors but does not round them."""
+    known = {id(t) for owner in kept if owner is not None for t in (owner, owner.grad)}
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        made = function(tensor)
+        if id(tensor) in known and made.is_floating_point() and made.dtype.itemsize < 4:
+            return tensor.to(made.device, torch.float32)
+        return made
+
+    return apply
+
+
+class Router(nn.Linear):
+    """Logits (T, E) of x (T, d): x weight^T + bias, in the type of x, or in fp32 with `f32_logits`
+    or an fp32 weight.
+
+    `bias` (E), or None, is fp32 and added before the one rounding. It stays fp32 under
+    `.to(dtype)`.
+    """
+
+    def __init__(self, hidden_size: int, num_experts: int, bias: bool, f32_logits: bool) -> None:
+        super().__init__(hidden_size, num_experts, bias=False)
+        self.f32_logits = f32_logits
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if getattr(self, "bias", None) is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return project(x, self.weight, self.bias, self.f32_logits)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Router":
+        return super()._apply(keeping_fp32(fn, [self.bias]), recurse)
+
+
+def is_plain(router: nn.Module, shape: tuple[int, int]) -> bool:
+    """Whether calling the router gives the product with its weight, of this shape, and an fp32
+    bias, and nothing else. nn.Linear rounds another bias where the layer would not."""
+    if type(router) is nn.Linear:
+        if router.bias is not None and router.bias.dtype != torch.float32:
+            return False
+    elif type(router) is not Router:
+        return False
+    return (
+        router.weight.shape == shape
+        and "forward" not in vars(router)
+        and not (router._forward_pre_hooks or router._forward_hooks)
+        and not (router._backward_pre_hooks or router._backward_hooks)
+    )
+
+
+# Counts of tokens. A forward that runs inside a backward pass is a recomputation (activation
+# checkpointing), which counted when it ran first. A compiled graph does not know where it runs: an
+# operator asks then.
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def _add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
+    if _graph_task() == -1:
+        total.add_(counts)
+
+
+_library = torch.library.Library("sonicmoe", "FRAGMENT")
+_library.define("add_counts(Tensor(a!) total, Tensor counts) -> ()")
+_library.impl("add_counts", _add_counts, "CompositeExplicitAutograd")
+_library._register_fake("add_counts", lambda total, counts: None)
+
+
+def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
+    """total += counts, both (E), unless a backward pass is running."""
+    if torch.compiler.is_compiling() or _autograd.transforms():
+        torch.ops.sonicmoe.add_counts(total, counts)
+    else:
+        _add_counts(total, counts)
