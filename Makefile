@@ -36,7 +36,7 @@ device-build: build  ## what compiling the device files cost and gave; fails on 
 	python tools/check_device_build.py build
 	python tools/check_machine_code.py build
 
-receipt-check: build  ## does receipts/h200.json (tools/gpu_check.py) still vouch for this build?
+receipt-check: build  ## does a receipt (tools/gpu_check.py) still vouch for this build?
 	python tools/gpu_check.py verify build
 
 demo: build  ## train a small MoE language model; options: make demo ARGS='--text PATH'

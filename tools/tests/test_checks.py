@@ -510,6 +510,7 @@ def test_a_receipt_is_made_in_three_calls(tmp_path, monkeypatch):
     assert receipt["sanitizer"] == clean and receipt["digest"] == "d" and receipt["bench"] == [1]
     assert receipt["tests"] == {"passed": 7} and receipt["device"] == "NVIDIA H200"
     card[0] = "NVIDIA H100"
+    assert run("tests")[0] == 0
     with pytest.raises(SystemExit, match="tests.json: got NVIDIA H200, allowed: NVIDIA H100"):
         run("bench")
 
@@ -572,6 +573,7 @@ def receipt(tmp_path, monkeypatch):
     """A receipt of two kernels and two tests, and a build that it covers, for a test to change."""
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_check, "RECEIPT", tmp_path / "receipt.json")
+    monkeypatch.setattr(gpu_check, "UNTIMED", tmp_path / "untimed.json")
     monkeypatch.setattr(gpu_check, "RENAMED", tmp_path / "renamed.json")
     monkeypatch.setattr(gpu_check, "PENDING", tmp_path / "pending.md")
     build = {
@@ -623,6 +625,18 @@ def test_a_receipt_covers_changed_sources_of_equal_machine_code(
     else:
         assert f"the machine code of 1 of {len(kernels)} kernels\n" in text
         assert text.count("machine code of a.cu") == 1 and expected in text
+
+
+def test_a_receipt_without_times_covers_a_build_too(tmp_path, capsys, receipt):
+    receipt |= {"digest": "other sources", "machine_code": {"a.cu: up": "new"}}
+    assert gpu_check.verify(tmp_path) == 1
+    made = json.loads(gpu_check.RECEIPT.read_text()) | receipt
+    made |= {"test_names": dict.fromkeys(receipt["tests"], "passed"), "bench": []}
+    gpu_check.UNTIMED.write_text(json.dumps(made))
+    assert gpu_check.verify(tmp_path) == 0
+    assert "untimed.json covers this build" in capsys.readouterr().out
+    gpu_check.UNTIMED.write_text(json.dumps(made | {"sanitizer": {"memcheck": "errors"}}))
+    assert gpu_check.verify(tmp_path) == 1
 
 
 KERNELS, TESTS = [["sm90.", "cuda."]], [["/sm90_", "/cuda_"], ["Dealt.", "Exact."]]
