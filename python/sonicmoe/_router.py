@@ -42,7 +42,7 @@ class Router(nn.Linear):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if getattr(self, "bias", None) is not None:
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -284,11 +284,12 @@ class MoE(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Their weighted sum, and the counts (E) of tokens that count; mask (T)."""
         ids = None
-        if mask is not None or "sequence_balance" in self.losses:
+        counts_again = mask is not None and (self.training or "switch" in self.losses)
+        if counts_again or "sequence_balance" in self.losses:
             # The layer does not return them: the choice is made once more.
             routing = Routing(self.router_config, selection_bias=self._selection_bias())
             ids = backend.layer.top_k(logits, self.top_k, routing)[1]
-        if mask is not None:
+        if counts_again:
             counts = backend.losses.count_choices(ids, self.num_experts, padding_mask=mask)
         score = self.router_config.score
         terms = []
@@ -449,11 +450,13 @@ def _warn_of_constant_weights(config: RouterConfig, router: RouterConfig | str |
             f"softmax_over_topk: got {config.order == 'select_then_score'}, norm_topk_probs: got "
             f"{config.renormalize}"
         )
+        cure = "softmax_over_topk=False without norm_topk_probs"
     else:
         got = f"router: got {router!r}"
+        cure = "order='score_then_select' without renormalize"
     warnings.warn(
         f"{got}, with num_experts_per_tok=1: every weight is constant, so the task's loss gives "
-        "the router no gradient; softmax_over_topk=False without norm_topk_probs gives it one",
+        f"the router no gradient; {cure} gives it one",
         stacklevel=3,
     )
 

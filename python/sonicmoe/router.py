@@ -5,7 +5,7 @@ import math
 import numbers
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -57,9 +57,6 @@ class RouterConfig:
     kept_groups: int = 1
     group_score: str = "largest"
     logits: str = "input"
-    # The options as the operators take them. Tracing sees constants, not numbers.
-    _scoring: str = field(init=False, repr=False, compare=False)
-    _choosing: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -90,6 +87,8 @@ class RouterConfig:
         if self.groups > 1:
             choosing = f" groups={self.groups} kept_groups={self.kept_groups}"
             choosing += f" group_score={self.group_score}"
+        # As the operators take them. Tracing sees constant texts, not numbers. No fields: asdict()
+        # gives the options alone.
         object.__setattr__(self, "_scoring", scoring)
         object.__setattr__(self, "_choosing", choosing)
 
@@ -134,7 +133,7 @@ class RouterConfig:
 
     def check_token_rounding(self) -> None:
         """ValueError unless the router is a softmax that `order` and `renormalize` describe."""
-        allowed = {f.name: f.default for f in dataclasses.fields(self) if f.init}
+        allowed = {f.name: f.default for f in dataclasses.fields(self)}
         for name in ("order", "renormalize", "logits"):
             del allowed[name]
         for name, value in allowed.items():

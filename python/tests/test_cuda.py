@@ -19,7 +19,7 @@ from helpers import (
     run_plain,
 )
 
-from sonicmoe import ActivationType, MoE, functional
+from sonicmoe import ActivationType, MoE, RouterConfig, functional
 from sonicmoe._check import TRANSPOSED_LAYOUTS
 
 pytestmark = NEEDS_HOPPER
@@ -233,12 +233,17 @@ def test_token_rounding_waits_for_nothing_and_can_be_captured(rule):
         assert torch.equal(a, b)
 
 
-def test_autocast_to_fp32_is_none():
+def test_autocast_to_fp32_makes_the_logits_fp32():
     moe = module().bfloat16()
     x = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     with torch.autocast("cuda", torch.float32):
         o, _ = moe(x)
-    assert torch.equal(o, moe(x)[0])
+    expected, logits, _ = functional.moe_TC_softmax_topk_layer(
+        x, moe.router.weight, moe.c_fc.weight, moe.c_fc.bias, moe.c_proj.weight, moe.c_proj.bias,
+        moe.top_k, router=RouterConfig(logits="f32"),
+    )  # fmt: skip
+    assert logits.dtype == torch.float32 and o.dtype == torch.bfloat16
+    assert torch.equal(o, expected)
 
 
 def test_ours_may_be_the_first_cuda_call_of_a_thread():
@@ -396,7 +401,7 @@ def off_16_bytes(tensor):
 def test_parameters_off_16_bytes():
     """Small ones are copied. The experts' weights are as large as the work, and are refused."""
     torch.manual_seed(0)
-    moe = sonicmoe.MoE(8, 2, 32, 16, "swiglu", True, 0.3).cuda().bfloat16()
+    moe = MoE(8, 2, 32, 16, "swiglu", True, 0.3).cuda().bfloat16()
     x = torch.randn(33, 32, device="cuda", dtype=torch.bfloat16)
     expected = moe(x)[0]
     for parameter in (moe.router.weight, moe.c_fc.bias, moe.c_proj.bias):

@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from helpers import assert_as_good, make_layer
 
 import sonicmoe
-from sonicmoe import PRESETS, RouterConfig, functional, reference
+from sonicmoe import (
+    PRESETS,
+    RouterConfig,
+    _autocast,
+    _layer,
+    functional,
+    reference,
+    reference_routing,
+)
 from sonicmoe.reference_routing import project, score_ids
 from sonicmoe.router import Routing
 
@@ -55,8 +63,7 @@ OPTIONS |= {name: dataclasses.asdict(preset) for name, preset in PRESETS.items()
 
 
 def config_of(name):
-    options = OPTIONS[name]
-    return RouterConfig(**{k: v for k, v in options.items() if not k.startswith("_")})
+    return RouterConfig(**OPTIONS[name])
 
 
 def tensors_of(config):
@@ -411,8 +418,15 @@ def test_autocast_to_fp32_makes_the_logits_fp32(monkeypatch):
     layer = make_layer(dtype=torch.bfloat16, tokens=T, hidden=D, experts=E)
     args = layer.x, layer.router_w, layer.w1, None, layer.w2, None, K
     expected = functional.moe_TC_softmax_topk_layer(*args, router=RouterConfig(logits="f32"))
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        for dtype in (torch.float32, torch.bfloat16):
+            patch.setattr(torch, "get_autocast_dtype", lambda device, dtype=dtype: dtype)
+            assert _autocast.to_fp32(layer.x) == (dtype == torch.float32)
+    assert not _autocast.to_fp32(layer.x)
+    # PyTorch's own functions stay: torch.autocast would restore what they say.
+    for module in (_layer, reference_routing):
+        monkeypatch.setattr(module, "to_fp32", lambda x: True)
     for got in (
         functional.moe_TC_softmax_topk_layer(*args),
         reference.topk_layer(*args[:2], K, Routing(RouterConfig()), *args[2:6]),

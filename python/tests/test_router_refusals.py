@@ -89,6 +89,7 @@ def test_configs_are_values():
     assert changed == RouterConfig(
         "sigmoid", "score_then_select", True, 1e-20, selection_bias=True, group_score="sum_of_two"
     )
+    assert RouterConfig(**dataclasses.asdict(changed)) == changed
     with pytest.raises(dataclasses.FrozenInstanceError):
         changed.scale = 2.0
 
