@@ -57,6 +57,8 @@ GPU_PYTHON_TESTS = (
     "python/tests/test_cuda_error.py",
     "python/tests/test_cuda_experts.py",
     "python/tests/test_cuda_grouped.py",
+    "python/tests/test_cuda_losses.py",
+    "python/tests/test_cuda_router.py",
     "python/tests/test_cuda_shapes.py",
 )
 BESIDE = (
@@ -64,6 +66,8 @@ BESIDE = (
     "python/tests/helpers.py",
     "python/tests/test_experts.py",
     "python/tests/test_grouped.py",
+    "python/tests/test_losses.py",
+    "python/tests/test_router.py",
     "benchmarks/arguments.py",
     "benchmarks/dense_bound.py",
     "benchmarks/moe-cute.py",
@@ -88,6 +92,10 @@ SANITIZED = ":".join(
         "Metadata.CountsOfTopKQuick",
         "Metadata.WrongCountsOfTopKLeadNowhere",
         "Segments.WrongNumbers",
+        "AuxLoss.NothingCounts",
+        "AuxLoss.MaskedTokensAreNotRead",
+        "TopK.OtherScoresByHand",
+        "TopK.GroupsByHand",
         "ZeroTail.*",
     ]
     + [
@@ -96,6 +104,10 @@ SANITIZED = ":".join(
         for case in (
             "activation_geglu_separate_bias_f16",
             "router_topk_over_softmax_bias_bf16",
+            "router_sqrt_softplus_dlogits_f16",
+            "router_deepseek_v3_f32_router_bf16",
+            "router_deepseek_v3_e256_bf16",
+            "router_many_groups_bf16",
             "given_hostile_bias_swiglu_bf16",
             "given_hostile_bias_transposed_interleaved_bf16",
             "rounding_stochastic_topk_over_softmax_f16",

@@ -50,7 +50,8 @@ Status validate(const AggregateDesc& desc, const AggregateArgs& args, DeviceType
 Status validate(const ScoreGradDesc& desc, const ScoreGradArgs& args, DeviceType device);
 Status validate(const AuxLossDesc& desc, const AuxLossArgs& args, DeviceType device);
 Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args, DeviceType device);
-Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args, DeviceType device);
+Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args,
+                DeviceType device);
 
 Status validate(Device device);
 /// Refuses backward() of an inference plan.
