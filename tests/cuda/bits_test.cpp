@@ -188,6 +188,46 @@ TEST(Bits, TopKOfScoredRouters) {
   }
 }
 
+// The kernel in which several lanes share a token: few values, zeros of both signs, saturated
+// scores, and rows of -inf but for some.
+TEST(Bits, TopKOfTiesInScoredRouters) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  constexpr double kValues[] = {0.0, -0.0, 1, -1, 0.5, 1, 40, -40, 200, -200, 17, 0x1p-30};
+  std::uint64_t number = 40000;
+  for (const RouterScore score :
+       {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
+    for (const RouterOrder order : kModes) {
+      for (const std::int64_t E : {64, 128, 256, 512}) {
+        for (const std::int64_t K : {1, 3, 8}) {
+          for (const std::int64_t size :
+               {std::int64_t{16}, std::int64_t{32}, std::int64_t{64}, E}) {
+            constexpr DType kTypes[] = {DType::bf16, DType::f16, DType::f32};
+            TopKDesc desc = top_k_of_67_tokens(E, K, kTypes[++number % 3], order, number % 2 == 0);
+            desc.score = score;
+            desc.scale = 1.5f;
+            desc.selection_bias = number % 3 != 0;
+            desc.groups = E / size;
+            desc.kept_groups = (desc.groups + 1) / 2;
+            if (number % 2 == 0) desc.group_score = GroupScore::sum_of_two;
+            const Random random(number, 13);
+            Tensor logits(desc.tokens * E);
+            for (std::size_t i = 0; i < logits.size(); ++i) {
+              const std::int64_t t = static_cast<std::int64_t>(i) / E;
+              // A group has two finite logits at least: the sum of its two is finite.
+              const bool some = static_cast<std::int64_t>(i) % size < 2;
+              logits[i] = t % 4 == 3 && !some && random.below(i, 16) > 0
+                              ? -kInf
+                              : kValues[random.below(i, t % 4 == 0 ? 2 : 12)];
+            }
+            for (std::int64_t t = 0; t < desc.tokens; ++t) logits[t * E + t % E] = 1;
+            expect_same_scored(desc, logits);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Bits, TopK) {
   std::uint64_t number = 0;
   for (const std::int64_t E : {1, 5, 8, 32, 33, 60, 64, 128, 160, 256, 384, 512, 1000, 1024}) {

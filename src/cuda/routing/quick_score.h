@@ -31,11 +31,11 @@ SONICMOE_HD float refined(float d, float guess) {
   return math::fma(math::fma(-d, guess, 1.0f), guess, guess);
 }
 /// math::div(n, d) by the steps that the compiler takes where nothing can overflow or underflow:
-/// for d from 1 to 2^20, where n is 0 or from 2^-60 to 2^20. It is exact for any n <= 2^20 where d
-/// is a power of two. `inverse` comes from refined().
+/// for d from 1 to 2^20 and n from kLeastQuotient to 2^20. Where d is 1 or 2, n may be any smaller
+/// number. `inverse` comes from refined().
+inline constexpr float kLeastQuotient = 0x1p-60f;
 SONICMOE_HD float quotient(float n, float d, float inverse) {
-  float q = math::mul(n, inverse);
-  q = math::fma(math::fma(-d, q, n), inverse, q);
+  const float q = math::mul(n, inverse);
   return math::fma(math::fma(-d, q, n), inverse, q);
 }
 
@@ -66,13 +66,22 @@ SONICMOE_HD float quick_softplus(float z) {
   const float rest = quick_log1p(exp_of_negative(-__builtin_fabsf(z)));
   return z < 0.0f ? rest : math::add(z, rest);
 }
-/// math::sqrt(x) for x from 2^-100 to 2^100, by the compiler's steps. `guess` is 1 / sqrt(x).
+/// A guess of 1 / sqrt(x), good to about 2^-23.
+SONICMOE_HD float guess_rsqrt(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.0f / math::sqrt(x);
+#endif
+}
+/// math::sqrt(x) for finite x from kLeastQuickSqrt on, by the steps that the compiler takes there.
+inline constexpr float kLeastQuickSqrt = 0x1p-100f;
 SONICMOE_HD float quick_sqrt(float x, float guess) {
   const float root = math::mul(x, guess);
   const float half = math::mul(guess, 0.5f);
   return math::fma(math::fma(-root, root, x), half, root);
 }
-inline constexpr float kLeastQuickSqrt = 0x1p-100f;
-inline constexpr float kLeastQuotient = 0x1p-60f;
 
 }  // namespace sonicmoe::cuda

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
   }
 }
 
-/// What becomes of the gradients of scores before the pass over logits. A thread takes a token.
+/// What becomes of the gradients of scores before the pass over logits. kLanes lanes take a token.
 /// Slot by slot: `gradients` of p, and the `factors` that router_slope() says. In row order:
 /// `scale_terms`, which add up to dexpert_scale, or null.
 struct Entries {
@@ -198,38 +198,55 @@ struct Entries {
   float* factors;
   float* scale_terms;
 };
+template <int kLanes>
 __global__ void __launch_bounds__(kEntryThreads)
     scored_entries(SlotGradients gradient, const float* probabilities,
                    const std::int32_t* slot_experts, const float* expert_scale, RouterScore score,
                    math::RouterWeights weights, std::int64_t tokens, std::int64_t experts,
                    int top_k, Entries out) {
-  const std::int64_t t = std::int64_t{blockIdx.x} * kEntryThreads + threadIdx.x;
+  const std::int64_t t = (std::int64_t{blockIdx.x} * kEntryThreads + threadIdx.x) / kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const std::int64_t first = t * top_k;
   wait_for_previous();
   let_next_start();
-  if (t >= tokens) return;
-  const std::int64_t first = t * top_k;
-  float sum = 0.0f;
-  for (int k = 0; k < top_k; ++k) sum = math::add(sum, probabilities[first + k]);
-  const float divisor = weights.divisor(sum);
-  float inner = 0.0f;
-  for (int k = 0; k < top_k; ++k) {
-    const std::int64_t slot = first + k;
-    const std::int32_t e = slot_experts[slot];
-    const bool scaled = expert_scale != nullptr && e >= 0 && e < experts;
-    const float p = probabilities[slot];
-    const float g = gradient(slot);
-    const float w = weights.weight(p, divisor);
-    const float h = weights.scaled(g, scaled ? expert_scale[e] : 1.0f);
-    out.gradients[slot] = h;
-    out.factors[slot] = math::router_slope(score, p);
-    inner = math::fma(h, w, inner);
-    const std::int32_t row = gradient.slot_rows[slot];
-    if (out.scale_terms != nullptr && row >= 0) {
-      out.scale_terms[row] = math::mul(g, weights.scaled(w, 1.0f));
+  float sum = 0.0f;  // sums in slot order, as src/cpu adds; all lanes of a token make them
+  for (int k0 = 0; k0 < top_k; k0 += kLanes) {
+    const int k = k0 + lane;
+    const float p = t < tokens && k < top_k ? probabilities[first + k] : 0.0f;
+#pragma unroll 8
+    for (int l = 0; l < min(kLanes, top_k - k0); ++l) {
+      sum = math::add(sum, __shfl_sync(kAllLanes, p, l, kLanes));
     }
   }
-  for (int k = 0; k < top_k; ++k) {
-    out.gradients[first + k] = weights.gradient(out.gradients[first + k], inner, divisor);
+  const float divisor = weights.divisor(sum);
+  float inner = 0.0f;
+  for (int k0 = 0; k0 < top_k; k0 += kLanes) {
+    const int k = k0 + lane;
+    const std::int64_t slot = first + k;
+    float h = 0.0f, w = 0.0f;
+    if (t < tokens && k < top_k) {
+      const std::int32_t e = slot_experts[slot];
+      const bool scaled = expert_scale != nullptr && e >= 0 && e < experts;
+      const float p = probabilities[slot];
+      const float g = gradient(slot);
+      w = weights.weight(p, divisor);
+      h = weights.scaled(g, scaled ? expert_scale[e] : 1.0f);
+      out.gradients[slot] = h;
+      out.factors[slot] = math::router_slope(score, p);
+      const std::int32_t row = gradient.slot_rows[slot];
+      if (out.scale_terms != nullptr && row >= 0) {
+        out.scale_terms[row] = math::mul(g, weights.scaled(w, 1.0f));
+      }
+    }
+#pragma unroll 8
+    for (int l = 0; l < min(kLanes, top_k - k0); ++l) {
+      const float h_l = __shfl_sync(kAllLanes, h, l, kLanes);
+      inner = math::fma(h_l, __shfl_sync(kAllLanes, w, l, kLanes), inner);
+    }
+  }
+  for (int k = lane; t < tokens && k < top_k; k += kLanes) {
+    const std::int64_t slot = first + k;
+    out.gradients[slot] = weights.gradient(out.gradients[slot], inner, divisor);
   }
 }
 
@@ -321,8 +338,12 @@ void start_entries(const ScoreGradDesc& d, void* memory, const Exec& exec, Score
   const bool scales = d.expert_scale && a->dexpert_scale != nullptr;
   const Entries entries{region(at.gradients), region(at.factors),
                         scales ? region(at.scale_terms) : nullptr};
-  launch_early(scored_entries, blocks_for(d.tokens, kEntryThreads), kEntryThreads, 0,
-               stream_of(exec), *gradients, a->slot_probabilities, a->slot_experts,
+  const int lanes = d.top_k <= 4 ? 4 : d.top_k <= 8 ? 8 : kWarp;
+  launch_early(lanes == 4   ? scored_entries<4>
+               : lanes == 8 ? scored_entries<8>
+                            : scored_entries<kWarp>,
+               blocks_for(d.tokens, kEntryThreads / lanes), kEntryThreads, 0, stream_of(exec),
+               *gradients, a->slot_probabilities, a->slot_experts,
                d.expert_scale ? a->expert_scale : nullptr, d.score,
                math::RouterWeights{d.divides(), d.eps, d.scale}, d.tokens, d.experts,
                static_cast<int>(d.top_k), entries);

@@ -6,13 +6,15 @@
 // - top_k_slow: rows that do not fit a warp. A block per token makes K passes over the row.
 //
 // score_ids scores ids of the caller, a token per warp. All this is for routers that are plain();
-// top_k_scored.cu has the others.
+// top_k_scored.cu has the others. top_few_scored.cu has the usual sizes of those, and of the
+// softmax over all experts.
 //
 // No kernel here triggers the launch of metadata. Metadata has few blocks. Launched early, they
 // would crowd on the multiprocessors where our blocks leave room first (docs/findings/routing.md).
 #include "core/backends.h"
-#include "core/block_counts.h"
+#include "cuda/routing/few.cuh"
 #include "cuda/routing/select.cuh"
+#include "cuda/routing/top_few_scored.h"
 #include "cuda/routing/top_k_scored.h"
 
 namespace sonicmoe::cuda {
@@ -46,40 +48,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
   }
 }
 
-// A row of block_counts covers this many tokens. A block of top_few takes as many, so it counts
-// its own row.
-constexpr int kCounted = static_cast<int>(BlockCounts::kTokens);
 constexpr int kFewThreads = 256;
-
-/// top_few keeps the kFew largest keys in descending order: first of a lane, then of more and more
-/// lanes.
-constexpr int kFew = 8;
-constexpr int kFewExperts = 512;
-
-/// Puts the larger key into a.
-__device__ __forceinline__ void order(std::uint32_t& a, std::uint32_t& b) {
-  const std::uint32_t larger = max(a, b);
-  b = min(a, b);
-  a = larger;
-}
-/// Sorts a bitonic sequence (it rises and then falls, or falls and then rises), largest first.
-__device__ __forceinline__ void order_bitonic(std::uint32_t (&key)[kFew]) {
-#pragma unroll
-  for (int distance = kFew / 2; distance > 0; distance /= 2) {
-#pragma unroll
-    for (int i = 0; i < kFew; ++i) {
-      if ((i & distance) == 0) order(key[i], key[i + distance]);
-    }
-  }
-}
-/// Sorts any keys, largest first, by Batcher's network of 19 exchanges.
-__device__ __forceinline__ void order_all(std::uint32_t (&key)[kFew]) {
-  constexpr int kPairs[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
-                                 {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
-                                 {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
-#pragma unroll
-  for (int i = 0; i < 19; ++i) order(key[kPairs[i][0]], key[kPairs[i][1]]);
-}
 
 /// Softmax over the top-K of 16-bit logits, for K up to kFew. kLanes lanes take token t, with at
 /// most kLanes * kPerLane experts; kFull means exactly as many. Ids and scores have the bits of the
@@ -127,30 +96,12 @@ __device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std:
   }
 
   std::uint32_t best[kFew];
-#pragma unroll
-  for (int first = 0; first < kPerLane; first += kFew) {
-    std::uint32_t key[kFew];
-#pragma unroll
-    for (int i = 0; i < kFew; ++i) {
-      const int e = expert_of(first + i);
-      key[i] = kFull || e < experts ? Key32::of(to_float(logit[first + i]), e).bits : 0;
-    }
-    order_all(key);
-    // Two descending lists of kFew: entry i of one and entry kFew - 1 - i of the other. The larger
-    // of each such pair are the kFew largest of both, as a bitonic sequence.
-#pragma unroll
-    for (int i = 0; i < kFew; ++i) best[i] = first == 0 ? key[i] : max(best[i], key[kFew - 1 - i]);
-    if (first > 0) order_bitonic(best);
-  }
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
-    std::uint32_t theirs[kFew];
-#pragma unroll
-    for (int i = 0; i < kFew; ++i) theirs[i] = __shfl_xor_sync(kAllLanes, best[i], distance);
-#pragma unroll
-    for (int i = 0; i < kFew; ++i) best[i] = max(best[i], theirs[kFew - 1 - i]);
-    order_bitonic(best);
-  }
+  few_largest<kLanes, kPerLane>(
+      [&](int i) {
+        const int e = expert_of(i);
+        return kFull || e < experts ? Key32::of(to_float(logit[i]), e).bits : 0;
+      },
+      best);
 
   // Lane k modulo kLanes stores entry k. Lanes without an entry compute with the largest key.
   constexpr int kEntries = (kFew + kLanes - 1) / kLanes;
@@ -182,14 +133,6 @@ __device__ __forceinline__ void choose_few(const T* logits, std::int64_t t, std:
   }
 }
 
-__device__ __forceinline__ void store_counts(const std::int32_t* count, std::uint8_t* block_counts,
-                                             std::int32_t stride) {
-  std::uint8_t* const row = block_counts + std::int64_t{blockIdx.x} * stride;
-  for (int e = threadIdx.x; e < stride; e += kFewThreads) {
-    row[e] = static_cast<std::uint8_t>(count[e]);
-  }
-}
-
 /// A block takes kCounted tokens. It writes row blockIdx.x of block_counts (null: none): how many
 /// of its tokens have each expert, in `stride` bytes.
 template <class T, int kLanes, int kPerLane, bool kFull>
@@ -209,7 +152,7 @@ __global__ void __launch_bounds__(kFewThreads)
   }
   if (block_counts == nullptr) return;
   __syncthreads();  // all tokens are counted
-  store_counts(count, block_counts, stride);
+  store_counts<kFewThreads>(count, block_counts, stride);
 }
 
 /// Makes the same counts from the ids that `top_k` stored. A block makes a row.
@@ -226,7 +169,7 @@ __global__ void __launch_bounds__(kFewThreads)
     atomicAdd(&count[ids[i]], 1);
   }
   __syncthreads();  // all slots are counted
-  store_counts(count, block_counts, stride);
+  store_counts<kFewThreads>(count, block_counts, stride);
 }
 
 template <class T>
@@ -325,6 +268,7 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
                  d.tokens * d.top_k, static_cast<std::int32_t>(kCounted * d.top_k), block_counts,
                  stride);
   };
+  if (fits_top_few_scored(d)) return run_top_few_scored(d, a, block_counts, stride, exec);
   if (!d.plain()) {
     if (Status s = run_scored_top_k(d, a, exec); !s.ok()) return s;
     count();
