@@ -58,6 +58,7 @@ GPU_PYTHON_TESTS = (
     "python/tests/test_cuda_experts.py",
     "python/tests/test_cuda_grouped.py",
     "python/tests/test_cuda_losses.py",
+    "python/tests/test_cuda_original.py",
     "python/tests/test_cuda_router.py",
     "python/tests/test_cuda_shapes.py",
 )

@@ -44,6 +44,37 @@ MUTANTS = [
         "better += a > b || (a == b && other > g);",
     ),
     Mutant(
+        "router: a selection bias in the weights",
+        "src/cpu/scored_routing.h",
+        "s.values[e] = d.selection_bias ? math::add(by[e], selection_bias[e]) : by[e];",
+        "s.values[e] = s.p[e] = d.selection_bias ? math::add(by[e], selection_bias[e]) : by[e];",
+    ),
+    Mutant(
+        "router: groups by the wrong score",
+        "src/cpu/scored_routing.h",
+        "return two ? math::add(best[0], best[1]) : best[0];",
+        "return best[0];",
+    ),
+    Mutant(
+        "router: a bias after the rounding",
+        "src/cpu/router_gemm.cpp",
+        "scratch.tile[i * nj + j] += p.bias[j0 + j];",
+        "scratch.tile[i * nj + j] = to_float(from_float<Out>(scratch.tile[i * nj + j])) + "
+        "p.bias[j0 + j];",
+    ),
+    Mutant(
+        "router: a renormalisation without its gradient",
+        "src/math/router_score.h",
+        "    if (!renormalize) return h;",
+        "    return h;",
+    ),
+    Mutant(
+        "losses: a masked token counts",
+        "src/cpu/aux_loss.cpp",
+        "return !d.masked || a.token_mask[t] != 0;",
+        "return true || !d.masked || a.token_mask[t] != 0;",
+    ),
+    Mutant(
         "router: the choice forgets its bias",
         "src/cpu/scored_routing.h",
         "d.selection_bias ? math::add(by[e], selection_bias[e]) : by[e];",

@@ -1,5 +1,6 @@
 """The same layer on a GPU: by plain PyTorch, with autocast, compiled, and captured in a graph."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -167,6 +168,7 @@ def test_the_last_backward_needs_one_h_less():
     x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def peak(retain):
+        gc.collect()  # what is freed later would count as needed less
         torch.cuda.empty_cache()  # what is left of larger blocks counts as allocated
         o, _ = moe(x)
         torch.cuda.reset_peak_memory_stats()

@@ -116,8 +116,11 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
   static void expect_exact_parts(std::int64_t t, std::int64_t d, std::int64_t e, DType dtype,
                                  bool f32_logits, bool wide_w, bool wide_dlogits) {
     constexpr std::int64_t kWide = 20000;
-    const Tensor x = integers(t * d, 1), w = integers(e * d, 2, wide_w ? kWide : 2);
-    const Tensor g = integers(t * e, 3, wide_dlogits ? kWide : 2), bias = integers(e, 4, kWide);
+    // 16-bit logits need more bits than they have, so that it shows when they are rounded.
+    const std::int64_t narrow = f32_logits ? 2 : 100;
+    const Tensor x = integers(t * d, 1), w = integers(e * d, 2, wide_w ? kWide : narrow);
+    const Tensor g = integers(t * e, 3, wide_dlogits ? kWide : 2);
+    const Tensor bias = integers(e, 4, f32_logits ? kWide : narrow);
     SCOPED_TRACE(testing::Message() << "tokens " << t << ", hidden " << d << ", experts " << e
                                     << ", " << name(dtype) << ", f32 " << f32_logits << wide_w);
     LayerDesc layer;
