@@ -150,7 +150,7 @@ struct BackwardArgs {
   void* dx = nullptr;              ///< (T, d) dtype, or null
   void* drouter_w = nullptr;       ///< (E, d) like router_w, or null; RouterInput::projection only
   float* dlogit_bias = nullptr;    ///< (E), or null; with RouterDesc::logit_bias
-  float* dexpert_scale = nullptr;  ///< (E); with RouterDesc::expert_scale
+  float* dexpert_scale = nullptr;  ///< (E), or null; with RouterDesc::expert_scale
   void* dw1 = nullptr;             ///< or null, together with dw1_up; fp32 with f32_weight_grads
   void* dw1_up = nullptr;
   void* db1 = nullptr;

@@ -294,7 +294,7 @@ struct ScoreGradArgs {
   const float* slot_scores = nullptr;          ///< (R): with logits, if plain()
   const float* slot_probabilities = nullptr;   ///< (R): p, if keeps_probabilities()
   const std::int32_t* slot_experts = nullptr;  ///< (R): with logits
-  const float* expert_scale = nullptr;         ///< (E): with expert_scale
+  const float* expert_scale = nullptr;         ///< (E), or null: with expert_scale
   const std::int32_t* offsets = nullptr;       ///< (E+1): of rows, with expert_scale
   const void* logits = nullptr;                ///< (T, E): if RouterDesc::reaches_all_experts()
   const void* dlogits_in = nullptr;            ///< (T, E), optional: of other losses; with logits

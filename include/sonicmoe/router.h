@@ -198,7 +198,7 @@ struct RouterBackwardArgs {
   void* dx = nullptr;  ///< (T, d) dtype: the router's part of dX; or null: not computed; projection
   void* drouter_w = nullptr;       ///< (E, d) router_w_dtype(); or null; projection
   float* dlogit_bias = nullptr;    ///< (E); or null; with logit_bias
-  float* dexpert_scale = nullptr;  ///< (E); with expert_scale
+  float* dexpert_scale = nullptr;  ///< (E), or null; with expert_scale
 };
 
 /// From tokens to grouped rows: the router's product, top-K or token rounding, and the index arrays

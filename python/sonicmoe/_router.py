@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,8 @@ def keeping_fp32(
     function: Callable[[torch.Tensor], torch.Tensor], kept: Iterable[torch.Tensor | None]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """For Module._apply: the function, which moves the kept tensors but does not round them."""
-    known = {id(t) for owner in kept if owner is not None for t in (owner, owner.grad)}
+    leaves = [t for t in kept if t is not None and t.is_leaf]
+    known = {id(t) for owner in leaves for t in (owner, owner.grad)}
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         made = function(tensor)
@@ -23,6 +25,15 @@ def keeping_fp32(
         return made
 
     return apply
+
+
+def keep_fp32(state_dict: dict[str, torch.Tensor], prefix: str, names: Iterable[str]) -> None:
+    """Raises entries of a checkpoint to fp32, for load_state_dict(assign=True) takes them as they
+    are."""
+    for name in names:
+        entry = state_dict.get(prefix + name)
+        if entry is not None and entry.dtype.itemsize < 4:
+            state_dict[prefix + name] = entry.float()
 
 
 class Router(nn.Linear):
@@ -48,8 +59,21 @@ class Router(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return project(x, self.weight, self.bias, self.f32_logits)
 
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        keep_fp32(state_dict, prefix, ("bias",))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _apply(self, fn: Callable, recurse: bool = True) -> "Router":
         return super()._apply(keeping_fp32(fn, [self.bias]), recurse)
+
+
+#: Hooks of every module there is.
+_OF_ALL_MODULES = (
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+)
 
 
 def is_plain(router: nn.Module, shape: tuple[int, int]) -> bool:
@@ -65,6 +89,7 @@ def is_plain(router: nn.Module, shape: tuple[int, int]) -> bool:
         and "forward" not in vars(router)
         and not (router._forward_pre_hooks or router._forward_hooks)
         and not (router._backward_pre_hooks or router._backward_hooks)
+        and not any(_OF_ALL_MODULES)
     )
 
 

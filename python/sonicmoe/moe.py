@@ -5,7 +5,7 @@ import numbers
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from . import _check, _layer, losses, reference, reference_losses
 from ._autocast import autocast
 from ._experts import Experts, accumulating, weights
-from ._router import Router, add_counts, is_plain, keeping_fp32
+from ._router import Router, add_counts, is_plain, keep_fp32, keeping_fp32
 from .enums import ActivationType, KernelBackendMoE, is_glu
 from .router import RouterConfig, Routing, resolve
 
@@ -195,6 +195,16 @@ class MoE(nn.Module):
             self.selection_bias.zero_()
         self.tokens_per_expert.zero_()
 
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        keep_fp32(state_dict, prefix, ("expert_scale", "selection_bias"))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        # The counts are no part of the state: a module from the meta device has none. With
+        # assign=True its weights are about to become those of the state.
+        weight = self.c_fc.weight
+        if weight.is_meta:
+            weight = state_dict.get(prefix + "c_fc.weight", weight)
+        self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=weight.device)
+
     def _apply(self, fn: Callable, recurse: bool = True) -> "MoE":
         if recurse:
             for child in self.children():
@@ -219,7 +229,8 @@ class MoE(nn.Module):
     def update_selection_bias(self, rate: float) -> None:
         """selection_bias += rate * sign(mean(n) - n) of n = tokens_per_expert, which become 0.
 
-        Ranks that hold the same experts add up their `tokens_per_expert` first (all_reduce).
+        Ranks that hold the same experts add up their `tokens_per_expert` first (all_reduce). DDP
+        with `broadcast_buffers=True` overwrites them with those of rank 0 at each forward.
         """
         if self.selection_bias is None:
             raise ValueError(
@@ -298,7 +309,7 @@ class MoE(nn.Module):
                 loss = backend.losses.switch_loss(logits, counts, score=score, padding_mask=mask)
             elif name == "z":
                 loss = backend.losses.z_loss(logits, padding_mask=mask)
-            else:
+            elif name == "sequence_balance":
                 shape = (-1, length) if length else (1, 0)
                 of_sequences = None if mask is None else mask.view(*shape)
                 chosen = backend.losses.count_choices(
@@ -312,6 +323,10 @@ class MoE(nn.Module):
                     chosen,
                     score=score,
                     padding_mask=of_sequences,
+                )
+            else:
+                raise ValueError(
+                    f"losses: got {name!r}, allowed: switch, z, sequence_balance"
                 )
             terms.append(loss if weight == 1 else weight * loss)
         return (sum(terms[1:], terms[0]) if terms else _no_loss(logits)), counts

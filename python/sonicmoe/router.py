@@ -113,8 +113,9 @@ class RouterConfig:
 
     @property
     def constant_for_one(self) -> bool:
-        """Whether a single expert's weight does not depend on its logit."""
-        return self.over_top_k or (self.renormalize and self.eps == 0)
+        """Whether a single expert's weight does not depend on its logit. An `eps` below 2^-24 is
+        lost beside a score of size one."""
+        return self.over_top_k or (self.renormalize and self.eps < 2.0**-24)
 
     def check_sizes(self, experts: int, top_k: int) -> None:
         """ValueError unless `experts` split into the groups, and the kept ones have `top_k`."""

@@ -405,12 +405,17 @@ def test_parameters_off_16_bytes():
     torch.manual_seed(0)
     moe = MoE(8, 2, 32, 16, "swiglu", True, 0.3).cuda().bfloat16()
     x = torch.randn(33, 32, device="cuda", dtype=torch.bfloat16)
-    expected = moe(x)[0]
+
+    def step():
+        output = moe(x)[0]
+        gradients = torch.autograd.grad(output, list(moe.parameters()), torch.ones_like(output))
+        return output, *gradients
+
+    expected = step()
     for parameter in (moe.router.weight, moe.c_fc.bias, moe.c_proj.bias):
         parameter.data = off_16_bytes(parameter.data)
-    output = moe(x)[0]
-    assert torch.equal(output, expected)
-    output.sum().backward()
+    for got, wanted in zip(step(), expected, strict=True):
+        assert torch.equal(got, wanted)
     for name, weight in (("w1", moe.c_fc.weight), ("w2", moe.c_proj.weight)):
         kept = weight.data
         weight.data = off_16_bytes(kept)

@@ -519,3 +519,57 @@ def test_one_expert_with_other_weights_does_not_warn(router):
         moe = MoE(E, 1, D, N, "swiglu", False, 0.3, router=router)
     moe(torch.randn(T, D))[0].square().sum().backward()
     assert moe.router.weight.grad.any()
+
+
+def test_counts_are_no_part_of_the_state():
+    """A module from the meta device starts at 0, whichever way its state comes."""
+    state = MoE(8, 2, 16, 8, "swiglu", False, 0.1, router="deepseek_v3").state_dict()
+    with torch.device("meta"):
+        copies = [MoE(8, 2, 16, 8, "swiglu", False, 0.1, router="deepseek_v3") for _ in range(2)]
+    copies[0].to_empty(device="cpu").load_state_dict(state)
+    copies[1].load_state_dict(state, assign=True)
+    for moe in copies:
+        assert moe.tokens_per_expert.device.type == "cpu" and not moe.tokens_per_expert.any()
+        moe(torch.randn(5, 16))
+        assert moe.tokens_per_expert.sum() == 10
+
+
+def test_a_16_bit_checkpoint_leaves_fp32_what_is():
+    config = RouterConfig(logit_bias=True, selection_bias=True, expert_scale=True)
+    moe = MoE(8, 2, 16, 8, "swiglu", False, 0.1, router=config)
+    state = {name: t.bfloat16() for name, t in moe.state_dict().items()}
+    moe.load_state_dict(state, assign=True)
+    assert moe.router.weight.dtype == torch.bfloat16
+    for tensor in (moe.router.bias, moe.selection_bias, moe.expert_scale):
+        assert tensor.dtype == torch.float32
+    moe(torch.randn(5, 16, dtype=torch.bfloat16))
+    moe.update_selection_bias(0.1)
+
+
+def test_global_hooks_see_the_router():
+    moe, seen = MoE(8, 2, 16, 8, "swiglu", False, 0.1), []
+    x = torch.randn(5, 16)
+    expected = moe(x)[0]
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(module)
+    )
+    try:
+        assert torch.equal(moe(x)[0], expected)
+    finally:
+        hook.remove()
+    assert moe.router in seen
+
+
+@pytest.mark.parametrize("preset", ["deepseek_v3", "deepseek_v4", "qwen3"])
+def test_one_expert_of_constant_weight_warns(preset):
+    with pytest.warns(UserWarning, match="gives the router no gradient|the router no gradient"):
+        moe = MoE(16, 1, 16, 8, "swiglu", False, 0.1, router=preset)
+    moe(torch.randn(5, 16))[0].sum().backward()
+    assert not moe.router.weight.grad.any()
+
+
+def test_a_loss_that_does_not_exist_later():
+    moe = MoE(8, 2, 16, 8, "swiglu", False, 0.1)
+    moe.losses = {"swich": 1.0}
+    with pytest.raises(ValueError, match="losses: got 'swich', allowed: switch, z, sequence_bal"):
+        moe(torch.randn(5, 16))

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +28,10 @@ class Checker {
       : tensor_alignment_(tensor_alignment) {}
 
   Status status() const { return status_; }
+  /// In bytes, of a tensor of a type that need not be the Checker's own.
+  std::size_t alignment_of(DType dtype) const {
+    return std::max(tensor_alignment_, size_of(dtype));
+  }
 
   Checker& range(const char* argument, std::int64_t value, std::int64_t low, std::int64_t high) {
     if (!status_.ok() || (value >= low && value <= high)) return *this;
@@ -140,13 +145,14 @@ class Checker {
 
   /// W1, dW1: one tensor, or two.
   Checker& up_weights(const char* argument, const char* up_argument, const void* pointer,
-                      const void* up_pointer, const ExpertsDesc& d) {
+                      const void* up_pointer, const ExpertsDesc& d, std::size_t alignment = 0) {
     const bool two = d.w1_layout == W1Layout::separate;
     tensor(argument, pointer, 1,
            two              ? "the gate rows (E, n, d)"
            : d.transposed() ? "(E, d, 2n or n)"
-                            : "(E, 2n or n, d)");
-    if (two) tensor(up_argument, up_pointer, 1, "the up rows (E, n, d)");
+                            : "(E, 2n or n, d)",
+           alignment);
+    if (two) tensor(up_argument, up_pointer, 1, "the up rows (E, n, d)", alignment);
     return *this;
   }
   Checker& up_bias(const char* argument, const char* up_argument, const void* pointer,
@@ -157,8 +163,9 @@ class Checker {
     return *this;
   }
   /// W2, dW2.
-  Checker& down_weights(const char* argument, const void* pointer, const ExpertsDesc& d) {
-    return tensor(argument, pointer, 1, d.transposed() ? "(E, n, d)" : "(E, d, n)");
+  Checker& down_weights(const char* argument, const void* pointer, const ExpertsDesc& d,
+                        std::size_t alignment = 0) {
+    return tensor(argument, pointer, 1, d.transposed() ? "(E, n, d)" : "(E, d, n)", alignment);
   }
 
  private:

@@ -57,8 +57,9 @@ void groups(const RouterDesc& d, Checker* check) {
   check->require(d.groups == 1 || d.top_k <= d.kept_groups * of_group, "kept_groups",
                  std::to_string(d.kept_groups).c_str(),
                  "so many that top_k experts stay: top_k at most kept_groups * experts / groups");
-  check->require(d.group_score != GroupScore::sum_of_two || of_group >= 2, "group_score",
-                 "sum_of_two", "largest with one expert a group");
+  const bool two = d.group_score == GroupScore::sum_of_two;
+  check->require(!two || d.groups == 1 || of_group >= 2, "group_score", "sum_of_two",
+                 "largest with one expert a group");
 }
 
 /// What turns logits into experts and scores; without logits every option has its default.

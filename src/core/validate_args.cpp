@@ -19,6 +19,14 @@ Checker checker_of(const Desc& d, DeviceType device) {
   }
 }
 
+/// Alignments of logits and of the router's weights, which may be fp32 beside a 16-bit x.
+std::size_t of_logits(const RoutingDesc& d, const Checker& check) {
+  return check.alignment_of(d.logits_dtype(d.dtype));
+}
+std::size_t of_router_w(const RoutingDesc& d, const Checker& check) {
+  return check.alignment_of(d.router_w_dtype(d.dtype));
+}
+
 // These templates check arguments of a layer, and of its router or experts alone: their fields have
 // the same names.
 
@@ -30,11 +38,12 @@ void check_routing(const RoutingDesc& d, const Args& a, Checker* check) {
     check->ints("list_scores", a.list_scores, d.list_length, "(L) float");
   }
   if (d.projects()) {
-    check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
-    check->tensor("logits", a.logits, d.tokens, "(T, E)");
+    check->tensor("x", a.x, d.tokens, "(T, d)");
+    check->tensor("router_w", a.router_w, 1, "(E, d)", of_router_w(d, *check));
+    check->tensor("logits", a.logits, d.tokens, "(T, E)", of_logits(d, *check));
     if (d.logit_bias) check->ints("logit_bias", a.logit_bias, 1, "(E) float");
   } else if (d.has_logits()) {
-    check->tensor("given_logits", a.given_logits, d.tokens, "(T, E)");
+    check->tensor("given_logits", a.given_logits, d.tokens, "(T, E)", of_logits(d, *check));
   }
   if (d.selection_bias) check->ints("selection_bias", a.selection_bias, 1, "(E) float");
   if (d.expert_scale) check->ints("expert_scale", a.expert_scale, 1, "(E) float");
@@ -56,15 +65,19 @@ void check_routing_grad(const RoutingDesc& d, const Args& a, Checker* check) {
   if (!d.has_logits()) {
     check->ints("dscores", a.dscores, d.row_capacity(), "(T, K) or (L) float");
   }
-  if (d.needs_logits()) check->tensor("logits", a.logits, d.tokens, "(T, E)");
+  if (d.needs_logits()) {
+    check->tensor("logits", a.logits, d.tokens, "(T, E)", of_logits(d, *check));
+  }
   if (d.expert_scale) {
     check->ints("expert_scale", a.expert_scale, 1, "(E) float");
     check->optional("dexpert_scale", a.dexpert_scale, 1, 4);
   }
   if (!d.projects()) return;
   if (d.logit_bias) check->optional("dlogit_bias", a.dlogit_bias, 1, 4);
-  check->tensor("x", a.x, d.tokens, "(T, d)").tensor("router_w", a.router_w, 1, "(E, d)");
-  check->optional("drouter_w", a.drouter_w, 1);
+  const std::size_t alignment = of_router_w(d, *check);
+  check->tensor("x", a.x, d.tokens, "(T, d)");
+  check->tensor("router_w", a.router_w, 1, "(E, d)", alignment);
+  check->optional("drouter_w", a.drouter_w, 1, alignment);
 }
 
 template <class Args>
@@ -76,15 +89,20 @@ void check_experts(const ExpertsDesc& d, std::int64_t rows, const Args& a, Check
   if (!d.inference) check->tensor("preact", a.preact, rows, "(R, 2n or n)");
 }
 
+/// Alignment of the weights' gradients.
+std::size_t of_gradients(const ExpertsDesc& d, const Checker& check) {
+  return check.alignment_of(d.f32_weight_grads ? DType::f32 : d.dtype);
+}
+
 template <class Args>
 void check_experts_grad(const ExpertsDesc& d, std::int64_t rows, const Args& a, Checker* check) {
   check->up_weights("w1", "w1_up", a.w1, a.w1_up, d).down_weights("w2", a.w2, d);
   check->tensor("preact", a.preact, rows, "(R, 2n or n)");
   const bool separate = d.w1_layout == W1Layout::separate;
   if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
-    check->up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d);
+    check->up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d, of_gradients(d, *check));
   }
-  check->optional("dw2", a.dw2, 1);
+  check->optional("dw2", a.dw2, 1, of_gradients(d, *check));
   if (d.bias) {
     check->tensor("b2", a.b2, 1, "(E, d)").tensor("db2", a.db2, 1, "(E, d)");
     check->up_bias("db1", "db1_up", a.db1, a.db1_up, d);
@@ -116,7 +134,7 @@ Status validate(const LayerDesc& d, const ForwardArgs& a, DeviceType device) {
   check_routing(d.routing(), a, &check);
   check_experts(d.experts, d.rows(), a, &check);
   check.tensor("x", a.x, d.tokens, "(T, d)").tensor("o", a.o, d.tokens, "(T, d)");
-  if (!d.experts.inference) check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes");
+  if (!d.experts.inference) check.ints("routing", a.routing, 1, "saved_bytes().routing bytes");
   return check.status();
 }
 
@@ -128,10 +146,13 @@ Status validate(const LayerDesc& d, const BackwardArgs& a, DeviceType device) {
   check.tensor("x", a.x, d.tokens, "(T, d)").tensor("dout", a.dout, d.tokens, "(T, d)");
   check.optional("dx", a.dx, d.tokens);
   if (d.router.has_logits()) {
-    check.optional("dlogits", a.dlogits, d.tokens);
-    if (!d.router.projects()) check.tensor("dgiven_logits", a.dgiven_logits, d.tokens, "(T, E)");
+    const std::size_t alignment = of_logits(d.routing(), check);
+    check.optional("dlogits", a.dlogits, d.tokens, alignment);
+    if (!d.router.projects()) {
+      check.tensor("dgiven_logits", a.dgiven_logits, d.tokens, "(T, E)", alignment);
+    }
   }
-  return check.tensor("routing", a.routing, 1, "saved_bytes().routing bytes").status();
+  return check.ints("routing", a.routing, 1, "saved_bytes().routing bytes").status();
 }
 
 Status validate(const RoutingDesc& d, const RouterForwardArgs& a, DeviceType device) {
@@ -151,8 +172,8 @@ Status validate(const RoutingDesc& d, const RouterBackwardArgs& a, DeviceType de
   check_routing_grad(d, a, &check);
   if (!d.has_logits()) return check.status();
   if (d.projects()) check.optional("dx", a.dx, d.tokens);
-  check.optional("dlogits_in", a.dlogits_in, d.tokens);
-  return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
+  check.optional("dlogits_in", a.dlogits_in, d.tokens, of_logits(d, check));
+  return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)", of_logits(d, check)).status();
 }
 
 Status validate(const GroupedDesc& d, const ExpertsForwardArgs& a, DeviceType device) {
@@ -194,15 +215,20 @@ Status validate(const GroupedDesc& d, const ExpertsBackwardArgs& a, DeviceType d
 Status validate(const RouterGemmDesc& d, const RouterGemmArgs& a, DeviceType device) {
   Checker check = checker_of(d, device);
   if (d.pass != GemmPass::dgrad) check.tensor("x", a.x, d.tokens, "(T, d)");
-  if (d.pass != GemmPass::wgrad) check.tensor("w", a.w, 1, "(E, d)");
-  if (d.pass != GemmPass::forward) check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
-  if (d.pass == GemmPass::forward) check.tensor("logits", a.logits, d.tokens, "(T, E)");
+  const std::size_t of_w = check.alignment_of(d.w_dtype());
+  const std::size_t of_logits = check.alignment_of(d.logits_dtype());
+  if (d.pass != GemmPass::wgrad) check.tensor("w", a.w, 1, "(E, d)", of_w);
+  if (d.pass != GemmPass::forward) {
+    check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)", of_logits);
+  } else {
+    check.tensor("logits", a.logits, d.tokens, "(T, E)", of_logits);
+  }
   if (d.pass == GemmPass::dgrad) check.tensor("dx", a.dx, d.tokens, "(T, d)");
   if (d.bias && d.pass == GemmPass::forward) check.ints("bias", a.bias, 1, "(E) float");
   if (d.pass == GemmPass::wgrad) {
     // With a bias either gradient may be left out.
-    if (!d.bias || a.dbias == nullptr) check.tensor("dw", a.dw, 1, "(E, d)");
-    check.optional("dw", a.dw, 1).optional("dbias", a.dbias, 1, 4);
+    if (!d.bias || a.dbias == nullptr) check.tensor("dw", a.dw, 1, "(E, d)", of_w);
+    check.optional("dw", a.dw, 1, of_w).optional("dbias", a.dbias, 1, 4);
   }
   return check.status();
 }
@@ -294,11 +320,11 @@ Status validate(const GroupedGemmDesc& d, const GroupedGemmArgs& a, DeviceType d
       break;
     case GemmOp::down_proj_wgrad:
       check.tensor("scaled_act", a.scaled_act, d.rows, "(R, n)");
-      check.down_weights("dw2", a.dw2, d);
+      check.down_weights("dw2", a.dw2, d, of_gradients(d, check));
       break;
     case GemmOp::up_proj_wgrad:
       check.tensor("dpreact", a.dpreact, d.rows, "(R, 2n or n)");
-      check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d);
+      check.up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d, of_gradients(d, check));
       break;
   }
   return check.status();
@@ -332,9 +358,11 @@ Status validate(const AggregateDesc& d, const AggregateArgs& a, DeviceType devic
   if (a.router_w != nullptr) {
     check.require(d.experts > 0, "router_w", "a pointer", "null without experts");
     check.require(a.slot_scores == nullptr, "slot_scores", "a pointer", "null with router_w");
-    check.tensor("router_w", a.router_w, d.experts, "(E, d)");
+    const DType of_w = d.f32_router_w ? DType::f32 : d.dtype;
+    const DType of_dlogits = d.f32_dlogits ? DType::f32 : d.dtype;
+    check.tensor("router_w", a.router_w, d.experts, "(E, d)", check.alignment_of(of_w));
     check.ints("slot_experts", a.slot_experts, d.rows, "(R) int32");
-    check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)");
+    check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)", check.alignment_of(of_dlogits));
   }
   return check.tensor("out", a.out, d.tokens, "(T, d)").status();
 }

@@ -165,7 +165,9 @@ TEST(Bits, TopKOfScoredRouters) {
             desc.expert_scale = number % 7 < 3;
             desc.groups = groups;
             desc.kept_groups = (groups + 1) / 2;
-            if (E / groups >= 2 && number % 4 < 2) desc.group_score = GroupScore::sum_of_two;
+            if (groups > 1 && E / groups >= 2 && number % 4 < 2) {
+              desc.group_score = GroupScore::sum_of_two;
+            }
             Tensor logits = random_logits(desc, ++number);
             for (std::size_t i = 0; i < logits.size(); ++i) {
               if (Random(number, 12).below(i, 8) == 0) logits[i] = -kInf;
@@ -175,7 +177,6 @@ TEST(Bits, TopKOfScoredRouters) {
             if (groups > 1) continue;
             desc.selection_bias = false;
             desc.input = RouterInput::logits_and_ids;
-            desc.group_score = GroupScore::largest;
             std::vector<std::int32_t> ids = given_ids(desc);
             for (std::int64_t t = 0; t < desc.tokens; ++t) {
               ids[t * K] = static_cast<std::int32_t>(t % E);  // one with a finite logit
@@ -185,6 +186,18 @@ TEST(Bits, TopKOfScoredRouters) {
         }
       }
     }
+  }
+}
+
+// As many groups as experts: more than a warp's part of the shared memory holds.
+TEST(Bits, TopKOfManyGroups) {
+  for (const std::int64_t E : {1008, 1024}) {
+    TopKDesc desc = top_k_of_67_tokens(E, 8, DType::bf16, RouterOrder::score_then_select);
+    desc.score = RouterScore::sigmoid;
+    desc.selection_bias = true;
+    desc.groups = E;
+    desc.kept_groups = E / 2;
+    expect_same_scored(desc, random_logits(desc, 31));
   }
 }
 
@@ -208,7 +221,7 @@ TEST(Bits, TopKOfTiesInScoredRouters) {
             desc.selection_bias = number % 3 != 0;
             desc.groups = E / size;
             desc.kept_groups = (desc.groups + 1) / 2;
-            if (number % 2 == 0) desc.group_score = GroupScore::sum_of_two;
+            if (desc.groups > 1 && number % 2 == 0) desc.group_score = GroupScore::sum_of_two;
             const Random random(number, 13);
             Tensor logits(desc.tokens * E);
             for (std::size_t i = 0; i < logits.size(); ++i) {

@@ -180,6 +180,34 @@ TEST(ErrorWord, TopKReportsBadLogits) {
   }
 }
 
+// A NaN is larger than any number, so the token goes to its expert and has its NaN, whichever
+// kernel it is.
+TEST(ErrorWord, ANaNOfASigmoidStays) {
+  for (const std::int64_t E : {60, 64, 128, 256, 512, 1040}) {
+    for (const std::int64_t groups : {1, 4}) {
+      TopKDesc desc;
+      desc.tokens = 5;
+      desc.experts = E;
+      desc.top_k = 2;
+      desc.score = RouterScore::sigmoid;
+      desc.order = RouterOrder::score_then_select;
+      desc.renormalize = true;
+      desc.groups = groups;
+      desc.kept_groups = groups == 1 ? 1 : 2;
+      if (groups > 1) desc.group_score = GroupScore::sum_of_two;
+      Tensor logits = good_logits(desc);
+      logits[2 * E + E / 2] = kNan;
+      UncheckedTopK top_k(desc, logits);
+      const TopKOutputs out = top_k.run(encode(logits, desc.dtype), 0);
+      ASSERT_TRUE(valid(desc, out.ids));
+      const Tensor scores = decode(out.scores, DType::f32);
+      for (std::size_t i = 0; i < scores.size(); ++i) {
+        EXPECT_EQ(std::isnan(scores[i]), i / 2 == 2) << "E " << E << ", groups " << groups;
+      }
+    }
+  }
+}
+
 // The kernels of routers that are not plain(): a warp and a thread block a token.
 TEST(ErrorWord, ScoredTopKReportsBadLogits) {
   for (const DType type : {DType::bf16, DType::f32}) {

@@ -114,7 +114,7 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
   /// of bf16 or 11 and 4 of fp16. Both operands of a product never need them, for the product of
   /// two small parts is left out.
   static void expect_exact_parts(std::int64_t t, std::int64_t d, std::int64_t e, DType dtype,
-                                 bool f32_logits, bool wide_w, bool wide_dlogits) {
+                                 bool f32_logits, bool f32_w, bool wide_w, bool wide_dlogits) {
     constexpr std::int64_t kWide = 20000;
     // 16-bit logits need more bits than they have, so that it shows when they are rounded.
     const std::int64_t narrow = f32_logits ? 2 : 100;
@@ -122,15 +122,15 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
     const Tensor g = integers(t * e, 3, wide_dlogits ? kWide : 2);
     const Tensor bias = integers(e, 4, f32_logits ? kWide : narrow);
     SCOPED_TRACE(testing::Message() << "tokens " << t << ", hidden " << d << ", experts " << e
-                                    << ", " << name(dtype) << ", f32 " << f32_logits << wide_w);
+                                    << ", " << name(dtype) << ", f32 " << f32_logits << f32_w);
     LayerDesc layer;
     layer.tokens = t, layer.experts.hidden = d, layer.router.experts = e,
     layer.experts.dtype = dtype;
     layer.router.f32_logits = f32_logits;
-    layer.router.f32_router_w = wide_w;
+    layer.router.f32_router_w = f32_w;
     const Oracle oracle(layer, Precision::rounded);
     const auto expect = [&](GemmPass pass, const Product& expected) {
-      const RouterGemmDesc desc{pass, t, d, e, dtype, true, f32_logits, wide_w};
+      const RouterGemmDesc desc{pass, t, d, e, dtype, true, f32_logits, f32_w};
       const Product out = run(desc, GetParam().name, x, w, g, bias);
       // On the CPU one kernel takes tensors of two types, and some refuse an odd number of experts.
       if (kOnCpu && out.out.empty()) return;
@@ -152,9 +152,10 @@ TEST_P(ExactRouterGemm, BiasAndFloats) {
   for (const DType dtype : kTypes) {
     if (!runs_as(dtype)) continue;
     for (const auto& [t, d, e] : kSizes) {
-      expect_exact_parts(t, d, e, dtype, false, false, false);
-      expect_exact_parts(t, d, e, dtype, true, false, true);
-      expect_exact_parts(t, d, e, dtype, true, true, false);
+      expect_exact_parts(t, d, e, dtype, false, false, false, false);
+      expect_exact_parts(t, d, e, dtype, true, false, false, true);
+      expect_exact_parts(t, d, e, dtype, true, true, true, false);
+      expect_exact_parts(t, d, e, dtype, true, true, false, true);
     }
   }
 }
@@ -183,7 +184,7 @@ TEST_P(ExactRouterGemm, Sizes) {
 TEST_P(ExactRouterGemm, Quick) {
   if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
   expect_exact(200, 136, 72, kTypes[0]);
-  expect_exact_parts(200, 136, 71, kTypes[0], true, true, false);
+  expect_exact_parts(200, 136, 71, kTypes[0], true, true, true, false);
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactRouterGemm,

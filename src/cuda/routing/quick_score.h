@@ -39,11 +39,13 @@ SONICMOE_HD float quotient(float n, float d, float inverse) {
   return math::fma(math::fma(-d, q, n), inverse, q);
 }
 
-/// math::router_sigmoid. Where e is below 2^-24 the divisor is 1, so no e is too small.
+/// math::router_sigmoid; a NaN stays one. Where e is below 2^-24 the divisor is 1, so no e is too
+/// small.
 SONICMOE_HD float quick_sigmoid(float z) {
   const float e = exp_of_negative(-__builtin_fabsf(z));
   const float d = math::add(1.0f, e);
-  return quotient(z < 0.0f ? e : 1.0f, d, refined(d, math::fast_reciprocal(d)));
+  const float p = quotient(z < 0.0f ? e : 1.0f, d, refined(d, math::fast_reciprocal(d)));
+  return z != z ? z : p;
 }
 
 /// math::log1p. Where x is below 2^-23 the divisor is 2.
