@@ -523,9 +523,9 @@ def test_one_expert_with_other_weights_does_not_warn(router):
 
 def test_counts_are_no_part_of_the_state():
     """A module from the meta device starts at 0, whichever way its state comes."""
-    state = MoE(8, 2, 16, 8, "swiglu", False, 0.1, router="deepseek_v3").state_dict()
+    state = MoE(16, 2, 16, 8, "swiglu", False, 0.1, router="deepseek_v3").state_dict()
     with torch.device("meta"):
-        copies = [MoE(8, 2, 16, 8, "swiglu", False, 0.1, router="deepseek_v3") for _ in range(2)]
+        copies = [MoE(16, 2, 16, 8, "swiglu", False, 0.1, router="deepseek_v3") for _ in range(2)]
     copies[0].to_empty(device="cpu").load_state_dict(state)
     copies[1].load_state_dict(state, assign=True)
     for moe in copies:
