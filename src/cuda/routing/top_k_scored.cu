@@ -10,22 +10,20 @@
 namespace sonicmoe::cuda {
 namespace {
 
-constexpr int kWarps = 4;  // of a block, where a warp takes a token
+constexpr int kWarps = 4;                      // of a block, where a warp takes a token
+constexpr std::size_t kMostShared = 48 << 10;  // bytes of a block that need no permission
 
-/// Group g's value; value_of(e) is that of an expert.
+/// Group g's value; value_of(e) is that of an expert. A NaN is larger than any number.
 template <class ValueOf>
 __device__ float group_value(const ScoredRoute& route, int g, ValueOf value_of) {
-  float first = -INFINITY, second = -INFINITY;
+  std::uint32_t first = 0, second = 0;
   for (int i = 0; i < route.group_size; ++i) {
-    const float v = value_of(g * route.group_size + i);
-    if (v > first) {
-      second = first;
-      first = v;
-    } else if (v > second) {
-      second = v;
-    }
+    const std::uint32_t v = order_bits(value_of(g * route.group_size + i));
+    second = max(second, min(first, v));
+    first = max(first, v);
   }
-  return route.two ? math::add(first, second) : first;
+  const float largest = from_order_bits(first);
+  return route.two ? math::add(largest, from_order_bits(second)) : largest;
 }
 
 /// Is group g among the best? Ties go to the lower group.
@@ -235,19 +233,20 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, const Exec& exec) {
   const T* const logits = static_cast<const T*>(a.logits);
   const cudaStream_t stream = stream_of(exec);
   const ScoredRoute route = ScoredRoute::of(d, a);
+  const int floats = route.groups > 1 ? kWarps * group_floats(route.experts, route.groups) : 0;
+  const std::size_t shared = 4 * static_cast<std::size_t>(floats);
   if (d.takes_ids()) {
     launch_early(score_ids_scored<T>, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream,
                  logits, a.given_ids, d.tokens, route, a.scores, a.probabilities, a.ids,
                  a.error_word);
-  } else if (!fits_warp_row(d.experts, d.top_k)) {
+  } else if (!fits_warp_row(d.experts, d.top_k) || shared > kMostShared) {
     launch_early(top_k_scored_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, stream, logits,
                  route, a.scores, a.probabilities, a.ids, a.error_word);
   } else {
-    const int floats = route.groups > 1 ? kWarps * group_floats(route.experts, route.groups) : 0;
     return visit_row_size(d.experts, [&](auto per_lane) {
       launch_early(top_k_scored<T, per_lane.value>, blocks_for(d.tokens, kWarps), kWarps * kWarp,
-                   4 * static_cast<std::size_t>(floats), stream, logits, d.tokens, route, a.scores,
-                   a.probabilities, a.ids, a.error_word);
+                   shared, stream, logits, d.tokens, route, a.scores, a.probabilities, a.ids,
+                   a.error_word);
       return launched("top_k: launch");
     });
   }
