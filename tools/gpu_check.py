@@ -465,8 +465,9 @@ class Run:
         return found
 
     def receipt(self, part: str, quick: bool, again: str = "") -> int:
-        """`again`: C++ tests whose results replace those in FOLDER/tests.json. `part`: "tests" and "sanitizers" leave receipt/PART.json; "bench" finds those files in
-        the folder and completes the receipt; "all" does everything."""
+        """`part`: "tests" and "sanitizers" leave receipt/PART.json; "bench" finds those files in
+        the folder and completes the receipt; "all" does everything. `again`: C++ tests whose
+        results replace those in FOLDER/tests.json."""
         smi = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
         device, driver = smi.splitlines()[0].split(", ")
         known = {"date": datetime.date.today().isoformat(), "device": device, "driver": driver}
