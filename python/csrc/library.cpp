@@ -87,10 +87,10 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor dw1_up, Tensor db1_up)");
   library.def(
       "aux_loss(Tensor logits, Tensor? counts, str loss='balance', str score='softmax', "
-      "int sequences=1, Tensor? token_mask=None) -> Tensor");
+      "Tensor? token_mask=None) -> Tensor");
   library.def(
       "aux_loss_backward(Tensor dloss, Tensor logits, Tensor? counts, str loss='balance', "
-      "str score='softmax', int sequences=1, Tensor? token_mask=None) -> Tensor");
+      "str score='softmax', Tensor? token_mask=None) -> Tensor");
   library.def(
       "top_k(Tensor logits, str layer, Tensor? selection_bias=None, Tensor? expert_scale=None) -> "
       "(Tensor scores, Tensor ids)");

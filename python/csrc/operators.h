@@ -130,10 +130,10 @@ Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tens
 /// counts (B, E) int32, or (E) for one sequence; or "z", which reads none. `score`: the name of a
 /// RouterScore. token_mask (T) uint8: 0 leaves a token out.
 Tensor aux_loss(Tensor logits, OptionalTensor counts, std::string loss, std::string score,
-                std::int64_t sequences, OptionalTensor token_mask);
+                OptionalTensor token_mask);
 /// dlogits (T, E) from the loss's gradient () float32.
 Tensor aux_loss_backward(Tensor dloss, Tensor logits, OptionalTensor counts, std::string loss,
-                         std::string score, std::int64_t sequences, OptionalTensor token_mask);
+                         std::string score, OptionalTensor token_mask);
 
 /// Scores (T, K) float32 and expert ids (T, K) int32 of logits (T, E).
 std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTensor selection_bias,

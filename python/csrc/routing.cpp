@@ -18,8 +18,7 @@ Enum named(const char* argument, const std::string& text, std::initializer_list<
 
 AuxLossDesc describe_aux_loss(const Tensor& logits, const OptionalTensor& counts,
                               const std::string& loss, const std::string& score,
-                              std::int64_t sequences, const OptionalTensor& token_mask,
-                              bool backward) {
+                              const OptionalTensor& token_mask, bool backward) {
   check_dims("logits", logits, 2, "(T, E)");
   AuxLossDesc desc{.tokens = logits.size(0),
                    .experts = logits.size(1),
@@ -28,14 +27,16 @@ AuxLossDesc describe_aux_loss(const Tensor& logits, const OptionalTensor& counts
   desc.loss = named("loss", loss, {RouterLoss::balance, RouterLoss::z});
   desc.score = named("score", score,
                      {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus});
-  desc.sequences = sequences;
+  const bool of_sequences = counts && counts->dim() == 2;
+  if (of_sequences) desc.sequences = counts->size(0);
   desc.masked = token_mask.has_value();
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
-  if (counts && sequences == 1 && counts->dim() == 1) {
-    check_tensor("counts", *counts, logits, ScalarType::Int, {desc.experts}, "(E)");
+  if (of_sequences) {
+    check_tensor("counts", *counts, logits, ScalarType::Int, {desc.sequences, desc.experts},
+                 "(B, E)");
   } else if (counts) {
-    check_tensor("counts", *counts, logits, ScalarType::Int, {sequences, desc.experts}, "(B, E)");
+    check_tensor("counts", *counts, logits, ScalarType::Int, {desc.experts}, "(E)");
   }
   if (token_mask) {
     check_tensor("token_mask", *token_mask, logits, ScalarType::Byte, {desc.tokens}, "(T)");
@@ -51,9 +52,9 @@ PlanCache<AuxLossDesc>& aux_loss_plans() {
 }  // namespace
 
 Tensor aux_loss(Tensor logits, OptionalTensor counts, std::string loss_name, std::string score,
-                std::int64_t sequences, OptionalTensor token_mask) {
+                OptionalTensor token_mask) {
   const auto plan = aux_loss_plans().get(
-      describe_aux_loss(logits, counts, loss_name, score, sequences, token_mask, false), logits);
+      describe_aux_loss(logits, counts, loss_name, score, token_mask, false), logits);
   logits = aligned(logits);
   const Tensor loss = empty(logits, {}, ScalarType::Float);
   check(plan.run({.logits = input<void>(logits),
@@ -65,9 +66,9 @@ Tensor aux_loss(Tensor logits, OptionalTensor counts, std::string loss_name, std
 }
 
 Tensor aux_loss_backward(Tensor dloss, Tensor logits, OptionalTensor counts, std::string loss,
-                         std::string score, std::int64_t sequences, OptionalTensor token_mask) {
+                         std::string score, OptionalTensor token_mask) {
   const auto plan = aux_loss_plans().get(
-      describe_aux_loss(logits, counts, loss, score, sequences, token_mask, true), logits);
+      describe_aux_loss(logits, counts, loss, score, token_mask, true), logits);
   check_tensor("dloss", dloss, logits, ScalarType::Float, {}, "()");
   logits = aligned(logits);
   const Tensor dlogits = empty(logits, {logits.size(0), logits.size(1)}, logits.scalar_type());

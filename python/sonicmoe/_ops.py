@@ -280,19 +280,19 @@ def grouped_forward(*inputs, out=None):
 
 def _save_for_aux_loss_backward(ctx, inputs, output):
     logits, counts, *options = inputs
-    ctx.loss, ctx.score, ctx.sequences, mask = [*options, *_AUX_LOSS_DEFAULTS[len(options) :]]
+    ctx.loss, ctx.score, mask = [*options, *_AUX_LOSS_DEFAULTS[len(options) :]]
     ctx.save_for_backward(logits, counts, mask)
     ctx.inputs = len(inputs)
 
 
-#: Of the operator's options: loss, score, sequences, token_mask.
-_AUX_LOSS_DEFAULTS = ("balance", "softmax", 1, None)
+#: Of the operator's options: loss, score, token_mask.
+_AUX_LOSS_DEFAULTS = ("balance", "softmax", None)
 
 
 def _aux_loss_backward(ctx, dloss):
     logits, counts, mask = ctx.saved_tensors
     dlogits = torch.ops.sonicmoe.aux_loss_backward(
-        dloss.contiguous(), logits, counts, ctx.loss, ctx.score, ctx.sequences, mask
+        dloss.contiguous(), logits, counts, ctx.loss, ctx.score, mask
     )
     return _autograd.padded(ctx, dlogits)
 

@@ -45,7 +45,7 @@ def switch_loss(
     _score(score)
     _counts(counts, logits, (experts,), "(E)")
     mask = _mask(padding_mask, logits.device, (tokens,), "(T)")
-    return _aux_loss(logits, counts, "balance", score, 1, mask)
+    return _aux_loss(logits, counts, "balance", score, mask)
 
 
 def sequence_balance_loss(
@@ -68,8 +68,8 @@ def sequence_balance_loss(
     _counts(counts, logits, (sequences, experts), "(B, E)")
     mask = _mask(padding_mask, logits.device, (sequences, length), "(B, S)")
     if sequences * length == 0:  # nothing, which any one sequence without tokens is too
-        sequences, counts = 1, counts.new_zeros(1, experts)
-    return _aux_loss(logits.flatten(0, 1), counts, "balance", score, sequences, mask)
+        counts = counts.new_zeros(1, experts)
+    return _aux_loss(logits.flatten(0, 1), counts, "balance", score, mask)
 
 
 def z_loss(logits: torch.Tensor, *, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,7 +81,7 @@ def z_loss(logits: torch.Tensor, *, padding_mask: torch.Tensor | None = None) ->
     """
     *shape, experts = _sizes(logits, None, "(..., E)")
     mask = _mask(padding_mask, logits.device, tuple(shape), "(...)")
-    return _aux_loss(logits.reshape(math.prod(shape), experts), None, "z", "softmax", 1, mask)
+    return _aux_loss(logits.reshape(math.prod(shape), experts), None, "z", "softmax", mask)
 
 
 def count_choices(
@@ -151,13 +151,12 @@ def _aux_loss(
     counts: torch.Tensor | None,
     loss: str,
     score: str,
-    sequences: int,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
     _ops.require()
     counts = None if counts is None else _layer.int32(counts)
     mask = None if mask is None else mask.reshape(-1)
-    return _ops.aux_loss(logits.contiguous(), counts, loss, score, sequences, mask)
+    return _ops.aux_loss(logits.contiguous(), counts, loss, score, mask)
 
 
 def _sizes(logits: torch.Tensor, dims: int | None, words: str) -> torch.Size:

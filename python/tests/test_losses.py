@@ -180,12 +180,10 @@ def test_strided_and_shaped():
 def operator_calls(dtype):
     for name, score in LOSSES:
         logits, counts, mask = data(name, dtype, True)
-        sequences = B if name == "sequence_balance_loss" else 1
         rest = (
             None if name == "z_loss" else counts,
             "z" if name == "z_loss" else "balance",
             score or "softmax",
-            sequences,
             mask.flatten().to(torch.uint8),
         )
         logits = logits.reshape(-1, E)
@@ -222,6 +220,26 @@ def test_compiles(name, score, masked):
     assert results[0][2].any()
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(eager, traced)
+
+
+def test_one_graph_serves_every_number_of_sequences():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    def step(logits, ids):
+        counts = losses.count_choices(ids, E, per_sequence=True)
+        return losses.sequence_balance_loss(logits, counts)
+
+    for batch in (13, 17, 19, 23):  # equal sizes would be taken for one and the same
+        logits, ids = torch.randn(batch, 11, E), torch.randint(0, E, (batch, 11, K))
+        counts = losses.count_choices(ids, E, per_sequence=True)
+        assert torch.equal(step(logits, ids), losses.sequence_balance_loss(logits, counts))
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(("name", "score"), LOSSES)
@@ -471,19 +489,19 @@ def test_operator_refusals():
         ),
         ((LOGITS, None), "counts: got null, allowed: a pointer to (B, E) int32"),
         (
-            (LOGITS, torch.ones(3, E).int(), "balance", "softmax", 3),
+            (LOGITS, torch.ones(3, E).int()),
             "sequences: got 3, allowed: divisors of tokens",
         ),
         (
-            (LOGITS, COUNTS, "balance", "softmax", 2),
-            f"counts: got shape ({E},), allowed: (B, E) = (2, {E})",
+            (LOGITS, torch.ones(2, E + 1).int()),
+            f"counts: got shape (2, {E + 1}), allowed: (B, E) = (2, {E})",
         ),
         (
-            (LOGITS, COUNTS, "balance", "softmax", 1, mask[:3]),
+            (LOGITS, COUNTS, "balance", "softmax", mask[:3]),
             "token_mask: got shape (3,), allowed: (T) = (4,)",
         ),
         (
-            (LOGITS, COUNTS, "balance", "softmax", 1, mask.bool()),
+            (LOGITS, COUNTS, "balance", "softmax", mask.bool()),
             "token_mask: got bool, allowed: uint8",
         ),
     ):
