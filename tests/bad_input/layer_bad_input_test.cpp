@@ -418,6 +418,41 @@ TEST(BadLayer, BackwardPointers) {
   check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
 }
 
+// Two bytes off is right for bf16, and wrong for what is fp32 beside it.
+TEST(BadLayer, PointersOfFp32BesideBf16) {
+  LayerDesc desc = router_desc();
+  desc.experts.dtype = DType::bf16;
+  desc.router.order = RouterOrder::score_then_select;
+  desc.router.f32_logits = desc.router.f32_router_w = true;
+  PlainLayer layer(make_case(desc), 2);
+  const auto move = []<class T>(T** pointer) {
+    *pointer = reinterpret_cast<T*>(reinterpret_cast<std::uintptr_t>(*pointer) + 2);
+  };
+  const auto expect = [](const Status& status, const std::string& argument) {
+    EXPECT_EQ(status.code(), kArgument) << argument;
+    const std::string message = status.message();
+    EXPECT_EQ(message.substr(0, argument.size() + 1), argument + ":");
+    EXPECT_NE(message.find("allowed: multiples of 4 bytes"), std::string::npos) << message;
+  };
+  ForwardArgs router_w = layer.forward, logits = layer.forward, routing = layer.forward;
+  move(&router_w.router_w), move(&logits.logits), move(&routing.routing);
+  expect(layer.plan.forward(router_w, layer.workspace), "router_w");
+  expect(layer.plan.forward(logits, layer.workspace), "logits");
+  expect(layer.plan.forward(routing, layer.workspace), "routing");
+  BackwardArgs dlogits = layer.backward, drouter_w = layer.backward, kept = layer.backward;
+  dlogits.dlogits = layer.forward.logits;
+  move(&dlogits.dlogits), move(&drouter_w.drouter_w), move(&kept.logits);
+  expect(layer.plan.backward(dlogits, layer.workspace), "dlogits");
+  expect(layer.plan.backward(drouter_w, layer.workspace), "drouter_w");
+  expect(layer.plan.backward(kept, layer.workspace), "logits");
+  Tensor moved = layer.problem.x;
+  moved.insert(moved.begin(), 0.0);
+  ForwardArgs x = layer.forward;
+  x.x = layer.arena.input("x behind a number", moved, DType::bf16);
+  move(&x.x);
+  EXPECT_TRUE(layer.plan.forward(x, layer.workspace).ok());
+}
+
 // What a plan does not use is ignored, wherever it points (but for the error word).
 TEST(BadLayer, PointersThatAPlanIgnores) {
   const auto nowhere = []<class T>(T** pointer) { *pointer = reinterpret_cast<T*>(1); };
