@@ -40,10 +40,9 @@ Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts
 std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, const RouterDesc& router,
                                 const Tensor& selection_bias = {});
 
-/// Whether `ids` is a right answer of top-K for these logits. Logits alone allow one answer. The
-/// order of two scores, and of their groups, closer than 2^-20 of their terms depends on the last
-/// bits of the scores, so either is right unless their terms are equal. Returns what is wrong, or
-/// "".
+/// Whether `ids` is a right answer of top-K for these logits. Logits alone allow one answer. Where
+/// two scores, or two groups' scores, lie closer than 2^-20 of their terms, their last bits decide
+/// the order. Either order is then right, unless the terms are equal. Returns what is wrong, or "".
 std::string explain_top_k(const std::vector<std::int32_t>& ids, const Tensor& logits,
                           std::int64_t tokens, const RouterDesc& router,
                           const Tensor& selection_bias = {});

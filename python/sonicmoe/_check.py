@@ -154,6 +154,14 @@ def on_device(
         )
 
 
+def padding_mask(mask: torch.Tensor, device: torch.device, name_of_x: str = "x") -> None:
+    """A plain tensor of truth values beside x, of any shape."""
+    tensors(padding_mask=mask)
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"padding_mask: got {mask.dtype}, allowed: torch.bool, or integers 0 and 1")
+    on_device("padding_mask", mask, device, name_of_x)
+
+
 def memory(name: str, value: torch.Tensor | None, rows: torch.Tensor) -> None:
     """Memory of the caller's for a result like `rows`, or None."""
     if value is None:

@@ -21,9 +21,7 @@ import numbers
 import torch
 
 from . import _check, _layer, _ops
-
-#: What makes a token's shares, by the library's names.
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+from .router import SCORES
 
 
 def switch_loss(
@@ -192,10 +190,7 @@ def _mask(
     """The mask as uint8, 0 where a token does not count."""
     if mask is None:
         return None
-    _check.tensors(padding_mask=mask)
-    if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"padding_mask: got {mask.dtype}, allowed: torch.bool, or integers 0 and 1")
-    _check.on_device("padding_mask", mask, device, "the other argument")
+    _check.padding_mask(mask, device, "the other argument")
     _shaped("padding_mask", mask, shape, words)
     return mask.ne(0).to(torch.uint8)
 

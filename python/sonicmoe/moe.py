@@ -98,8 +98,8 @@ class MoE(nn.Module):
     `router`, `c_fc` and `c_proj` may have hooks, parametrizations and adapters, and `router` may be
     any module that makes logits (T, E) of x (T, d): every forward calls them. Its logits have its
     bias in them. A plain linear router is not called: its product is a part of the layer, and so is
-    an fp32 bias. Parameters may be replicated DTensors, with x
-    a replicated DTensor too. FSDP2 may shard the module, but none of the three alone.
+    an fp32 bias. Parameters may be replicated DTensors, with x a replicated
+    DTensor too. FSDP2 may shard the module, but none of the three alone.
 
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
     `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
@@ -325,9 +325,7 @@ class MoE(nn.Module):
                     padding_mask=of_sequences,
                 )
             else:
-                raise ValueError(
-                    f"losses: got {name!r}, allowed: switch, z, sequence_balance"
-                )
+                raise ValueError(f"losses: got {name!r}, allowed: {', '.join(_LOSSES)}")
             terms.append(loss if weight == 1 else weight * loss)
         return (sum(terms[1:], terms[0]) if terms else _no_loss(logits)), counts
 
@@ -447,15 +445,12 @@ def _mask_of_tokens(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor 
     """The mask as (T) beside x (..., d)."""
     if mask is None:
         return None
-    _check.tensors(padding_mask=mask)
-    _check.on_device("padding_mask", mask, x.device)
+    _check.padding_mask(mask, x.device)
     if mask.shape not in (x.shape[:-1], (x.shape[:-1].numel(),)):
         raise ValueError(
             f"padding_mask: got shape {tuple(mask.shape)}, allowed: {tuple(x.shape[:-1])}, that of "
             "x without its last dimension, or (T)"
         )
-    if mask.is_floating_point() or mask.is_complex():
-        raise TypeError(f"padding_mask: got {mask.dtype}, allowed: torch.bool, or integers 0 and 1")
     return mask.reshape(-1)
 
 

@@ -6,20 +6,15 @@ same; they are not checked.
 
 import torch
 
-from .reference_routing import wide_type
+from .reference_routing import all_scores, wide_type
 
 
 def _shares(logits: torch.Tensor, score: str) -> torch.Tensor:
     """p / sum(p), or zeros where all p are 0."""
     logits = logits.to(wide_type(logits.dtype))
+    p = all_scores(logits, score)
     if score == "softmax":
-        return logits.softmax(dim=-1)
-    if score == "sigmoid":
-        p = logits.sigmoid()
-    else:
-        softplus = torch.logaddexp(logits, torch.zeros_like(logits))
-        positive = softplus > 0  # the root has no slope at 0
-        p = torch.where(positive, torch.where(positive, softplus, 1).sqrt(), 0)
+        return p
     total = p.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, p / torch.where(total > 0, total, 1), 0)
 

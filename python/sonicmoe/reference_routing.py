@@ -44,7 +44,7 @@ def _can_autocast(x: torch.Tensor) -> bool:
     return x.device.type != "meta"
 
 
-def _scores(z: torch.Tensor, score: str) -> torch.Tensor:
+def all_scores(z: torch.Tensor, score: str) -> torch.Tensor:
     """p of all logits."""
     if score == "softmax":
         return z.softmax(dim=-1)
@@ -62,7 +62,7 @@ def _choose(
     """ids (T, K), best first. Stable sorts, because ties go to the lower expert or group, which
     `torch.topk` does not promise."""
     by_scores = router.order == "score_then_select"
-    values = _scores(z, router.score) if by_scores else z
+    values = all_scores(z, router.score) if by_scores else z
     if selection_bias is not None:
         values = values + selection_bias.to(values.dtype)
     order = values.sort(dim=-1, descending=True, stable=True).indices
@@ -119,7 +119,7 @@ def score_ids(
     if router.over_top_k:  # a row of sentinels alone becomes NaN, and then zero
         p = z.gather(1, valid).masked_fill(sentinel, -torch.inf).softmax(dim=-1)
     else:
-        p = _scores(z, router.score).gather(1, valid)
+        p = all_scores(z, router.score).gather(1, valid)
     w = p.masked_fill(sentinel, 0)
     if router.divides:
         divisor = w.sum(dim=-1, keepdim=True) + router.eps

@@ -13,9 +13,12 @@ import torch
 
 _MAX_GROUPS = 1024
 
+#: What makes an expert's score of its logit, by the library's names.
+SCORES = ("softmax", "sigmoid", "sqrt_softplus")
+
 #: Options with a few values, by the library's names; the first is the default.
 _CHOICES = {
-    "score": ("softmax", "sigmoid", "sqrt_softplus"),
+    "score": SCORES,
     "order": ("select_then_score", "score_then_select"),
     "group_score": ("largest", "sum_of_two"),
     "logits": ("input", "f32"),

@@ -32,12 +32,6 @@ const ActivationParameter* find_parameter(const ActivationRow& row, const Field&
   return nullptr;
 }
 
-/// The shortest text from which parse() reads the same bits.
-std::string text_of(float value) {
-  char text[32];
-  return {text, std::to_chars(text, std::end(text), value).ptr};
-}
-
 bool allows(Allowed allowed, float value) {
   switch (allowed) {
     case Allowed::finite:
@@ -122,6 +116,11 @@ bool parse(const std::string& text, ActivationTable table, ActivationSpec* out) 
   }
   *out = spec;
   return true;
+}
+
+std::string text_of(float value) {
+  char text[32];
+  return {text, std::to_chars(text, std::end(text), value).ptr};
 }
 
 std::string refusal(const ActivationSpec& spec, ActivationTable table) {

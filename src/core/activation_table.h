@@ -58,6 +58,9 @@ ActivationSpec defaults(const ActivationRow& row) noexcept;
 std::string to_string(const ActivationSpec& spec, ActivationTable table);
 bool parse(const std::string& text, ActivationTable table, ActivationSpec* out);
 
+/// The shortest text that reads back as the same bits.
+std::string text_of(float value);
+
 /// Why validation refuses an activation; empty if validation accepts it.
 std::string refusal(const ActivationSpec& spec, ActivationTable table = kActivationTable);
 

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "core/activation_table.h"
 #include "core/enum_names.h"
 #include "sonicmoe/layer.h"
 
@@ -21,11 +22,7 @@ bool read(const std::string& text, std::int64_t* out) {
 }
 std::string allowed(const std::int64_t&) { return "an integer"; }
 
-/// The shortest text that reads back as the same bits.
-std::string write(float value) {
-  char text[32];
-  return {text, std::to_chars(text, std::end(text), value).ptr};
-}
+std::string write(float value) { return text_of(value); }
 bool read(const std::string& text, float* out) {
   const char* const end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, *out);

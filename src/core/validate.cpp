@@ -2,22 +2,16 @@
 #include "core/validate.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
-#include <iterator>
 #include <string>
 
+#include "core/activation_table.h"
 #include "core/checker.h"
 
 namespace sonicmoe {
 namespace {
 
 constexpr std::size_t kWorkspaceAlignment = 256;
-
-std::string to_text(float value) {
-  char text[32];
-  return {text, std::to_chars(text, std::end(text), value).ptr};
-}
 
 /// Checks of where rows come from and where their scores enter.
 void row_source(const ExpertsDesc& desc, Checker* check) {
@@ -66,21 +60,21 @@ void groups(const RouterDesc& d, Checker* check) {
 void options(const RouterDesc& d, Checker* check) {
   check->known("router_score", d.score).known("router_order", d.order);
   if (!d.has_logits()) {
-    constexpr const char* kWithout = "the default without logits";
     check->require(d.score == RouterScore::softmax, "router_score", name(d.score),
                    "softmax (the default) without logits");
     check->require(d.order == RouterOrder::select_then_score, "router_order", name(d.order),
                    "select_then_score (the default) without logits");
     check->require(!d.renormalize, "renormalize", "true", "false without logits");
-    check->require(d.scale == 1.0f, "scale", to_text(d.scale).c_str(), kWithout);
+    check->require(d.scale == 1.0f, "scale", text_of(d.scale).c_str(),
+                   "the default without logits");
     check->require(!d.expert_scale, "expert_scale", "true", "false without logits");
     check->require(!d.f32_logits, "f32_logits", "true", "false without logits");
   }
-  check->require(std::isfinite(d.eps) && d.eps >= 0, "eps", to_text(d.eps).c_str(),
+  check->require(std::isfinite(d.eps) && d.eps >= 0, "eps", text_of(d.eps).c_str(),
                  "finite numbers from 0 on");
-  check->require(d.eps == 0 || (d.renormalize && !d.over_top_k()), "eps", to_text(d.eps).c_str(),
+  check->require(d.eps == 0 || (d.renormalize && !d.over_top_k()), "eps", text_of(d.eps).c_str(),
                  "0 unless renormalize divides by a sum (a softmax over the top-K adds up to 1)");
-  check->require(std::isfinite(d.scale) && d.scale > 0, "scale", to_text(d.scale).c_str(),
+  check->require(std::isfinite(d.scale) && d.scale > 0, "scale", text_of(d.scale).c_str(),
                  "finite numbers above 0");
   check->require(!d.logit_bias || d.projects(), "logit_bias", "true",
                  "false unless router_input is projection");
@@ -99,8 +93,8 @@ void options(const RouterDesc& d, Checker* check) {
 void roundable(const RouterDesc& d, Checker* check) {
   check->require(d.score == RouterScore::softmax, "router_score", name(d.score),
                  "softmax with token rounding");
-  check->require(d.eps == 0, "eps", to_text(d.eps).c_str(), "0 with token rounding");
-  check->require(d.scale == 1, "scale", to_text(d.scale).c_str(), "1 with token rounding");
+  check->require(d.eps == 0, "eps", text_of(d.eps).c_str(), "0 with token rounding");
+  check->require(d.scale == 1, "scale", text_of(d.scale).c_str(), "1 with token rounding");
   check->require(!d.logit_bias, "logit_bias", "true", "false with token rounding");
   check->require(!d.selection_bias, "selection_bias", "true", "false with token rounding");
   check->require(!d.expert_scale, "expert_scale", "true", "false with token rounding");

@@ -24,16 +24,21 @@ bool subtracts(const RouterDesc& d) {
   return d.plain() || d.over_top_k() || d.reaches_all_experts();
 }
 
+/// What token t's weights divide by.
+float divisor_of(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t) {
+  float sum = 0.0f;
+  for (std::int64_t k = 0; k < d.top_k; ++k) {
+    sum = math::add(sum, a.slot_probabilities[t * d.top_k + k]);
+  }
+  return weights_of(d).divisor(sum);
+}
+
 /// Entries of token t where the router is not plain().
 void scored_entries(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t t,
                     Entry* entries) {
   const std::int64_t first = t * d.top_k;
   const math::RouterWeights weights = weights_of(d);
-  float sum = 0.0f;
-  for (std::int64_t k = 0; k < d.top_k; ++k) {
-    sum = math::add(sum, a.slot_probabilities[first + k]);
-  }
-  const float divisor = weights.divisor(sum);
+  const float divisor = divisor_of(d, a, t);
   float inner = 0.0f;
   for (std::int64_t k = 0; k < d.top_k; ++k) {
     const std::int32_t e = a.slot_experts[first + k];
@@ -47,20 +52,17 @@ void scored_entries(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t
   }
 }
 
-/// dexpert_scale[e] sums g w scale over the rows of expert e, in row order.
+/// dexpert_scale[e] sums g w scale over the slots of expert e, in their order.
 void expert_scale_gradients(const ScoreGradDesc& d, const ScoreGradArgs& a) {
   const math::RouterWeights weights = weights_of(d);
   std::fill_n(a.dexpert_scale, d.experts, 0.0f);
   for (std::int64_t t = 0; t < d.tokens; ++t) {
     const std::int64_t first = t * d.top_k;
-    float sum = 0.0f;
-    for (std::int64_t k = 0; k < d.top_k; ++k) {
-      sum = math::add(sum, a.slot_probabilities[first + k]);
-    }
+    const float divisor = divisor_of(d, a, t);
     for (std::int64_t k = 0; k < d.top_k; ++k) {
       const std::int32_t e = a.slot_experts[first + k];
       if (is_sentinel(e, d.experts)) continue;
-      const float w = weights.weight(a.slot_probabilities[first + k], weights.divisor(sum));
+      const float w = weights.weight(a.slot_probabilities[first + k], divisor);
       const float g = slot_gradient(a, first + k);
       a.dexpert_scale[e] = math::fma(g, weights.scaled(w, 1.0f), a.dexpert_scale[e]);
     }

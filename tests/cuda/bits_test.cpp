@@ -215,7 +215,8 @@ TEST(Bits, TopKOfTiesInScoredRouters) {
           for (const std::int64_t size :
                {std::int64_t{16}, std::int64_t{32}, std::int64_t{64}, E}) {
             constexpr DType kTypes[] = {DType::bf16, DType::f16, DType::f32};
-            TopKDesc desc = top_k_of_67_tokens(E, K, kTypes[++number % 3], order, number % 2 == 0);
+            ++number;
+            TopKDesc desc = top_k_of_67_tokens(E, K, kTypes[number % 3], order, number % 2 == 1);
             desc.score = score;
             desc.scale = 1.5f;
             desc.selection_bias = number % 3 != 0;
