@@ -1,7 +1,8 @@
 #include "operators.h"
 
 // The schemas. Shapes without data and derivatives are registered in Python (sonicmoe/_ops.py): the
-// stable ABI has no C++ interface for them.
+// stable ABI has no C++ interface for them. torch.compile keeps calls of these operators on disk,
+// across versions of this library: a released operator whose schema changes gets a new name.
 STABLE_TORCH_LIBRARY(sonicmoe, library) {
   library.def(
       "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
