@@ -18,8 +18,9 @@ CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src t
               -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 SECONDS ?= 60
+FRAMEWORKS = $(basename $(notdir $(wildcard tools/integrations/*.txt)))
 
-.PHONY: help setup build device-build receipt-check demo test sanitize fuzz mutants bench format lint headers install-check snippets clean
+.PHONY: help setup build device-build receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers install-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
@@ -45,6 +46,11 @@ demo: build  ## train a small MoE language model; options: make demo ARGS='--tex
 test: build  ## every test that needs no GPU
 	ctest --test-dir build -LE gpu --output-on-failure --no-tests=error -j $(JOBS)
 	python -m pytest -q cli/tests python/tests demo/tests tools/tests
+
+test-integrations: build  ## the frameworks' adapters, each beside its framework, without a GPU
+	tools/setup_integrations.sh
+	@for name in $(FRAMEWORKS); do echo "=== $$name"; \
+	  .venv-$$name/bin/python -m pytest -q python/tests_integrations/$$name || exit 1; done
 
 sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CONFIGURE) -B build-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSONICMOE_CUDA=OFF \
