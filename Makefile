@@ -23,7 +23,7 @@ FRAMEWORKS = $(basename $(notdir $(wildcard tools/integrations/*.txt)))
 .PHONY: help setup build device-build receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers install-check snippets clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 28
 
 setup:  ## install what is missing: Debian packages, Python packages into .venv
 	@tools/setup.sh
