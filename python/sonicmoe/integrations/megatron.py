@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from .. import functional
+from .. import _check, functional
 from .._main_grad import MainGrads, joined
 from ._megatron_config import activation_of, check_config
 from ._megatron_weights import Linear
@@ -48,6 +48,7 @@ class SonicGroupedMLP(MegatronModule):
         self.activation = activation_of(config)
         hidden = config.moe_latent_size or config.hidden_size
         width = config.moe_ffn_hidden_size
+        _check.layer_sizes(hidden, width // self.tp_group.size(), num_local_experts, 1)
         halves = 2 if config.gated_linear_unit else 1
         groups = self.ep_group, self.tp_group, self.dp_group
         self.linear_fc1 = Linear(

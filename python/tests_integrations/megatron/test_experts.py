@@ -2,8 +2,10 @@
 
 import functools
 import math
+import types
 
 import pytest
+import snippets
 import torch
 import torch.nn.functional as F
 from helpers import (
@@ -274,13 +276,13 @@ def pieces(state):
             yield value, at
 
 
-def save(state):
-    made = {}
+def save(state, made=None, complete=True):
+    made = {} if made is None else made
     for piece, at in pieces(state):
         whole = made.setdefault(piece.key, torch.full(piece.global_shape, float("nan")))
         assert whole[at].isnan().all(), "written twice"
         whole[at] = piece.data.detach().reshape(whole[at].shape)
-    assert not any(whole.isnan().any() for whole in made.values())
+    assert not (complete and any(whole.isnan().any() for whole in made.values()))
     return made
 
 
@@ -324,6 +326,41 @@ def test_checkpoints(gated, per_expert, bias, alone):
         state = load(sharded(target), save(sharded(source)))
         target.load_state_dict({k.removeprefix("mlp."): v for k, v in state.items()})
         torch.testing.assert_close(target(x)[0], before, rtol=1e-4, atol=1e-3)
+
+
+class Group:
+    """Of some ranks, as one of them sees it."""
+
+    def __init__(self, rank, ranks):
+        self.rank, self.size = lambda: rank, lambda: ranks
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_parts_of_ranks(gated, per_expert):
+    """Two ranks of expert times two of tensor parallelism: their checkpoint is that of one rank,
+    and so is what they compute together."""
+    sizes = dict(gated_linear_unit=gated, moe_ffn_hidden_size=48)
+    config, (stock, _) = make_config(**sizes), make_pair(**sizes)
+    whole = save(stock.experts.sharded_state_dict(prefix="mlp."))
+    counts, rows = torch.tensor([3, 0, 2, 5, 1, 4, 0, 6]), torch.randn(21, D)
+    probs, total, again = torch.rand(21), torch.zeros(21, D), {}
+    for ep in range(2):
+        for tp in range(2):
+            collection = types.SimpleNamespace(
+                ep=Group(ep, 2), expt_tp=Group(tp, 2), expt_dp=Group(0, 1)
+            )
+            part = ours.SonicGroupedMLP(
+                E // 2, config, pg_collection=collection, weight_per_expert=per_expert
+            )
+            state = load(part.sharded_state_dict(prefix="mlp."), whole)
+            part.load_state_dict({k.removeprefix("mlp."): v for k, v in state.items()})
+            mine = slice(0, 10) if ep == 0 else slice(10, 21)
+            total[mine] += part(rows[mine], counts.view(2, -1)[ep], probs[mine])[0].detach()
+            again = save(part.sharded_state_dict(prefix="mlp."), again, complete=ep and tp)
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[key], whole[key]) for key in whole)
+    torch.testing.assert_close(total, stock.experts(rows, counts, probs)[0].detach())
 
 
 def test_keys_of_checkpoints():
@@ -412,6 +449,12 @@ def test_refused_activations(options, name):
         ours.SonicGroupedMLP(E, make_config(**options), pg_collection=groups())
 
 
+def test_sizes_of_a_rank_are_refused():
+    collection = types.SimpleNamespace(ep=Group(0, 1), expt_tp=Group(0, 2), expt_dp=Group(0, 1))
+    with pytest.raises(ValueError, match="^intermediate: got 20, allowed: multiples of 8"):
+        ours.SonicGroupedMLP(E, make_config(), pg_collection=collection)
+
+
 def test_bias_with_tensor_parallelism_is_refused():
     with pytest.raises(ValueError, match="^config.add_bias_linear: got True, allowed: False with"):
         ours.check_config(make_config(add_bias_linear=True), 2)
@@ -422,3 +465,9 @@ def test_the_layer_is_megatrons():
     assert type(mine) is MoELayer and type(mine.experts) is ours.SonicGroupedMLP
     assert mine.experts.linear_fc1.weight.shape == (E, 2 * N, D)
     assert math.prod(mine(hidden_states())[0].shape) == S * B * D and K == 2
+
+
+def test_the_documented_lines():
+    (block,) = snippets.of_section("Megatron-Core")
+    exec(block, names := {})
+    assert names["spec"].submodules.mlp.submodules.experts.module is ours.SonicGroupedMLP

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import snippets
 import torch
 import torch.nn.functional as F
 import torchtitan
@@ -340,3 +341,10 @@ def test_typechecking_is_refused(monkeypatch):
     monkeypatch.setattr(ours.spmd, "is_type_checking", lambda: True)
     with pytest.raises(ValueError, match="^debug.spmd_typechecking: got True, allowed: False"):
         moe(torch.randn(B, L, D))
+
+
+def test_the_documented_lines():
+    (block,) = snippets.of_section("torchtitan")
+    config = ModelConfig(layers=[moe_config()])
+    exec(block, {"model_config": config})
+    assert type(config.layers[0].routed_experts) is ours.SonicRoutedExperts.Config
