@@ -51,7 +51,6 @@ test-integrations: build  ## the frameworks' adapters, each beside its framework
 	tools/setup_integrations.sh
 	@for name in $(FRAMEWORKS); do echo "=== $$name"; \
 	  .venv-$$name/bin/python -m pytest -q python/tests_integrations/$$name || exit 1; done
-	python tools/run_snippets.py build docs/frameworks.md
 
 sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CONFIGURE) -B build-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSONICMOE_CUDA=OFF \

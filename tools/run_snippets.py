@@ -11,8 +11,7 @@ A block runs when the line before it is the comment <!-- run -->:
 Each block is complete by itself and succeeds when it exits with 0:
     ```cpp     a whole program; compiled with -Wall -Wextra -Werror in a project of its own that
                does find_package(sonicmoe), then run
-    ```python  run by the interpreter that runs this file, or, after <!-- run NAME -->, by that of
-               .venv-NAME (tools/setup_integrations.sh)
+    ```python  run by the interpreter that runs this file
     ```sh      run by bash -euo pipefail, in the root of the tree
 A marked block in another language, or a file without a marked block, is an error.
 
@@ -27,9 +26,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(
-    r"^<!-- run(?: (\w+))? -->\s*\n+```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
-MARK = re.compile(r"^<!-- run(?: \w+)? -->", re.MULTILINE)
+BLOCK = re.compile(r"^<!-- run -->\s*\n+```(\w*)[^\n]*\n(.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+MARK = re.compile(r"^<!-- run -->", re.MULTILINE)
 PROJECT = """cmake_minimum_required(VERSION 3.25)
 project(snippet LANGUAGES CXX)
 find_package(sonicmoe CONFIG REQUIRED)
@@ -39,7 +37,7 @@ target_link_libraries(snippet PRIVATE sonicmoe::sonicmoe)
 """
 
 
-def run_cpp(code, folder, prefix, python):
+def run_cpp(code, folder, prefix):
     (folder / "CMakeLists.txt").write_text(PROJECT)
     (folder / "snippet.cpp").write_text(code)
     build = folder / "build"
@@ -52,14 +50,14 @@ def run_cpp(code, folder, prefix, python):
         subprocess.run(command, check=True, cwd=folder)
 
 
-def run_python(code, folder, prefix, python):
+def run_python(code, folder, prefix):
     (folder / "snippet.py").write_text(code)
     path = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
-    subprocess.run([python, "snippet.py"], check=True, cwd=folder,
+    subprocess.run([sys.executable, "snippet.py"], check=True, cwd=folder,
                    env={**os.environ, "PYTHONPATH": path})
 
 
-def run_sh(code, folder, prefix, python):
+def run_sh(code, folder, prefix):
     subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True, cwd=ROOT,
                    stdin=subprocess.DEVNULL)
 
@@ -75,17 +73,13 @@ def main(prefix, *names):
         if not blocks or len(blocks) != len(MARK.findall(text)):
             sys.exit(f"{name}: {len(MARK.findall(text))} marks, {len(blocks)} runnable blocks")
         for block in blocks:
-            environment, language, code = block.groups()
-            where = f"{name}:{text.count(chr(10), 0, block.start(2)) + 1}"
-            python = ROOT / f".venv-{environment}/bin/python" if environment else sys.executable
+            language, where = block[1], f"{name}:{text.count(chr(10), 0, block.start(1)) + 1}"
             print(f"--- {where} ({language})", flush=True)
-            if not Path(python).exists():
-                sys.exit(f"{where}: run tools/setup_integrations.sh {environment} first")
             if language not in RUNNERS:
                 sys.exit(f"{where}: cannot run '{language}', only {sorted(RUNNERS)}")
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    RUNNERS[language](code, Path(folder), prefix, python)
+                    RUNNERS[language](block[2], Path(folder), prefix)
                 except subprocess.CalledProcessError as error:
                     sys.exit(f"{where}: {error}")
         print(f"snippets: {len(blocks)} of {name} run")

@@ -4,6 +4,7 @@ What the weights' gradients are added to is passed on as it is: another backward
 between, which is no mistake.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -28,11 +29,29 @@ def asked_for(ctx):
 def _reaches(ctx, index):
     """Whether this backward goes on to what made the tensor input `index`: not where only other
     gradients were asked for (`autograd.grad`, `backward(inputs=...)`)."""
-    node = ctx.next_functions[index][0]
+    return _executes(ctx.next_functions[index][0])
+
+
+def _executes(node):
     try:
         return node is not None and _will_execute(node)
     except RuntimeError:  # a leaf whose gradient autograd.grad was asked for; or nobody can tell
         return True
+
+
+def zero_before(node, main_grad):
+    """Each backward through the node of a layer that adds to that main_grad zeroes it first. One of
+    a layer's last three optional inputs is its weight."""
+    for pair, own in zip(node.optional[-3:], node.main_grads, strict=True):
+        if own is not None and pair is not None and own.data_ptr() == main_grad.data_ptr():
+            # What leads on from the node, not the node: a hook that held it would keep it alive.
+            weight = node.next_functions[pair[1]][0]
+            node.register_prehook(functools.partial(_zero, main_grad, weight))
+
+
+def _zero(main_grad, weight, gradients):
+    if _executes(weight):
+        main_grad.zero_()
 
 
 def returned(ctx, wants, has_bias, dw1, db1, dw2, db2, dw1_up, db1_up):

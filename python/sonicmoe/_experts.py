@@ -6,25 +6,6 @@ from torch import nn
 from . import _check
 
 
-class _AddedToMainGrad(torch.autograd.Function):
-    """Passes a weight on. Backward says that its gradient has been added to `main_grad`.
-
-    The hooks that wait for a gradient get one of zeros, as Megatron's do from its own layers:
-    without any, autograd would call them from another thread.
-    """
-
-    @staticmethod
-    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.weight = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient: None) -> torch.Tensor:
-        ctx.weight.grad_added_to_main_grad = True
-        return torch.zeros_like(ctx.weight)
-
-
 class Experts(nn.Module):
     """The weights of one projection of all experts: weight (E, out, in), bias (E, out) or None."""
 
@@ -57,31 +38,6 @@ class Experts(nn.Module):
             f"num_experts={self.num_experts}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}"
         )
-
-
-def accumulating(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight as the layer takes it, and what backward adds its gradient to."""
-    if not weight.requires_grad:
-        return weight, None
-    if not isinstance(weight, nn.Parameter):
-        raise ValueError(
-            f"{name}.weight: got what a parametrization, an adapter, a hook or a DTensor has made, "
-            "allowed: the parameter itself, for gradient_accumulation_fusion adds to its main_grad"
-        )
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        raise ValueError(
-            f"{name}.weight.main_grad: got None, allowed: a torch.float32 tensor like the "
-            "weight, for gradient_accumulation_fusion adds to it"
-        )
-    if getattr(weight, "overwrite_main_grad", False):
-        raise ValueError(f"{name}.weight.overwrite_main_grad: got True, allowed: False")
-    if hasattr(weight, "grad_added_to_main_grad"):
-        if torch.compiler.is_compiling():  # no code of ours runs in that backward
-            weight.grad_added_to_main_grad = True
-        else:
-            weight = _AddedToMainGrad.apply(weight)
-    return weight, main_grad
 
 
 def weights(

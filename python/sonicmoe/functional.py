@@ -26,6 +26,7 @@ The layout alone decides where a square weight fits both ways. The view of a tra
 import torch
 
 from . import _check, _layer, _ops, reference_routing
+from ._main_grad import MainGrads
 from .enums import ActivationType, is_glu
 from .router import RouterConfig, Routing, checked_routing, resolve
 
@@ -250,6 +251,21 @@ def experts_from_logits(
     config = resolve(router, softmax_over_topk, norm_topk_probs)
     routing = _of_logits(config, ids is None, selection_bias, expert_scale)
     return _layer.logits_layer(x, logits, ids, K, routing, *of_experts)
+
+
+def with_main_grad(weight: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A weight as the calls here take it, and the `main_grad` that they add its gradient to.
+
+    Backward sets the weight's `grad_added_to_main_grad`, where it has that, and gives its hooks a
+    tensor that nobody has filled, so that they run as for any gradient (Megatron's DDP). Without
+    this call they get None. A frozen weight has no main_grad.
+    """
+    if getattr(weight, "overwrite_main_grad", False):
+        raise ValueError(
+            "weight.overwrite_main_grad: got True, allowed: False; zero main_grad before backward"
+        )
+    main_grads = MainGrads(w=("weight", weight))
+    return main_grads.weights[0], main_grads.named.get("w_main_grad")
 
 
 def _of_logits(

@@ -12,7 +12,8 @@ from torch import nn
 
 from . import _check, _layer, losses, reference, reference_losses
 from ._autocast import autocast
-from ._experts import Experts, accumulating, weights
+from ._experts import Experts, weights
+from ._main_grad import MainGrads
 from ._router import Router, add_counts, is_plain, keep_fp32, keeping_fp32
 from .enums import ActivationType, KernelBackendMoE, is_glu
 from .router import RouterConfig, Routing, resolve
@@ -104,7 +105,9 @@ class MoE(nn.Module):
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
     `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
     their `grad` stays None. Where a weight has `grad_added_to_main_grad`, as Megatron's have,
-    backward sets that and gives the hooks a gradient of zeros.
+    backward sets that and gives the hooks a tensor that nobody has filled, or zeros if the weight's
+    `zero_out_wgrad` is true. Where its `overwrite_main_grad` is true, each backward overwrites
+    `main_grad`.
     """
 
     def __init__(
@@ -271,9 +274,10 @@ class MoE(nn.Module):
             tokens, backend.layer, kernel_backend_moe, is_inference_mode
         )
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
-            out, logits, counts = self._rounded(backend.layer, tokens, experts, main_grads)
+            out, logits, counts = self._rounded(backend.layer, tokens, experts, main_grads.named)
         else:
-            out, logits, counts = self._top_k(backend.layer, tokens, experts, main_grads)
+            out, logits, counts = self._top_k(backend.layer, tokens, experts, main_grads.named)
+        main_grads.zero_before(out)
         aux_loss = None
         if not is_inference_mode:
             # Sequences of x (B, S, d); another x is one sequence, or as many as all but S say.
@@ -335,13 +339,13 @@ class MoE(nn.Module):
         backend: ModuleType,
         kernel_backend_moe: KernelBackendMoE,
         is_inference_mode: bool,
-    ) -> tuple[tuple, dict[str, torch.Tensor | None]]:
-        """What the layers take of the experts, in order, and the main_grads by name."""
+    ) -> tuple[tuple, MainGrads]:
+        """What the layers take of the experts, in order, and the main_grads."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
         seen = x.detach()
         w1, b1 = weights("c_fc", self.c_fc(seen), x)
         w2, b2 = weights("c_proj", self.c_proj(seen), x)
-        main_grads = {}
+        main_grads = MainGrads()
         if self.gradient_accumulation_fusion:
             if backend is not _layer:
                 raise ValueError(
@@ -349,8 +353,8 @@ class MoE(nn.Module):
                     "KernelBackendMoE.sonicmoe, with gradient_accumulation_fusion"
                 )
             if torch.is_grad_enabled() and not is_inference_mode:
-                w1, main_grads["w1_main_grad"] = accumulating("c_fc", w1)
-                w2, main_grads["w2_main_grad"] = accumulating("c_proj", w2)
+                main_grads = MainGrads(w1=("c_fc.weight", w1), w2=("c_proj.weight", w2))
+                w1, w2 = main_grads.weights
         experts = w1, b1, w2, b2, self.activation_function, is_inference_mode, self.layout
         return experts, main_grads
 
@@ -378,7 +382,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        main_grads: dict[str, torch.Tensor | None],
+        main_grads: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
         routing = Routing(
@@ -405,7 +409,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        main_grads: dict[str, torch.Tensor | None],
+        main_grads: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
         (x,) = autocast(x.contiguous())  # kept once, by the router and the experts

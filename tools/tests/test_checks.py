@@ -287,7 +287,6 @@ def test_commits_are_checked_from_the_base_on(history, monkeypatch, capsys):
         ("<!-- run -->\n```python\nassert False\n```\n", "exit status 1"),
         ("<!-- run -->\n```java\n```\n", "cannot run 'java'"),
         ("<!-- run -->\nno block\n", "1 marks, 0 runnable blocks"),
-        ("<!-- run no_such -->\n```python\n```\n", "tools/setup_integrations.sh no_such"),
         ("```sh\nnot marked\n```\n", "0 marks"),
     ],
 )

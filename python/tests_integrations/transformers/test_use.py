@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import small
+import snippets
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -301,3 +302,8 @@ def test_names():
     for wrong in ("", "eager", None):
         with pytest.raises(ValueError, match=r"^name: got "):
             sonicmoe_transformers.register(wrong)
+
+
+def test_snippet():
+    for block in snippets.of_section("Hugging Face transformers"):
+        exec(block, {})
