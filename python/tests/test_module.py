@@ -43,6 +43,12 @@ def backward(outputs):
     (o.square().sum() + aux_loss).backward()
 
 
+def assert_near(got, want):
+    """A called router's logits are PyTorch's sums: another order of D fp32 terms, which moves every
+    gradient by some roundings of its largest terms."""
+    assert (got - want).norm() <= D * EPS * want.norm()
+
+
 def assert_same_step(ours, plain, x, backend=KernelBackendMoE.sonicmoe):
     """Output, loss and all gradients that the plain module has."""
     x, plain_x = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -51,10 +57,10 @@ def assert_same_step(ours, plain, x, backend=KernelBackendMoE.sonicmoe):
         torch.testing.assert_close(a, b)
     backward(outputs)
     backward(expected)
-    torch.testing.assert_close(x.grad, plain_x.grad)
+    assert_near(x.grad, plain_x.grad)
     gradients = {name: p.grad for name, p in ours.named_parameters()}
     for name, p in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], p.grad)
+        assert_near(gradients[name], p.grad)
 
 
 # Hooks, adapters, routers.
@@ -144,7 +150,7 @@ def test_adapters_act(routing, backend):
     backward(expected)
     for name in ("router", "c_fc", "c_proj"):
         gradient = getattr(plain, name).weight.grad
-        torch.testing.assert_close(getattr(moe, name).inner.weight.grad, 2 * gradient)
+        assert_near(getattr(moe, name).inner.weight.grad, 2 * gradient)
         assert getattr(moe, name).factor.grad
 
 
