@@ -4,16 +4,19 @@
 
     name = sonicmoe_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., experts_implementation=name)
-    # or, of a model that is there: model.set_experts_implementation(name)
+    # an existing model: model.set_experts_implementation(name)
 
 Every class of experts that transformers marks with `use_experts_implementation` is covered: routers
 and shared experts stay the model's. Symbols as in :mod:`sonicmoe.functional`.
 """
 
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import functional
 from ..enums import allowed_activations
@@ -26,12 +29,18 @@ NAME = "sonicmoe_native"
 def register(name: str = NAME) -> str:
     """Adds our experts to transformers under `name`, which it returns.
 
-    A name that transformers knows already stands for ours from then on. Needs transformers 5.24.
+    "sonicmoe" takes the place of transformers' own implementation of that name; other built-in
+    names are refused. Needs transformers 5.24.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError("sonicmoe.integrations.transformers needs transformers 5.24") from error
 
-    if not isinstance(name, str) or not name or name == "eager":
-        raise ValueError(f"name: got {name!r}, allowed: a text, other than 'eager'")
+    taken = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {"sonicmoe"}
+    taken -= {key for key in taken if ALL_EXPERTS_FUNCTIONS.get(key) is experts_forward}
+    if not isinstance(name, str) or not name.isidentifier() or name in taken:
+        raise ValueError(f"name: got {name!r}, allowed: a Python name, but {sorted(taken)}")
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
     return name
 
@@ -48,42 +57,51 @@ def experts_forward(
     nothing. top_k_weights (T, K): any float dtype, used in fp32. `module` holds the weights and says
     how they lie. NotImplementedError for a gate whose formula is none of ours.
     """
-    _give_method(type(module))
+    if top_k_index.dim() != 2 or top_k_weights.shape != top_k_index.shape:
+        raise ValueError(
+            f"top_k_index, top_k_weights: got shapes {tuple(top_k_index.shape)} and "
+            f"{tuple(top_k_weights.shape)}, allowed: (T, K) for both"
+        )
+    _give_methods(type(module))
+    if torch.compiler.is_compiling():
+        _guard(module)
     activation = module._sonicmoe_activation()
     if activation is None:
-        raise NotImplementedError(_unknown(module))
+        raise NotImplementedError(_unknown(module)) from _why(module)
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    weights = {"w1": getattr(module, up), "w2": module.down_proj}
+    experts = {"w1": getattr(module, up), "w2": module.down_proj}
+    if not experts["w1"].dtype.is_floating_point or experts["w1"].dtype.itemsize < 2:
+        raise TypeError(f"{up}: got {experts['w1'].dtype}, allowed: float32, bfloat16, float16")
     if module.has_bias:
-        weights |= {"b1": getattr(module, f"{up}_bias"), "b2": module.down_proj_bias}
-    weights = {key: weight.contiguous() for key, weight in weights.items()}
-    x = hidden_states.to(weights["w1"].dtype)
-    options = {"activation": activation, "layout": _layout(module)}
-    if module.has_post_expert_norm:
-        out = _normed(module, x, top_k_index, top_k_weights, weights, options)
+        experts |= {"b1": getattr(module, f"{up}_bias"), "b2": module.down_proj_bias}
     else:
-        out = _combined(x, top_k_index, top_k_weights, weights, options)
+        experts |= {"b1": None, "b2": None}
+    experts = {key: None if t is None else t.contiguous() for key, t in experts.items()}
+    x = hidden_states.to(experts["w1"].dtype)
+    run = _normed if module.has_post_expert_norm else _combined
+    out = run(module, x, top_k_index, top_k_weights, activation, experts)
     return out.to(hidden_states.dtype)
 
 
 def _combined(
+    module: nn.Module,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    of_experts: dict[str, torch.Tensor],
-    options: dict[str, Any],
+    activation: str,
+    experts: dict[str, torch.Tensor | None],
 ) -> torch.Tensor:
-    top_k, experts = ids.shape[1], of_experts["w2"].shape[0]
-    if top_k <= experts:
-        return functional.experts(x, ids, weights, **of_experts, **options)[0]
+    top_k, layout = ids.shape[1], _layout(module)
+    if top_k <= experts["w2"].shape[0]:
+        return functional.experts(
+            x, ids, weights, **experts, activation=activation, layout=layout
+        )[0]
     # A rank of expert parallelism may hold fewer experts than a token chooses: most are sentinels.
     tokens = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    tokens = tokens[:, None].expand(-1, top_k).flatten()
-    of_experts = {"b1": None, "b2": None} | of_experts
-    options = dict(options, activation_type=options["activation"])
-    del options["activation"]
+    tokens = tokens[:, None].expand(-1, top_k)
+    lists = weights.flatten(), tokens.flatten(), ids.flatten()
     return functional.moe_general_routing_inputs(
-        x, weights.flatten(), tokens, ids.flatten(), **of_experts, **options
+        x, *lists, **experts, activation_type=activation, layout=layout
     )[0]
 
 
@@ -92,17 +110,16 @@ def _normed(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    of_experts: dict[str, torch.Tensor],
-    options: dict[str, Any],
+    activation: str,
+    experts: dict[str, torch.Tensor | None],
 ) -> torch.Tensor:
-    """A norm between the experts and the sum over them: each pair's output is a row of its own.
-    Sentinels' rows are zero, and the norm of zero times their weight."""
-    top_k = ids.shape[1]
-    rows = x.repeat_interleave(top_k, 0)
+    """With a norm between the experts and the sum over them, each pair's output is a row."""
+    rows = x.repeat_interleave(ids.shape[1], 0)
     ones = torch.ones(rows.shape[0], 1, device=x.device)
-    out = functional.experts(rows, ids.reshape(-1, 1), ones, **of_experts, **options)[0]
-    out = module.post_expert_norm(out).reshape(*ids.shape, -1)
-    return (out * weights[..., None]).sum(1)
+    out = _combined(module, rows, ids.reshape(-1, 1), ones, activation, experts)
+    out = module.post_expert_norm(out).reshape(*ids.shape, x.shape[1])
+    sentinel = (ids < 0) | (ids >= experts["w2"].shape[0])
+    return (out * weights.masked_fill(sentinel, 0)[..., None]).sum(1)
 
 
 def _layout(module: nn.Module) -> str:
@@ -113,54 +130,120 @@ def _layout(module: nn.Module) -> str:
     return "concatenated" if module.is_concatenated else "interleaved"
 
 
-#: What experts' gates compute, by all that a gate can depend on.
-_known: dict[tuple, str | None] = {}
+# The activation of a module is found once and again whenever a setting has changed that its gate can
+# read. Traced code knows nothing of that: it takes the activation for a constant, and reads the same
+# settings so that torch.compile guards them.
+
+#: Of a module: its settings, and its activation or the error of asking for it.
+_found: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.assume_constant_result
-def _give_method(experts: type[nn.Module]) -> None:
-    """Makes `_sonicmoe_activation` a method: tracing hands a module to no other function whose result is a
-    constant."""
+def _give_methods(experts: type[nn.Module]) -> None:
+    """torch.compile passes a module to a constant function only as `self`, and looks that function
+    up in the module's class by its own name."""
     if "_sonicmoe_activation" not in vars(experts):
         experts._sonicmoe_activation = _sonicmoe_activation
+        experts._sonicmoe_names = _sonicmoe_names
+        experts._sonicmoe_value = _sonicmoe_value
 
 
 @torch.compiler.assume_constant_result
-def _sonicmoe_activation(module: nn.Module) -> str | None:
-    """The text of a module's activation; None for an unknown one."""
-    key = _depends_on(module)
-    if key not in _known:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if module.has_gate:
-                _known[key] = _gates.gated(module._apply_gate, not module.is_concatenated)
-            else:
-                _known[key] = _gates.plain(module.act_fn)
-    return _known[key]
+def _sonicmoe_activation(module: nn.Module, *functions: Any) -> str | None:
+    """The text of a module's activation, None for an unknown one. `functions` are guarded."""
+    state = [(path, _state(value)) for path, value in _settings(module)]
+    known = _found.get(module)
+    if known is None or known[0] != state:
+        try:
+            known = state, _recognized(module)
+        except Exception as error:  # of the gate's own code
+            known = state, error
+        _found[module] = known
+    return None if isinstance(known[1], Exception) else known[1]
 
 
-def _depends_on(module: nn.Module) -> tuple:
-    act = getattr(module, "act_fn", None)
-    parts = list(act.modules()) if isinstance(act, nn.Module) else [act]
-    gate = getattr(module._apply_gate, "__func__", module._apply_gate)
-    return gate, module.has_gate, module.is_concatenated, *map(_settings, [module, *parts])
+def _why(module: nn.Module) -> Exception | None:
+    error = _found.get(module, (None, None))[1]
+    return error if isinstance(error, Exception) else None
 
 
-def _settings(part: object) -> tuple:
-    """The class and the settings of a module, the function itself of a function."""
-    if not isinstance(part, nn.Module):
-        return (part,)
-    settings = (
-        (name, value)
-        for name, value in vars(part).items()
-        if isinstance(value, bool | int | float | str) or callable(value)
+def _recognized(module: nn.Module) -> str | None:
+    learned = [name for _, part in _parts(module) if part is not module for name in part._parameters]
+    if learned:
+        raise ValueError(f"{learned[0]}: got a parameter of the activation, allowed: none")
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        if module.has_gate:
+            return _gates.gated(module._apply_gate, not module.is_concatenated)
+        return _gates.plain(module.act_fn)
+
+
+@torch.compiler.assume_constant_result
+def _sonicmoe_names(module: nn.Module) -> str:
+    return " ".join(
+        path for path, value in _settings(module) if isinstance(value, _SCALARS) or callable(value)
     )
-    return type(part), *settings
+
+
+@torch.compiler.assume_constant_result
+def _sonicmoe_value(module: nn.Module, path: str) -> bool | int | float | str:
+    return dict(_settings(module))[path]
+
+
+def _guard(module: nn.Module) -> None:
+    functions = []
+    for path in module._sonicmoe_names().split():
+        *parents, name = path.split(".")
+        part = module
+        for parent in parents:
+            part = getattr(part, parent)
+        value = getattr(part, name)
+        if not isinstance(value, _SCALARS):
+            functions.append(value)
+        elif value != module._sonicmoe_value(path):  # only for NaN: the comparison makes the guard
+            functions.append(None)
+    module._sonicmoe_activation(*functions)
+
+
+_SCALARS = (bool, int, float, str)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module and its parts, but for those that no gate reads, with their paths."""
+    for path, part in module.named_modules():
+        if path.partition(".")[0] not in ("post_expert_norm", "parametrizations"):
+            yield path, part
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that a gate may read, with their paths. Hooks replace `forward`."""
+    for path, part in _parts(module):
+        for name, value in vars(part).items():
+            if name[0] != "_" and name not in ("forward", "config"):
+                yield f"{path}.{name}" if path else name, value
+        for name, value in part._buffers.items():
+            yield f"{path}.{name}" if path else name, value
+
+
+def _state(value: Any) -> Any:
+    """What is equal as long as the value stays the same, and keeps nothing alive."""
+    if isinstance(value, _SCALARS) or value is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return weakref.ref(value), value._version
+    if isinstance(value, list | tuple):
+        return [_state(item) for item in value]
+    fields = getattr(value, "__dict__", {}) if callable(value) else {}
+    scalars = {key: field for key, field in fields.items() if isinstance(field, _SCALARS)}
+    try:
+        make = weakref.WeakMethod if hasattr(value, "__self__") else weakref.ref
+        return make(value), scalars
+    except TypeError:  # of builtins' methods, numbers of other kinds and the like
+        return repr(value)
 
 
 def _unknown(module: nn.Module) -> str:
-    name = type(module).__name__
-    source = f"{name}._apply_gate" if module.has_gate else f"{name}.act_fn"
+    source = "_apply_gate" if module.has_gate else "act_fn"
     return (
-        f"{source}: got a function that is none of ours, allowed: {allowed_activations()}; "
-        "set_experts_implementation('grouped_mm') takes any"
+        f"{type(module).__name__}.{source}: got a function that is none of ours, allowed: "
+        f"{allowed_activations()}; set_experts_implementation('grouped_mm') takes any"
     )

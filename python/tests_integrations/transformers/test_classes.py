@@ -49,13 +49,12 @@ def train(layer: nn.Module, implementation: str):
 
 @pytest.mark.parametrize(("module", "kind"), MARKED, ids=[kind for _, kind in MARKED])
 def test_trains_as_eager(module, kind, name):
-    experts = census.experts(module, kind)
-    layer = Layer(experts)
+    layer = Layer(census.experts(module, kind))
     try:
         got, gradients = train(layer, name)
     except NotImplementedError as error:
         outcomes[kind] = str(error)
-        pytest.xfail(str(error))
+        raise
     wanted, wanted_gradients = train(layer, "eager")
     assert got == pytest.approx(wanted, rel=1e-4)
     for key, gradient in wanted_gradients.items():
@@ -65,7 +64,5 @@ def test_trains_as_eager(module, kind, name):
     outcomes[kind] = None
 
 
-def test_enough_classes_train():
+def test_all_classes_are_found():
     assert len(MARKED) == 68
-    assert len(outcomes) == len(MARKED)
-    assert sum(why is None for why in outcomes.values()) >= 66

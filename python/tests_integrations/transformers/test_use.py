@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import census
 import small
 import snippets
 import torch
@@ -181,9 +182,25 @@ def test_fp16_on_the_cpu_is_refused(name):
 # Hostile routings.
 
 
-@MODELS
-def test_no_tokens(make, name):
-    module = experts_of(make())
+def normed():
+    """Experts with a norm behind each."""
+    module = "transformers.models.muse_spark.modeling_muse_spark"
+    experts = census.experts(module, "MuseSparkExperts")
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return experts
+
+
+KINDS = pytest.mark.parametrize(
+    "experts",
+    [lambda: experts_of(small.qwen3()), lambda: experts_of(small.gpt_oss()), normed],
+    ids=["qwen3", "gpt_oss", "muse_spark"],
+)
+
+
+@KINDS
+def test_no_tokens(experts, name):
+    module = experts()
     x, ids = torch.zeros(0, 32), torch.zeros(0, 2, dtype=torch.int64)
     x.requires_grad_()
     out = ours(module, x, ids, torch.zeros(0, 2))
@@ -192,10 +209,10 @@ def test_no_tokens(make, name):
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
-@MODELS
-def test_one_expert_a_token_unsorted(make, name):
+@KINDS
+def test_one_expert_a_token_unsorted(experts, name):
     """As the all-to-all of expert parallelism hands rows over."""
-    module = experts_of(make())
+    module = experts()
     ids, weights = pairs(24, 1, 8)
     x = torch.randn(24, 32)
     results = (outcome(run, module, x, ids, weights) for run in (ours, eager))
@@ -203,10 +220,10 @@ def test_one_expert_a_token_unsorted(make, name):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@MODELS
+@KINDS
 @pytest.mark.parametrize("sentinel", [8, -1, 2**40])
-def test_sentinels_contribute_nothing(make, sentinel, name):
-    module = experts_of(make())
+def test_sentinels_contribute_nothing(experts, sentinel, name):
+    module = experts()
     ids, weights = pairs(24, 2, 8)
     foreign = torch.rand(24, 2) < 0.4
     foreign[0] = True
@@ -291,17 +308,44 @@ def test_peft_on_experts(make, name, tmp_path):
     torch.testing.assert_close(merged(input_ids=small.tokens()).logits, logits, rtol=1e-4, atol=1e-5)
 
 
-# The name.
+# Arguments.
 
 
 def test_names():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    assert sonicmoe_transformers.register("another") == "another"
-    assert ALL_EXPERTS_FUNCTIONS["another"] is sonicmoe_transformers.experts_forward
-    for wrong in ("", "eager", None):
+    builtin = ALL_EXPERTS_FUNCTIONS["sonicmoe"]
+    try:
+        for good in ("another", "another", "sonicmoe"):
+            assert sonicmoe_transformers.register(good) == good
+            assert ALL_EXPERTS_FUNCTIONS[good] is sonicmoe_transformers.experts_forward
+    finally:
+        ALL_EXPERTS_FUNCTIONS.register("sonicmoe", builtin)
+    for wrong in ("", " ", "eager", "grouped_mm", "paged|x", None):
         with pytest.raises(ValueError, match=r"^name: got "):
             sonicmoe_transformers.register(wrong)
+
+
+@MODELS
+def test_shapes_are_checked(make, name):
+    module, x = experts_of(make()), torch.randn(12, 32)
+    ids, weights = pairs(12, 2, 8)
+    for wrong in ((ids.T, weights), (ids, weights.T), (ids[:, 0], weights[:, 0])):
+        with pytest.raises(ValueError, match=r"^top_k_index, top_k_weights: got shapes"):
+            ours(module, x, *wrong)
+
+
+def test_quantized_weights_are_refused(name):
+    module = experts_of(small.qwen3()).requires_grad_(False)
+    module.gate_up_proj.data = module.gate_up_proj.data.to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"^gate_up_proj: got torch.float8_e4m3fn, allowed: float32"):
+        ours(module, torch.randn(12, 32), *pairs(12, 2, 8))
+
+
+def test_sizes_that_no_kernel_takes(name):
+    module = experts_of(small.qwen3(hidden_size=20, head_dim=8))
+    with pytest.raises(ValueError, match="^hidden: got 20, allowed: multiples of 8"):
+        ours(module, torch.randn(12, 20), *pairs(12, 2, 8))
 
 
 def test_snippet():
