@@ -20,7 +20,7 @@ CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src t
 SECONDS ?= 60
 FRAMEWORKS = $(basename $(notdir $(wildcard tools/integrations/*.txt)))
 
-.PHONY: help setup build device-build receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers install-check snippets clean
+.PHONY: help setup build device-build receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers install-check wheel wheel-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 28
@@ -89,12 +89,18 @@ headers:  ## compile every public header by itself
 install-check: setup  ## install as a static and as a shared library, build a consumer of each
 	tools/check_install.sh
 
+wheel: setup  ## dist/sonicmoe-*.whl; for the CPU alone: make wheel CUDA=OFF
+	tools/make_wheel.sh
+
+wheel-check: wheel  ## Python tests from the wheel, an editable installation, failures that explain
+	tools/check_wheel.sh
+
 snippets: build  ## run the marked code blocks of README.md against an installed copy
 	cmake --install build --prefix build/prefix >/dev/null
 	python tools/run_snippets.py build/prefix
 
 clean:  ## remove the build folders (not .venv)
-	rm -rf build build-*
+	rm -rf build build-* dist
 
 .DEFAULT:
 	@echo >&2 "make: there is no target '$@'. These are:"; $(MAKE) -s help >&2; exit 2

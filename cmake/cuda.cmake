@@ -1,51 +1,20 @@
 # The CUDA backend: whether it is built, with which nvcc, and how.
 #
-#   SONICMOE_CUDA=AUTO  when nvcc >= 13.0 is found
-#   SONICMOE_CUDA=ON    fails without it
+#   SONICMOE_CUDA=AUTO  when there is an nvcc; one that is too old is an error
+#   SONICMOE_CUDA=ON    fails without an nvcc
 #   SONICMOE_CUDA=OFF   the complete CPU library
 #
-# nvcc is looked for in CMAKE_CUDA_COMPILER, CUDACXX, PATH, /usr/local/cuda and the Python wheels of
-# .venv (tools/setup.sh installs them there). Sets SONICMOE_HAS_CUDA; then the language CUDA is on and
-# the target sonicmoe::cudart exists.
+# find_nvcc.cmake looks for nvcc. Sets SONICMOE_HAS_CUDA; then the language CUDA is on and the target
+# sonicmoe::cudart exists. Otherwise SONICMOE_NO_NVCC says why not.
 set(SONICMOE_CUDA AUTO CACHE STRING "CUDA backend for sm_90a: AUTO, ON or OFF")
 set_property(CACHE SONICMOE_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(SONICMOE_HAS_CUDA OFF)
-if(NOT SONICMOE_CUDA)
+include(cmake/find_nvcc.cmake)
+if(NOT SONICMOE_NVCC)
+  message(STATUS "CUDA backend: off, because ${SONICMOE_NO_NVCC}")
   return()
 endif()
-
-function(sonicmoe_no_cuda why)
-  if(SONICMOE_CUDA STREQUAL "AUTO")
-    message(STATUS "CUDA backend: off (${why})")
-  else()
-    message(FATAL_ERROR "SONICMOE_CUDA is ${SONICMOE_CUDA}, but ${why}. "
-                        "tools/setup.sh installs what is missing into .venv.")
-  endif()
-endfunction()
-
-file(GLOB site_packages ${PROJECT_SOURCE_DIR}/.venv/lib/python3*/site-packages)
-find_program(nvcc_of_path nvcc NO_CACHE)
-set(candidates ${CMAKE_CUDA_COMPILER})
-if(NOT candidates)
-  list(APPEND candidates $ENV{CUDACXX} ${nvcc_of_path} /usr/local/cuda/bin/nvcc)
-  foreach(packages IN LISTS site_packages)
-    list(APPEND candidates ${packages}/nvidia/cu13/bin/nvcc)
-  endforeach()
-endif()
-set(nvcc "")
-foreach(candidate IN LISTS candidates)
-  execute_process(COMMAND ${candidate} --version OUTPUT_VARIABLE version ERROR_QUIET
-                  RESULT_VARIABLE failed)
-  string(REGEX MATCH "release ([0-9.]+)" version "${version}")
-  if(failed STREQUAL "0" AND CMAKE_MATCH_1 VERSION_GREATER_EQUAL 13.0)
-    set(nvcc ${candidate})
-    break()
-  endif()
-endforeach()
-if(NOT nvcc)
-  sonicmoe_no_cuda("there is no nvcc of CUDA 13.0 or newer")
-  return()
-endif()
+set(nvcc ${SONICMOE_NVCC})
 
 cmake_path(GET nvcc PARENT_PATH cuda_root)
 file(REAL_PATH ${cuda_root}/.. cuda_root)

@@ -6,7 +6,16 @@
 # static library needs no OpenBLAS. It is the serial build, which starts no threads;
 # private_openblas.cpp adds what that build lacks.
 function(private_openblas object)
-  find_library(SONICMOE_OPENBLAS NAMES libopenblas.a REQUIRED PATH_SUFFIXES openblas-serial)
+  find_library(SONICMOE_OPENBLAS NAMES libopenblas.a PATH_SUFFIXES openblas-serial)
+  if(NOT SONICMOE_OPENBLAS)
+    message(FATAL_ERROR
+      "SONICMOE_OPENBLAS: libopenblas.a is missing.\n"
+      "Install OpenBLAS as a static library. On Debian and Ubuntu that is:\n"
+      "  apt-get install libopenblas-serial-dev\n"
+      "Elsewhere, install a static OpenBLAS and name the file:\n"
+      "  pip install . --config-settings=cmake.define.SONICMOE_OPENBLAS=/path/to/libopenblas.a\n"
+      "  cmake -DSONICMOE_OPENBLAS=/path/to/libopenblas.a\n")
+  endif()
   add_library(sonicmoe_openblas OBJECT ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/private_openblas.cpp)
   target_compile_options(sonicmoe_openblas PRIVATE -fno-sanitize=all)
   add_custom_command(

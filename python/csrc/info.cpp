@@ -41,4 +41,6 @@ std::string info() {
   return "{\"devices\": " + json(devices()) + ", \"kernels\": " + json(kernels()) + "}";
 }
 
+std::string build_version() { return SONICMOE_BUILD_VERSION; }
+
 }  // namespace sonicmoe::python

@@ -103,6 +103,7 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor expert_ids, str layer) -> Tensor");
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
   library.def("info() -> str");
+  library.def("build_version() -> str");
 }
 
 namespace {
@@ -135,4 +136,5 @@ STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CPU, library) { implement(library); }
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CUDA, library) { implement(library); }
 STABLE_TORCH_LIBRARY_IMPL(sonicmoe, CompositeExplicitAutograd, library) {
   library.impl("info", TORCH_BOX(&sonicmoe::python::info));
+  library.impl("build_version", TORCH_BOX(&sonicmoe::python::build_version));
 }

@@ -155,4 +155,7 @@ Tensor token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, 
 /// of DeviceInfo and KernelInfo (info.h).
 std::string info();
 
+/// The package's version: `0.1.0`, or `0.1.0+cpu` for a build without CUDA kernels. Asks no device.
+std::string build_version();
+
 }  // namespace sonicmoe::python

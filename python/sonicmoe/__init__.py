@@ -1,7 +1,7 @@
 """sonicmoe: Mixture-of-Experts layers that keep little and run fast."""
 
 from . import enums, functional, losses
-from ._info import devices, has_cuda, kernels
+from ._info import devices, has_cuda, kernels, version
 from .enums import ActivationType, KernelBackendMoE, is_glu
 from .functional import (
     count_cumsum,
@@ -23,7 +23,8 @@ from .losses import (
 from .moe import MoE
 from .router import PRESETS, RouterConfig
 
-__version__ = "0.1.0"
+#: `0.1.0+cpu` says that this build has no kernels for CUDA devices.
+__version__ = version()
 
 __all__ = [
     "ActivationType",

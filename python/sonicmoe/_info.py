@@ -16,6 +16,12 @@ def _info() -> dict[str, list[dict[str, Any]]]:
     return json.loads(torch.ops.sonicmoe.info())
 
 
+def version() -> str:
+    """The version of the extension, with `+cpu` if it has no kernels for CUDA devices. `0+unbuilt`
+    without the extension."""
+    return torch.ops.sonicmoe.build_version() if _ops.AVAILABLE else "0+unbuilt"
+
+
 def has_cuda() -> bool:
     """Whether this build has kernels for CUDA devices; :func:`devices` says whether there are any.
     False without the extension."""

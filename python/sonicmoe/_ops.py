@@ -4,6 +4,8 @@ The operators themselves, `torch.ops.sonicmoe.*`, are described in `csrc/operato
 """
 
 import functools
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,16 +13,27 @@ import torch
 from . import _autograd, _fakes, _flops
 from ._fakes import options_of, reaches_all_experts
 
-_LIBRARY = Path(__file__).parent / "lib" / "libsonicmoe_torch.so"
+
+
+def _find(folders: Iterable[str]) -> Path | None:
+    """The extension in one of a package's folders. An editable installation has two: the source
+    tree, where `make build` leaves a library, and site-packages, where pip does. The newest counts,
+    since it belongs to the sources as they are."""
+    found = [Path(folder, "lib", "libsonicmoe_torch.so") for folder in folders]
+    return max(filter(Path.exists, found), key=lambda file: file.stat().st_mtime, default=None)
+
+
+_LIBRARY = _find(sys.modules[__package__].__path__)
 
 #: False in a source tree that is not built, where only the `torch` backend works.
-AVAILABLE = _LIBRARY.exists()
+AVAILABLE = _LIBRARY is not None
 
 
 def require() -> None:
     if not AVAILABLE:
         raise RuntimeError(
-            f"sonicmoe's extension is missing ({_LIBRARY}): run `make build` in a source tree, "
+            "sonicmoe's extension is missing: got no lib/libsonicmoe_torch.so in "
+            f"{list(sys.modules[__package__].__path__)}; run `make build` in a source tree, "
             "or `pip install .`; KernelBackendMoE.torch works without it"
         )
 

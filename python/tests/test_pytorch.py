@@ -446,7 +446,7 @@ def test_training_lowers_the_loss_as_plain_pytorch_does(dtype):
 def test_version_is_that_of_the_library():
     cmake = Path(__file__).parents[2] / "CMakeLists.txt"
     version = re.search(r"project\(sonicmoe VERSION ([0-9.]+)", cmake.read_text()).group(1)
-    assert sonicmoe.__version__ == version
+    assert sonicmoe.__version__ == version + ("" if sonicmoe.has_cuda() else "+cpu")
 
 
 def test_threads_are_those_of_torch():
