@@ -101,6 +101,9 @@ class MoE(nn.Module):
     an fp32 bias. Parameters may be replicated DTensors, with x a replicated
     DTensor too. FSDP2 may shard the module, but none of the three alone.
 
+    With `recompute="preact"` nothing of the experts is kept for backward but x and the routing:
+    backward makes the pre-activation again, by one more up projection, and gives the same bits.
+
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
     `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
     their `grad` stays None. Where a weight has `grad_added_to_main_grad`, as Megatron's have,
@@ -127,6 +130,7 @@ class MoE(nn.Module):
         gradient_accumulation_fusion: bool = False,
         router: RouterConfig | str | None = None,
         losses: dict[str, float] | None = None,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
         _check.integer("num_experts", num_experts)
@@ -173,6 +177,7 @@ class MoE(nn.Module):
         self.rounding = rounding
         self.tile = tile
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
+        self.recompute = _check.recompute("recompute", recompute)
 
         width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
         self.router = Router(hidden_size, num_experts, config.logit_bias, config.logits == "f32")
@@ -267,13 +272,13 @@ class MoE(nn.Module):
             _check.not_sharded_alone(name, getattr(self, name))
         mask = _mask_of_tokens(padding_mask, x)
         tokens = x.reshape(-1, self.hidden_size)
-        experts, main_grads = self._experts(
+        experts, named = self._experts(
             tokens, backend.layer, kernel_backend_moe, is_inference_mode
         )
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
-            out, logits, counts = self._rounded(backend.layer, tokens, experts, main_grads)
+            out, logits, counts = self._rounded(backend.layer, tokens, experts, named)
         else:
-            out, logits, counts = self._top_k(backend.layer, tokens, experts, main_grads)
+            out, logits, counts = self._top_k(backend.layer, tokens, experts, named)
         aux_loss = None
         if not is_inference_mode:
             # Sequences of x (B, S, d); another x is one sequence, or as many as all but S say.
@@ -335,13 +340,15 @@ class MoE(nn.Module):
         backend: ModuleType,
         kernel_backend_moe: KernelBackendMoE,
         is_inference_mode: bool,
-    ) -> tuple[tuple, dict[str, torch.Tensor | None]]:
-        """What the layers take of the experts, in order, and the main_grads by name."""
+    ) -> tuple[tuple, dict[str, torch.Tensor | str]]:
+        """What the layers take of the experts, in order, and the rest by name."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
         seen = x.detach()
         w1, b1 = weights("c_fc", self.c_fc(seen), x)
         w2, b2 = weights("c_proj", self.c_proj(seen), x)
-        main_grads = {}
+        named = {}
+        if backend is _layer:  # the reference keeps what autograd keeps
+            named["recompute"] = self.recompute
         if self.gradient_accumulation_fusion:
             if backend is not _layer:
                 raise ValueError(
@@ -349,10 +356,10 @@ class MoE(nn.Module):
                     "KernelBackendMoE.sonicmoe, with gradient_accumulation_fusion"
                 )
             if torch.is_grad_enabled() and not is_inference_mode:
-                w1, main_grads["w1_main_grad"] = accumulating("c_fc", w1)
-                w2, main_grads["w2_main_grad"] = accumulating("c_proj", w2)
+                w1, named["w1_main_grad"] = accumulating("c_fc", w1)
+                w2, named["w2_main_grad"] = accumulating("c_proj", w2)
         experts = w1, b1, w2, b2, self.activation_function, is_inference_mode, self.layout
-        return experts, main_grads
+        return experts, named
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """What the router makes of x (T, d), which is in autocast's type: logits (T, E)."""
@@ -378,7 +385,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        main_grads: dict[str, torch.Tensor | None],
+        named: dict[str, torch.Tensor | str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
         routing = Routing(
@@ -391,12 +398,12 @@ class MoE(nn.Module):
             bias = _as_fp32(_check.local("router.bias", self.router.bias, x))
             routing = routing._replace(logit_bias=bias)
             x = _check.local("x", x, x)
-            return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **main_grads)
+            return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **named)
         (x,) = autocast(x)
         logits = self._logits(x)
         x = _check.local("x", x, x)
         out, counts = backend.logits_layer(
-            x, logits, None, self.top_k, routing, *experts, **main_grads
+            x, logits, None, self.top_k, routing, *experts, **named
         )
         return out, logits, counts
 
@@ -405,7 +412,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        main_grads: dict[str, torch.Tensor | None],
+        named: dict[str, torch.Tensor | str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
         (x,) = autocast(x.contiguous())  # kept once, by the router and the experts
@@ -424,7 +431,7 @@ class MoE(nn.Module):
             self.norm_topk_probs,
             draws,
         )
-        out, _ = backend.routed_layer(x, scores, token_ids, expert_ids, *experts, **main_grads)
+        out, _ = backend.routed_layer(x, scores, token_ids, expert_ids, *experts, **named)
         return out, logits, frequency
 
     def extra_repr(self) -> str:
@@ -432,7 +439,8 @@ class MoE(nn.Module):
             f"top_k={self.top_k}, activation_function={self.activation_function}, "
             f"router={self.router_config}, losses={self.losses}, layout={self.layout!r}, "
             f"routing={self.routing!r}, rounding={self.rounding!r}, tile={self.tile}, "
-            f"gradient_accumulation_fusion={self.gradient_accumulation_fusion}"
+            f"gradient_accumulation_fusion={self.gradient_accumulation_fusion}, "
+            f"recompute={self.recompute!r}"
         )
 
 
