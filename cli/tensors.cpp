@@ -175,6 +175,7 @@ BackwardArgs LayerTensors::backward_args() const {
   args.router_w = router_w.data();
   args.expert_scale = expert_scale.as<float>();
   args.w1 = w1.data();
+  args.b1 = b1.data();
   args.w2 = w2.data();
   args.b2 = b2.data();
   args.logits = logits.data();

@@ -99,6 +99,7 @@ LayerDesc layer_desc(FuzzedDataProvider* in) {
   if (in->ConsumeBool()) any_router_options(in, &d.router);
   d.experts.bias = in->ConsumeBool();
   d.experts.inference = in->ConsumeIntegralInRange(0, 7) == 0;
+  d.experts.recompute = pick<Recompute>(in, 2);
   d.router.list_length = number(in, lists ? 100 : 0);
   d.router.assume_sorted = in->ConsumeIntegralInRange(0, 3) == 0;
   d.rounding.tile = in->ConsumeIntegralInRange(0, 3) == 0 ? number(in, 40) : 0;

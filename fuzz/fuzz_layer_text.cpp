@@ -54,6 +54,7 @@ LayerDesc any_layer(FuzzedDataProvider* in) {
   d.experts.f32_weight_grads = in->ConsumeBool();
   d.experts.accumulate_weight_grads = in->ConsumeBool();
   d.experts.dpreact_in_workspace = in->ConsumeBool();
+  choose(&d.experts.recompute, 2);
   return d;
 }
 

@@ -317,6 +317,31 @@ void add_rounding(CaseList* list) {
             with(nearest(usual(), 8), W1Layout::transposed_interleaved));
 }
 
+/// H made again in backward. tests/recompute_test.cpp has all other cases with it, too.
+void add_recompute(CaseList* list) {
+  const auto add = [&](const std::string& name, LayerDesc desc,
+                       RoutingKind kind = RoutingKind::random) {
+    desc.experts.recompute = Recompute::preact;
+    list->add("recompute/" + name, desc, kind);
+  };
+  LayerDesc biased = usual();
+  biased.experts.bias = true;
+  for (const W1Layout layout : kLayouts)
+    add(name(layout) + std::string("-bias"), with(biased, layout));
+  biased.experts.activation = Activation::relu_sq;
+  add("relu_sq-bias", biased);
+  add("given-hostile", list_shape(40, 7, 150), RoutingKind::hostile);
+  add("t0", shape(0, 24, 16, 5, 2));
+  LayerDesc rounded = shape(150, 24, 16, 7, 3);
+  rounded.rounding.tile = 16;
+  add("rounding", rounded);
+  LayerDesc rows = list_shape(150, 7, 150);
+  rows.experts.row_source = RowSource::contiguous;
+  rows.experts.score_at = ScoreAt::before_down;
+  rows.experts.bias = rows.experts.zero_tail = true;
+  add("rows-bias-hostile", rows, RoutingKind::hostile);
+}
+
 /// The tiles of CUDA kernels are 64 to 256 wide. Widths that models have, and none divides; a whole
 /// number of tiles; a K loop longer than the pipeline; more tiles than multiprocessors.
 void add_tiles(CaseList* list) {
@@ -447,7 +472,9 @@ const std::set<std::string> kSmoke = {"activation/swiglu-interleaved/f32",
                                       "inference/topk/f32",
                                       "rounding/nearest-softmax_over_topk/f32",
                                       "rounding/stochastic-topk_over_softmax/bf16",
-                                      "rounding/balance-softmax_over_topk/bf16"};
+                                      "rounding/balance-softmax_over_topk/bf16",
+                                      "recompute/separate-bias/f32",
+                                      "recompute/rows-bias-hostile/bf16"};
 
 void add_all(CaseList* list, bool every) {
   add_activations(list, every);
@@ -507,6 +534,7 @@ std::vector<Case> full_cases() {
   inputs.add_usual();
   inputs.add_others();
   add_parameters(&list, true);
+  add_recompute(&list);
   return list.take();
 }
 
@@ -516,6 +544,7 @@ std::vector<Case> cuda_cases() {
   add_tiles(&list);
   InputCases(&list).add_usual();
   add_parameters(&list, false);
+  add_recompute(&list);
   return list.take();
 }
 

@@ -141,8 +141,14 @@ RouterGrads router_grads(const Problem& p, const LayerRun& run, const LayerRun& 
   inputs.x = p.x, inputs.dout = p.dout;
   inputs.w1 = p.w1, inputs.b1 = p.b1, inputs.w2 = p.w2, inputs.b2 = p.b2;
   inputs.preact = run.tensors.preact;
+  GemmRun gemm;
+  if (!d.experts.keeps_preact()) {
+    gemm = run_gemm(GemmOp::up_proj, given.desc, inputs, device, options);
+    if (fail(gemm.failure)) return out;
+    inputs.preact = std::move(gemm.tensors.preact);
+  }
   inputs.preact.resize(g.rows() * static_cast<std::size_t>(d.experts.preact_width()));
-  GemmRun gemm = run_gemm(GemmOp::down_proj_dgrad, given.desc, inputs, device, options);
+  gemm = run_gemm(GemmOp::down_proj_dgrad, given.desc, inputs, device, options);
   if (fail(gemm.failure)) return out;
   inputs.dpreact = std::move(gemm.tensors.dpreact);
   gemm = run_gemm(GemmOp::up_proj_dgrad, given.desc, inputs, device, options);
@@ -209,8 +215,8 @@ Report check_rounded_layer(const Case& test_case, Device device, const Options& 
                                  {"o", &LayerTensors::o, false}};
   if (desc.router.projects()) outputs.push_back({"logits", &LayerTensors::logits, false});
   if (!desc.experts.inference) {
-    outputs.insert(outputs.end(), {{"preact", &LayerTensors::preact, false},
-                                   {"dx", &LayerTensors::dx, false},
+    if (desc.experts.keeps_preact()) outputs.push_back({"preact", &LayerTensors::preact, false});
+    outputs.insert(outputs.end(), {{"dx", &LayerTensors::dx, false},
                                    {"dw1", &LayerTensors::dw1, true},
                                    {"dw2", &LayerTensors::dw2, true}});
     if (desc.router.projects()) {
@@ -253,11 +259,13 @@ Report check_rounding_as_given(const Problem& problem, const LayerRun& run,
   compare("counts", as_tensor(run.counts), as_tensor(as_given.counts));
   compare("o", a.o, b.o);
   if (problem.desc.experts.inference) return report;
-  Tensor ours = a.preact, theirs = b.preact;
-  const Grouping g = group(given.lists, given.desc.tokens, given.desc.router.experts);
-  ours.resize(g.rows() * static_cast<std::size_t>(given.desc.experts.preact_width()));
-  theirs.resize(ours.size());
-  compare("preact", ours, theirs);
+  if (problem.desc.experts.keeps_preact()) {
+    Tensor ours = a.preact, theirs = b.preact;
+    const Grouping g = group(given.lists, given.desc.tokens, given.desc.router.experts);
+    ours.resize(g.rows() * static_cast<std::size_t>(given.desc.experts.preact_width()));
+    theirs.resize(ours.size());
+    compare("preact", ours, theirs);
+  }
   compare("dw1", a.dw1, b.dw1);
   compare("dw2", a.dw2, b.dw2);
   if (problem.desc.experts.bias) {

@@ -102,9 +102,13 @@ void ExpertsCall::add_outputs() {
   forward_.expert_out = arena.output("expert_out", R() * d, type);
   forward_workspace_ = workspace("forward workspace", plan_->forward_workspace_bytes());
   if (x_.inference) return;
-  forward_.preact = arena.output("preact", R() * W, type);
-  backward_.preact = forward_.preact;
-  if (!x_.dpreact_in_workspace) backward_.dpreact = forward_.preact;
+  void* const preact = arena.output("preact", R() * W, type);
+  if (x_.keeps_preact()) backward_.preact = forward_.preact = preact;
+  if (!x_.keeps_preact() && x_.bias) {
+    backward_.b1 = forward_.b1;
+    backward_.b1_up = forward_.b1_up;
+  }
+  if (!x_.dpreact_in_workspace) backward_.dpreact = preact;
   // A tensor that the call does not have is empty, and its pointer null.
   const auto output = [&](const char* name, bool exists, std::int64_t elements, DType stored) {
     return arena.output(name, exists ? static_cast<std::size_t>(elements) : 0, stored);
@@ -164,7 +168,7 @@ void ExpertsCall::read_forward(LayerRun* run) const {
   run->counts.assign(counts_.begin(), counts_.end());
   run->tensors.scores = p_.list_scores;
   run->tensors.o = rows_output("expert_out", x_.hidden, x_.dtype, run);
-  if (x_.inference) return;
+  if (!x_.keeps_preact()) return;
   const std::int64_t W = x_.preact_width();
   const Tensor preact = unpack_preact(arena.tensor("preact", x_.dtype), p_.desc);
   for (const std::int64_t row : owned_) {  // grouped rows

@@ -88,7 +88,7 @@ void run_forward(const Problem& p, const LayerPlan& plan, Device device, Arena* 
   if (desc.rounding.tile > 0) run->frequency = arena->int32("frequency");
   run->counts = arena->int32("counts");
   out.o = arena->tensor("o", type);
-  if (!desc.experts.inference) out.preact = unpack_preact(arena->tensor("preact", type), desc);
+  if (desc.experts.keeps_preact()) out.preact = unpack_preact(arena->tensor("preact", type), desc);
 }
 
 void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena* arena,
@@ -109,8 +109,16 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   args.w1_up = data("w1_up");
   args.w2 = data("w2");
   args.b2 = data("b2");
-  args.preact = data("preact");
-  if (!desc.experts.dpreact_in_workspace) args.dpreact = data("preact");
+  if (desc.experts.keeps_preact()) args.preact = data("preact");
+  if (!desc.experts.keeps_preact() && desc.experts.bias) {
+    args.b1 = data("b1");
+    args.b1_up = data("b1_up");
+  }
+  if (!desc.experts.dpreact_in_workspace) {
+    args.dpreact = desc.experts.keeps_preact()
+                       ? data("preact")
+                       : arena->output("dpreact", desc.rows() * desc.experts.preact_width(), type);
+  }
   args.routing = data("routing");
   args.dout = arena->input("dout", p.dout, type);
   const WantedGradients& wanted = p.wanted;
@@ -308,10 +316,12 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   compare("o", &LayerTensors::o);
   if (desc.experts.inference) return report;
 
-  Tensor rows_in_use = run.tensors.preact;
-  rows_in_use.resize(exact.preact.size());
-  report.checks.push_back(two_times_rule("preact", rows_in_use, exact.preact, plain.preact,
-                                         expert_ends(g, exact.preact.size(), false)));
+  if (desc.experts.keeps_preact()) {
+    Tensor rows_in_use = run.tensors.preact;
+    rows_in_use.resize(exact.preact.size());
+    report.checks.push_back(two_times_rule("preact", rows_in_use, exact.preact, plain.preact,
+                                           expert_ends(g, exact.preact.size(), false)));
+  }
   oracle_backward(problem, run.routing, Precision::exact, &exact);
   oracle_backward(problem, run.routing, Precision::plain, &plain);
   compare("dx", &LayerTensors::dx);

@@ -62,6 +62,8 @@ TEST(Types, NamesAndParsingAreInverse) {
   EXPECT_STREQ(name(static_cast<W1Layout>(5)), "?");
   EXPECT_STREQ(name(static_cast<RouterOrder>(3)), "?");
   EXPECT_STREQ(name(static_cast<DeviceType>(2)), "?");
+  EXPECT_STREQ(name(Recompute::preact), "preact");
+  EXPECT_STREQ(name(static_cast<Recompute>(2)), "?");
   EXPECT_EQ(size_of(DType::f32), 4u);
   EXPECT_EQ(size_of(DType::bf16), 2u);
   EXPECT_EQ(size_of(DType::f16), 2u);

@@ -60,6 +60,8 @@ struct PlainLayer {
     backward.expert_scale = forward.expert_scale;
     backward.w1 = forward.w1;
     backward.w1_up = forward.w1_up;
+    backward.b1 = forward.b1;
+    backward.b1_up = forward.b1_up;
     backward.w2 = forward.w2;
     backward.b2 = forward.b2;
     backward.logits = d.router.projects() ? forward.logits : forward.given_logits;
@@ -76,7 +78,9 @@ struct PlainLayer {
     backward.db1_up = arena.output("db1_up", b1_up.size(), type);
     backward.dw2 = arena.output("dw2", problem.w2.size(), type);
     backward.db2 = arena.output("db2", problem.b2.size(), type);
-    if (!d.experts.dpreact_in_workspace) backward.dpreact = arena.output("dpreact", saved.preact);
+    if (!d.experts.dpreact_in_workspace) {
+      backward.dpreact = arena.output("dpreact", d.rows() * d.experts.preact_width(), type);
+    }
     backward.dscores = arena.output_float("dscores", problem.list_scores.size());
     backward.dgiven_logits = arena.output("dgiven_logits", problem.logits.size(), logits_type);
     workspace.bytes = plan.workspace_bytes();

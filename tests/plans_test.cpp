@@ -51,8 +51,8 @@ class Tensors {
 
     bwd.dout = arena.input("dout", p.dout, type);
     bwd.x = fwd.x, bwd.router_w = fwd.router_w, bwd.w1 = fwd.w1, bwd.w2 = fwd.w2;
-    bwd.b2 = fwd.b2, bwd.logits = d_.router.projects() ? fwd.logits : fwd.given_logits,
-    bwd.preact = fwd.preact;
+    bwd.b1 = fwd.b1, bwd.b2 = fwd.b2,
+    bwd.logits = d_.router.projects() ? fwd.logits : fwd.given_logits, bwd.preact = fwd.preact;
     bwd.dx = result("dx", d_.tokens * hidden(), type);
     bwd.dw1 = result("dw1", E() * d_.experts.preact_width() * hidden(), type);
     bwd.dw2 = result("dw2", E() * hidden() * d_.experts.intermediate, type);
@@ -200,6 +200,7 @@ Results by_plans(const LayerDesc& desc) {
                               .x = t.fwd.x,
                               .dout = t.bwd.dout,
                               .w1 = t.fwd.w1,
+                              .b1 = t.fwd.b1,
                               .w2 = t.fwd.w2,
                               .b2 = t.fwd.b2,
                               .preact = t.fwd.preact,
@@ -253,6 +254,8 @@ std::vector<std::pair<const char*, LayerDesc>> layers() {
   d.experts.w1_layout = W1Layout::transposed_interleaved;
   d.experts.bias = true;
   all.emplace_back("transposed weights, biases", d);
+  d.experts.recompute = Recompute::preact;
+  all.emplace_back("H made again", d);
   for (const RouterInput input :
        {RouterInput::logits, RouterInput::logits_and_ids, RouterInput::ids_and_weights}) {
     d = top_k_layer();

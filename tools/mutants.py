@@ -233,6 +233,18 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "H is made again with the gate's bias in place of the up rows'",
+        "src/core/experts_plan.cpp",
+        "            .b1_up = args.b1_up,\n            .preact = dh,",
+        "            .b1_up = args.b1,\n            .preact = dh,",
+    ),
+    Mutant(
+        "forward writes an H that nobody keeps",
+        "src/core/experts_plan.cpp",
+        "up_proj_desc(desc.keeps_preact())",
+        "up_proj_desc(!desc.inference)",
+    ),
+    Mutant(
         "a call runs operations that it was not asked for",
         "src/core/sequence.h",
         "if (!wants_next()) return;",

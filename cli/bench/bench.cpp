@@ -159,10 +159,10 @@ std::vector<Group> layer_groups(const LayerPlan& plan, const LayerTensors& l, Wo
   const auto rows = static_cast<double>(l.row_counts().all);
   const double flops = 2.0 * rows * static_cast<double>(desc.experts.hidden) *
                        static_cast<double>(desc.experts.preact_width() + desc.experts.intermediate);
-  const double preact_bytes = desc.experts.inference
-                                  ? 0
-                                  : rows * static_cast<double>(desc.experts.preact_width()) *
-                                        static_cast<double>(size_of(desc.experts.dtype));
+  const double preact_bytes = desc.experts.keeps_preact()
+                                  ? rows * static_cast<double>(desc.experts.preact_width()) *
+                                        static_cast<double>(size_of(desc.experts.dtype))
+                                  : 0;
   const auto forward = [&plan, args = l.forward_args(), workspace] {
     return plan.forward(args, workspace);
   };

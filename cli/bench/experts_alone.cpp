@@ -36,7 +36,7 @@ ExpertsAlone::ExpertsAlone(const Settings& settings, const LayerTensors& tensors
   out_ = make_tensor(R * desc.hidden, desc.dtype, device);
   segments_ = Buffer(static_cast<std::size_t>(3 * desc.experts) * sizeof(std::int32_t), device);
   if (!desc.inference) {
-    preact_ = make_tensor(R * desc.preact_width(), desc.dtype, device);
+    if (desc.keeps_preact()) preact_ = make_tensor(R * desc.preact_width(), desc.dtype, device);
     dout_ = random(desc.hidden, desc.dtype, kRowScale);
     dx_ = make_tensor(R * desc.hidden, desc.dtype, device);
     dscores_ = make_tensor(R, DType::f32, device);
@@ -104,6 +104,7 @@ ExpertsBackwardArgs ExpertsAlone::backward_args() const {
           .x = rows_.data(),
           .dout = dout_.data(),
           .w1 = l_.w1.data(),
+          .b1 = l_.b1.data(),
           .w2 = l_.w2.data(),
           .b2 = l_.b2.data(),
           .preact = preact_.data(),

@@ -138,7 +138,7 @@ Operations::Cost Operations::cost(const std::string& operation) const {
   const RouterDesc& router_desc = settings_.desc.router;
   const bool by_sum =
       router_desc.projects() && !lists && !settings_.desc.needs_logits() && s_.k <= kMaxRoutedTopK;
-  const double kept = settings_.desc.experts.inference ? 0 : rows(s_.w);
+  const double kept = settings_.desc.experts.keeps_preact() ? rows(s_.w) : 0;
 
   if (operation.starts_with("router_")) return {router_flops, router};
   if (operation == "top_k") return {0, total_bytes({&l.logits}) + words(2 * s_.r)};
@@ -150,6 +150,9 @@ Operations::Cost Operations::cost(const std::string& operation) const {
   }
   if (operation == "up_proj") {
     return {up_flops, total_bytes({&l.x, &l.w1, &l.b1}) + kept + rows(s_.n)};
+  }
+  if (operation == "up_proj_recompute") {
+    return {up_flops, total_bytes({&l.x, &l.w1, &l.b1}) + rows(s_.w + s_.n)};
   }
   if (operation == "down_proj") {
     return {down_flops, total_bytes({&l.w2, &l.b2}) + rows(s_.n + s_.d)};

@@ -26,6 +26,8 @@ struct ExpertsDesc {
   bool accumulate_weight_grads = false;  ///< backward adds to dw1, dw1_up and dw2
   /// False: backward writes dH to BackwardArgs::dpreact, which may be the memory of H.
   bool dpreact_in_workspace = true;
+  /// `preact`: forward keeps no H, and backward makes it where dH will lie. It has the same bits.
+  Recompute recompute = Recompute::none;
 
   RowSource row_source = RowSource::gathered;
   ScoreAt score_at = ScoreAt::combine;  ///< `combine` with gathered rows, else another value
@@ -48,6 +50,16 @@ struct ExpertsDesc {
   /// H is [gate n | up n].
   bool alternates() const noexcept {
     return w1_layout == W1Layout::transposed_interleaved && is_glu(activation);
+  }
+  /// Does forward write H, for backward to read?
+  bool keeps_preact() const noexcept {
+    switch (recompute) {
+      case Recompute::none:
+        return !inference;
+      case Recompute::preact:
+        break;
+    }
+    return false;
   }
   bool gathers() const noexcept { return row_source == RowSource::gathered; }
   /// Do rows have scores, which get gradients?
@@ -112,7 +124,7 @@ struct ExpertsForwardArgs {
   const void* w2 = nullptr;     ///< (E, d, n); (E, n, d) if transposed
   const void* b2 = nullptr;     ///< (E, d); with bias
 
-  void* preact = nullptr;      ///< (R, W), kept for backward; unused for inference
+  void* preact = nullptr;      ///< (R, W), kept for backward; with keeps_preact()
   void* expert_out = nullptr;  ///< (R, d): Y, with the scores unless they enter in `combine`
 };
 
@@ -129,9 +141,11 @@ struct ExpertsBackwardArgs {
   const void* dout = nullptr;  ///< dO (T, d), or dY (R, d)
   const void* w1 = nullptr;
   const void* w1_up = nullptr;
+  const void* b1 = nullptr;  ///< b1 and b1_up: with bias and Recompute::preact
+  const void* b1_up = nullptr;
   const void* w2 = nullptr;
   const void* b2 = nullptr;
-  const void* preact = nullptr;
+  const void* preact = nullptr;  ///< with keeps_preact()
 
   float* row_dscores = nullptr;  ///< (R): gradients of row_scores, if there are scores
   void* dx_rows = nullptr;       ///< dX~ (R, d), the rows of dX before they are summed; or null

@@ -63,7 +63,7 @@ SONICMOE_API std::string layer_field(const LayerDesc& desc, const std::string& k
 /// Bytes kept from forward to backward, term by term; all 0 for inference. With 2-byte storage:
 ///
 ///   x        2Td
-///   preact   4Rn, without a gate 2Rn
+///   preact   4Rn, without a gate 2Rn; 0 with Recompute::preact
 ///   routing  at most 24R + 4(2E+1) + 4(T+1)
 ///   logits   2TE or 0
 struct SavedBytes {
@@ -121,7 +121,7 @@ struct ForwardArgs {
   std::int32_t* error_word = nullptr;
 
   // Written for backward; unused for inference.
-  void* preact = nullptr;   ///< H, SavedBytes::preact bytes
+  void* preact = nullptr;   ///< H, SavedBytes::preact bytes; unused with Recompute::preact
   void* routing = nullptr;  ///< opaque, SavedBytes::routing bytes
 };
 
@@ -132,10 +132,12 @@ struct BackwardArgs {
   const float* expert_scale = nullptr;
   const void* w1 = nullptr;
   const void* w1_up = nullptr;
+  const void* b1 = nullptr;  ///< b1 and b1_up: with bias and Recompute::preact
+  const void* b1_up = nullptr;
   const void* w2 = nullptr;
   const void* b2 = nullptr;
   const void* logits = nullptr;  ///< `logits` or `given_logits`, if SavedBytes::logits > 0
-  const void* preact = nullptr;
+  const void* preact = nullptr;  ///< if SavedBytes::preact > 0
   const void* routing = nullptr;
 
   // Gradients that the caller gives.

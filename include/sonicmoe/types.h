@@ -77,6 +77,12 @@ enum class ScoreAt : std::int32_t {
   after_down = 3,   ///< y = s (A W2^T + b2)
 };
 
+/// Which of forward's results backward makes again, in place of reading what forward kept.
+enum class Recompute : std::int32_t {
+  none = 0,    ///< nothing: forward keeps H, the pre-activation
+  preact = 1,  ///< H, by the up projection, without the down projection
+};
+
 /// Type of the counts and offsets that a caller gives with contiguous rows.
 enum class IndexType : std::int32_t { i32 = 0, i64 = 1 };
 
@@ -190,6 +196,7 @@ SONICMOE_API const char* name(GroupScore value) noexcept;   ///< "largest"; "?" 
 SONICMOE_API const char* name(RouterInput value) noexcept;  ///< "projection"; "?" if unknown
 SONICMOE_API const char* name(RowSource value) noexcept;    ///< "gathered"; "?" if unknown
 SONICMOE_API const char* name(ScoreAt value) noexcept;      ///< "combine"; "?" if unknown
+SONICMOE_API const char* name(Recompute value) noexcept;    ///< "none"; "?" if unknown
 SONICMOE_API const char* name(IndexType value) noexcept;    ///< "i32"; "?" if unknown
 SONICMOE_API const char* name(RoundingRule value) noexcept;  ///< "nearest"; "?" if unknown
 SONICMOE_API const char* name(DeviceType value) noexcept;    ///< "cpu"; "?" if unknown

@@ -75,7 +75,6 @@ std::tuple<Tensor, Tensor> grouped_forward_out(
   GroupedDesc desc = describe(layer, rows, scores, w1_up, w2, b1.has_value(), main_grads);
   check_biases(desc, b1, b1_up, b2);
   desc.index_type = index_type_of(counts, offsets);
-  desc.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const ExpertsPlan plan = plans().get(desc, rows);
   const ExpertInputs inputs(desc, rows);
   inputs.rows("rows", rows);
@@ -124,7 +123,7 @@ Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tens
                            OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
                            OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
                            OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-                           OptionalTensor dx_out) {
+                           OptionalTensor dx_out, OptionalTensor b1, OptionalTensor b1_up) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   main_grads.check_wanted(wanted);
@@ -137,12 +136,12 @@ Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tens
   inputs.rows("rows", rows);
   check_scores(scores, rows, desc);
   inputs.weights(w1, w1_up, w2, main_grads);
-  inputs.b2(b2);
-  inputs.preact("preact", preact);
+  inputs.biases_again(b1, b1_up, b2);
+  inputs.saved_preact(preact);
   check_tensor("segments", segments, rows, ScalarType::Int, {3 * desc.experts}, "(3E)");
   inputs.dpreact(dpreact);
   check_memory("dx_out", dx_out, inputs);
-  align(&rows, &dout, &b2);
+  align(&rows, &dout, &b1, &b1_up, &b2);
 
   const bool makes_dx = wants_dx && !dx_out;
   const Tensor dx = empty(rows, {makes_dx ? desc.rows : 0, desc.hidden}, rows.scalar_type());
@@ -154,6 +153,8 @@ Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tens
                            .dout = input<void>(dout),
                            .w1 = input<void>(w1),
                            .w1_up = input<void>(w1_up),
+                           .b1 = input<void>(b1),
+                           .b1_up = input<void>(b1_up),
                            .w2 = input<void>(w2),
                            .b2 = input<void>(b2),
                            .preact = input<void>(preact),

@@ -60,7 +60,7 @@ class Inputs : public ExpertInputs {
     router_tensor("expert_scale", tensor, desc_.router.expert_scale);
   }
   void saved(const LayerPlan& plan, const Tensor& h, const Tensor& routing) const {
-    preact("preact", h);
+    saved_preact(h);
     check_tensor("routing", routing, x(), ScalarType::Int, {routing_ints(plan)}, "(routing)");
   }
 
@@ -143,7 +143,6 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
                            const OptionalTensor& w1_up, OptionalTensor b1_up,
                            const MainGrads& main_grads) {
   check_biases(desc.experts, b1, b1_up, b2);
-  desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.rows("x", x);
@@ -194,7 +193,8 @@ LogitsGradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor
                                Tensor dout, Tensor x, const Tensor& w1, const Tensor& w2,
                                OptionalTensor b2, const Tensor& preact, const Tensor& routing,
                                const OptionalTensor& w1_up, const MainGrads& main_grads,
-                               const Asked& asked, const OptionalTensor& expert_scale = {}) {
+                               const Asked& asked, OptionalTensor b1, OptionalTensor b1_up,
+                               const OptionalTensor& expert_scale = {}) {
   main_grads.check_wanted(asked.weights);
   desc.experts.inference = false;
   desc.experts.dpreact_in_workspace = !asked.dpreact.has_value();
@@ -203,12 +203,12 @@ LogitsGradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor
   inputs.rows("dout", dout);
   inputs.rows("x", x);
   inputs.weights(w1, w1_up, w2, main_grads);
-  inputs.b2(b2);
+  inputs.biases_again(b1, b1_up, b2);
   inputs.logits("logits", given_logits);
   inputs.expert_scale(expert_scale);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(asked.dpreact);
-  align(&x, &dout, &b2);
+  align(&x, &dout, &b1, &b1_up, &b2);
   const OptionalTensor logits = aligned(given_logits);
 
   const bool of_logits = desc.router.has_logits();
@@ -220,6 +220,8 @@ LogitsGradients given_backward(LayerDesc desc, Shape shape, const OptionalTensor
                     .expert_scale = input<float>(expert_scale),
                     .w1 = input<void>(w1),
                     .w1_up = input<void>(w1_up),
+                    .b1 = input<void>(b1),
+                    .b1_up = input<void>(b1_up),
                     .w2 = input<void>(w2),
                     .b2 = input<void>(b2),
                     .logits = input<void>(logits),
@@ -253,7 +255,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
   describe_router_w(&desc, x, router_w);
   check_biases(desc.experts, b1, b1_up, b2);
-  desc.experts.dpreact_in_workspace = false;  // as backward usually asks: one plan for both
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
   inputs.rows("x", x);
@@ -295,7 +296,8 @@ LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Ten
                               OptionalTensor dpreact, bool wants_dx, bool wants_drouter_w,
                               bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
                               OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-                              OptionalTensor expert_scale, bool wants_dlogit_bias) {
+                              OptionalTensor expert_scale, bool wants_dlogit_bias,
+                              OptionalTensor b1, OptionalTensor b1_up) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   main_grads.check_wanted(wanted);
@@ -310,12 +312,12 @@ LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Ten
   inputs.rows("x", x);
   inputs.router_w(router_w);
   inputs.weights(w1, w1_up, w2, main_grads);
-  inputs.b2(b2);
+  inputs.biases_again(b1, b1_up, b2);
   inputs.logits("logits", logits);
   inputs.expert_scale(expert_scale);
   inputs.saved(plan, preact, routing);
   inputs.dpreact(dpreact);
-  align(&x, &dout, &dlogits, &router_w, &b2);
+  align(&x, &dout, &dlogits, &router_w, &b1, &b1_up, &b2);
 
   const Tensor dx = empty(x, {wants_dx ? desc.tokens : 0, desc.experts.hidden}, x.scalar_type());
   const Tensor drouter_w = empty(
@@ -329,6 +331,8 @@ LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Ten
                     .expert_scale = input<float>(expert_scale),
                     .w1 = input<void>(w1),
                     .w1_up = input<void>(w1_up),
+                    .b1 = input<void>(b1),
+                    .b1_up = input<void>(b1_up),
                     .w2 = input<void>(w2),
                     .b2 = input<void>(b2),
                     .logits = input<void>(logits),
@@ -364,7 +368,8 @@ Gradients routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalT
                           Tensor preact, Tensor routing, std::string layer,
                           OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
                           OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
-                          OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+                          OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                          OptionalTensor b1, OptionalTensor b1_up) {
   check_dims("preact", preact, 2, "(L, 2n or n)");
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
@@ -372,7 +377,7 @@ Gradients routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalT
   choose_by_lists(&desc, preact.size(0));
   return without_scale(given_backward(desc, {desc.router.list_length}, {}, dout, x, w1, w2, b2,
                                       preact, routing, w1_up, main_grads,
-                                      {wants_dx, wanted, dpreact}));
+                                      {wants_dx, wanted, dpreact}, b1, b1_up));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
@@ -391,13 +396,15 @@ Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Ten
                        OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
                        OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
                        OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
-                       OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up) {
+                       OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                       OptionalTensor b1, OptionalTensor b1_up) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
   choose_by_ids(&desc, top_k);
   return without_scale(given_backward(desc, {desc.tokens, top_k}, {}, dout, x, w1, w2, b2, preact,
-                                      routing, w1_up, main_grads, {wants_dx, wanted, dpreact}));
+                                      routing, w1_up, main_grads, {wants_dx, wanted, dpreact}, b1,
+                                      b1_up));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
@@ -419,13 +426,14 @@ LogitsGradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bo
                                 OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
                                 bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
                                 OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-                                OptionalTensor expert_scale) {
+                                OptionalTensor expert_scale, OptionalTensor b1,
+                                OptionalTensor b1_up) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   const Wanted wanted{wants_dw1, wants_dw1_up && w1_up.has_value(), wants_dw2};
   LayerDesc desc = describe(layer, x, w1_up, w2, b2.has_value(), main_grads);
   score_by_logits(&desc, has_ids);
   return given_backward(desc, {desc.tokens, desc.router.experts}, logits, dout, x, w1, w2, b2,
-                        preact, routing, w1_up, main_grads, {wants_dx, wanted, dpreact},
+                        preact, routing, w1_up, main_grads, {wants_dx, wanted, dpreact}, b1, b1_up,
                         expert_scale);
 }
 

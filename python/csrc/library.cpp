@@ -17,7 +17,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_drouter_w=True, "
       "bool wants_dw1=True, bool wants_dw2=True, "
       "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
-      "Tensor? expert_scale=None, bool wants_dlogit_bias=True) -> "
+      "Tensor? expert_scale=None, bool wants_dlogit_bias=True, "
+      "Tensor? b1=None, Tensor? b1_up=None) -> "
       "(Tensor dx, Tensor drouter_w, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up, Tensor dlogit_bias, Tensor dexpert_scale)");
   library.def(
@@ -31,7 +32,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor routing, str layer, "
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
-      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
+      "Tensor? b1=None, Tensor? b1_up=None) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up)");
   library.def(
@@ -45,7 +47,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor w1, Tensor w2, Tensor? b2, Tensor preact, Tensor routing, str layer, "
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
-      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True) -> "
+      "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
+      "Tensor? b1=None, Tensor? b1_up=None) -> "
       "(Tensor dx, Tensor dweights, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up)");
   library.def(
@@ -61,7 +64,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
       "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
-      "Tensor? expert_scale=None) -> "
+      "Tensor? expert_scale=None, "
+      "Tensor? b1=None, Tensor? b1_up=None) -> "
       "(Tensor dx, Tensor dlogits, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up, Tensor dexpert_scale)");
   library.def(
@@ -83,7 +87,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
       "Tensor(c!)? dpreact=None, bool wants_dx=True, bool wants_dw1=True, bool wants_dw2=True, "
       "Tensor? w1_up=None, Tensor(d!)? w1_up_main_grad=None, bool wants_dw1_up=True, "
-      "Tensor(e!)? dx_out=None) -> "
+      "Tensor(e!)? dx_out=None, "
+      "Tensor? b1=None, Tensor? b1_up=None) -> "
       "(Tensor dx, Tensor dscores, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up)");
   library.def(

@@ -24,12 +24,13 @@ using LogitsGradients =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 /// o (T, d), logits (T, E), counts (E) int32, and for backward preact (R, W) and the opaque
-/// routing block (int32). The last two are empty if `inference`. The main_grads are those of
-/// backward, which autograd takes from here; they are checked and left alone. With
-/// w1_layout=separate w1 and b1 are the gate (E, n, d) and (E, n), w1_up and b1_up the up rows.
-/// Transposed layouts have w1 (E, d, W) and w2 (E, n, d). logit_bias, selection_bias and
-/// expert_scale (E) float32 belong to the options of those names in `layer`. router_w may be
-/// float32 beside a 16-bit x: then the logits are float32 too, as they are with f32_logits.
+/// routing block (int32). The last two are empty if `inference`, and preact is (R, 0) with
+/// recompute=preact. The main_grads are those of backward, which autograd takes from here; they are
+/// checked and left alone. With w1_layout=separate w1 and b1 are the gate (E, n, d) and (E, n),
+/// w1_up and b1_up the up rows. Transposed layouts have w1 (E, d, W) and w2 (E, n, d). logit_bias,
+/// selection_bias and expert_scale (E) float32 belong to the options of those names in `layer`.
+/// router_w may be float32 beside a 16-bit x: then the logits are float32 too, as they are with
+/// f32_logits.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
     std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
@@ -40,9 +41,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
 /// gradients are empty without biases, those of `up` without w1_up, and the last two without their
 /// options. main_grads are float32 and shaped like the weights: the weights' gradients are added to
 /// them and come back empty. One may be missing if its gradient is not wanted. dpreact (R, W),
-/// optional: memory for dH, which may be preact itself. What is not wanted is not computed, not
-/// added, and comes back empty. Of dw1 and dw1_up the library computes both or neither: one alone
-/// costs as much time as both, and memory for the other one.
+/// optional: memory for dH, which may be preact itself. b1 and b1_up are there with biases and
+/// recompute=preact alone. What is not wanted is not computed, not added, and comes back empty. Of
+/// dw1 and dw1_up the library computes both or neither: one alone costs as much time as both, and
+/// memory for the other one.
 LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w,
                               Tensor w1, Tensor w2, OptionalTensor b2, OptionalTensor logits,
                               Tensor preact, Tensor routing, std::string layer,
@@ -50,7 +52,8 @@ LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Ten
                               OptionalTensor dpreact, bool wants_dx, bool wants_drouter_w,
                               bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
                               OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-                              OptionalTensor expert_scale, bool wants_dlogit_bias);
+                              OptionalTensor expert_scale, bool wants_dlogit_bias,
+                              OptionalTensor b1, OptionalTensor b1_up);
 
 /// Routing given as lists: scores (L) float32, token_ids and expert_ids (L) int32.
 /// o (T, d), counts (E) int32, preact (L, W), routing.
@@ -65,7 +68,8 @@ Gradients routed_backward(Tensor dout, Tensor x, Tensor w1, Tensor w2, OptionalT
                           Tensor preact, Tensor routing, std::string layer,
                           OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
                           OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
-                          OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+                          OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                          OptionalTensor b1, OptionalTensor b1_up);
 
 /// The caller's router has chosen: ids (T, K) int32, weights (T, K) float32. K is a size of ids.
 /// o (T, d), counts (E) int32, preact (R, W), routing.
@@ -79,7 +83,8 @@ Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Ten
                        OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,
                        OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
                        OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
-                       OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up);
+                       OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
+                       OptionalTensor b1, OptionalTensor b1_up);
 
 /// Logits (T, E) of the caller, float32 with f32_logits; ids (T, K) int32 too, unless the layer is
 /// to choose. `layer` has the router's options, with top_k. o (T, d), counts (E) int32, preact (R,
@@ -98,7 +103,8 @@ LogitsGradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bo
                                 OptionalTensor w2_main_grad, OptionalTensor dpreact, bool wants_dx,
                                 bool wants_dw1, bool wants_dw2, OptionalTensor w1_up,
                                 OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-                                OptionalTensor expert_scale);
+                                OptionalTensor expert_scale, OptionalTensor b1,
+                                OptionalTensor b1_up);
 
 /// The experts alone on rows (R, d) that are in expert order. counts (E), offsets (E+1) or both are
 /// int32 or int64, as ExpertsForwardArgs says. scores (R) float32 belong to a score_at of `layer`
@@ -124,7 +130,7 @@ Gradients grouped_backward(Tensor dout, Tensor rows, OptionalTensor scores, Tens
                            OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
                            OptionalTensor dpreact, bool wants_dx, bool wants_dw1, bool wants_dw2,
                            OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
-                           OptionalTensor dx_out);
+                           OptionalTensor dx_out, OptionalTensor b1, OptionalTensor b1_up);
 
 /// A loss () float32 on logits (T, E): AuxLossArgs (ops.h) has the formulas. `loss`: "balance", of
 /// counts (B, E) int32, or (E) for one sequence; or "z", which reads none. `score`: the name of a

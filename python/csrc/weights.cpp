@@ -5,6 +5,8 @@ namespace {
 
 bool is_separate(const ExpertsDesc& desc) { return desc.w1_layout == W1Layout::separate; }
 
+bool recomputes(const ExpertsDesc& desc) { return desc.recompute == Recompute::preact; }
+
 /// Does w1 alone hold gate and up?
 bool has_gate_and_up(const ExpertsDesc& desc) {
   return is_glu(desc.activation) && !is_separate(desc);
@@ -77,6 +79,7 @@ void describe_experts(ExpertsDesc* desc, const char* argument, const Tensor& x,
   desc->dtype = dtype_of(argument, x);
   desc->bias = bias;
   desc->f32_weight_grads = desc->accumulate_weight_grads = main_grads.any();
+  desc->dpreact_in_workspace = recomputes(*desc);
   check_up(*desc, "w1_up", w1_up, false);
   check_up(*desc, "w1_up_main_grad", main_grads.w1_up);
 }
@@ -123,15 +126,34 @@ void ExpertInputs::biases(const OptionalTensor& b1, const OptionalTensor& b1_up,
                           const OptionalTensor& b2) const {
   like_b1("b1", b1);
   like_b1("b1_up", b1_up);
-  this->b2(b2);
+  like_b2(b2);
 }
 
-void ExpertInputs::b2(const OptionalTensor& tensor) const {
+void ExpertInputs::biases_again(const OptionalTensor& b1, const OptionalTensor& b1_up,
+                                const OptionalTensor& b2) const {
+  if (recomputes(desc_)) {
+    check_biases(desc_, b1, b1_up, b2);
+  } else if (b1 || b1_up) {
+    check(Status::error(StatusCode::invalid_argument,
+                        "%s: got a tensor, allowed: None, for recompute is none",
+                        b1 ? "b1" : "b1_up"));
+  }
+  biases(b1, b1_up, b2);
+}
+
+void ExpertInputs::like_b2(const OptionalTensor& tensor) const {
   if (tensor) check_tensor("b2", *tensor, x_, dtype_, {desc_.experts, desc_.hidden}, "(E, d)");
 }
 
-void ExpertInputs::preact(const char* argument, const Tensor& tensor) const {
-  check_tensor(argument, tensor, x_, dtype_, {desc_.rows, desc_.preact_width()}, "(R, 2n or n)");
+void ExpertInputs::saved_preact(const Tensor& tensor) const {
+  const bool kept = !recomputes(desc_);
+  check_tensor("preact", tensor, x_, dtype_, {desc_.rows, kept ? desc_.preact_width() : 0},
+               kept ? "(R, 2n or n)" : "(R, 0)");
+}
+
+void ExpertInputs::dpreact(const OptionalTensor& tensor) const {
+  if (!tensor) return;
+  check_tensor("dpreact", *tensor, x_, dtype_, {desc_.rows, desc_.preact_width()}, "(R, 2n or n)");
 }
 
 void ExpertInputs::like_w1(const char* argument, const Tensor& tensor, ScalarType dtype) const {
@@ -151,7 +173,8 @@ void ExpertInputs::like_w2(const char* argument, const Tensor& tensor, ScalarTyp
 }
 
 Tensor empty_preact(const Tensor& x, const GroupedDesc& desc) {
-  return empty(x, {desc.inference ? 0 : desc.rows, desc.preact_width()}, x.scalar_type());
+  return empty(x, {desc.inference ? 0 : desc.rows, recomputes(desc) ? 0 : desc.preact_width()},
+               x.scalar_type());
 }
 
 WeightGradients::WeightGradients(const Tensor& x, const GroupedDesc& d, const Wanted& wanted)

@@ -22,7 +22,8 @@ struct MainGrads {
   void check_wanted(const Wanted& wanted) const;
 };
 
-/// Sets what the tensors say: the widths, dtype and bias, and how the weights' gradients are kept.
+/// Sets what the tensors say: the widths, dtype and bias, and how the weights' gradients are kept;
+/// and where dH lies in the usual backward, so that one plan serves both calls.
 /// The layout, which is set, says how w2 lies. The weights say what d is, so that x (named
 /// `argument`) is blamed when its width differs.
 void describe_experts(ExpertsDesc* desc, const char* argument, const Tensor& x,
@@ -46,12 +47,13 @@ class ExpertInputs {
                const MainGrads& main_grads) const;
   void biases(const OptionalTensor& b1, const OptionalTensor& b1_up,
               const OptionalTensor& b2) const;
-  void b2(const OptionalTensor& tensor) const;
-  /// H, or memory for dH: (R, 2n or n).
-  void preact(const char* argument, const Tensor& tensor) const;
-  void dpreact(const OptionalTensor& tensor) const {
-    if (tensor) preact("dpreact", *tensor);
-  }
+  /// In backward, which wants b1 where it makes H again, and nowhere else.
+  void biases_again(const OptionalTensor& b1, const OptionalTensor& b1_up,
+                    const OptionalTensor& b2) const;
+  /// H (R, 2n or n), or (R, 0) where backward makes it again.
+  void saved_preact(const Tensor& tensor) const;
+  /// Memory for dH (R, 2n or n), or nothing.
+  void dpreact(const OptionalTensor& tensor) const;
 
  protected:
   const Tensor& x() const { return x_; }
@@ -60,6 +62,7 @@ class ExpertInputs {
  private:
   void like_w1(const char* argument, const Tensor& tensor, ScalarType dtype) const;
   void like_b1(const char* argument, const OptionalTensor& tensor) const;
+  void like_b2(const OptionalTensor& tensor) const;
   void like_w2(const char* argument, const Tensor& tensor, ScalarType dtype) const;
 
   GroupedDesc desc_;
@@ -67,7 +70,7 @@ class ExpertInputs {
   ScalarType dtype_;
 };
 
-/// Memory for H, empty for inference.
+/// Memory for H, empty for inference and where backward makes H again.
 Tensor empty_preact(const Tensor& x, const GroupedDesc& desc);
 
 /// The gradients of weights and biases and their places in the arguments. Those of weights are

@@ -93,8 +93,11 @@ _keeps_graph = getattr(
 
 def place_of_dpreact(ctx, preact):
     """H itself where nobody reads it after this backward: dH takes its place, in eager calls whose
-    graph is not kept (retain_graph). None: dH is one more tensor of that size, for a while."""
+    graph is not kept (retain_graph). None: dH is one more tensor of that size, for a while. It is
+    one anyhow where backward makes H again, which dH then overwrites."""
     if torch.compiler.is_compiling() or not getattr(ctx, "owns_preact", False) or _keeps_graph():
+        return None
+    if preact.numel() == 0:
         return None
     torch.autograd.graph.increment_version(preact)
     return preact

@@ -202,6 +202,17 @@ def score_at(name: str, value: str) -> None:
         raise kind(f"{name}: got {value!r}, allowed: {', '.join(map(repr, SCORES_AT))}")
 
 
+#: What backward may make again, by the library's names.
+RECOMPUTES = ("none", "preact")
+
+
+def recompute(name: str, value: str) -> str:
+    if value not in RECOMPUTES:
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name}: got {value!r}, allowed: {', '.join(map(repr, RECOMPUTES))}")
+    return value
+
+
 def expected_rows(name: str, value: int | None) -> int:
     """The library's number: 0 for None."""
     if value is None:

@@ -17,6 +17,11 @@ def options_of(layer: str) -> dict[str, str]:
     return dict(item.partition("=")[::2] for item in layer.split())
 
 
+def recomputes(options: dict[str, str]) -> bool:
+    """Whether backward makes H again, so that forward keeps none."""
+    return options.get("recompute") == "preact"
+
+
 def _is_softmax(options: dict[str, str]) -> bool:
     return options.get("router_score", "softmax") == "softmax"
 
@@ -56,6 +61,8 @@ def _scored_ints(options):
 
 
 def _preact_width(w1, w1_up, layer):
+    if recomputes(options_of(layer)):
+        return 0
     return _outputs(w1, layer) * (1 if w1_up is None else 2)
 
 
@@ -145,7 +152,7 @@ def _layer_backward_fake(
     dout, dlogits, x, router_w, w1, w2, b2, logits, preact, routing, layer, w1_main_grad=None,
     w2_main_grad=None, dpreact=None, wants_dx=True, wants_drouter_w=True, wants_dw1=True,
     wants_dw2=True, w1_up=None, w1_up_main_grad=None, wants_dw1_up=True, expert_scale=None,
-    wants_dlogit_bias=True,
+    wants_dlogit_bias=True, b1=None, b1_up=None,
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
@@ -167,7 +174,7 @@ def _layer_backward_fake(
 def _routed_backward_fake(
     dout, x, w1, w2, b2, preact, routing, layer, w1_main_grad=None, w2_main_grad=None,
     dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
-    w1_up_main_grad=None, wants_dw1_up=True,
+    w1_up_main_grad=None, wants_dw1_up=True, b1=None, b1_up=None,
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
@@ -184,7 +191,7 @@ def _ids_backward_fake(dout, x, top_k, *others, **named):
 def _logits_backward_fake(
     dout, x, logits, has_ids, w1, w2, b2, preact, routing, layer, w1_main_grad=None,
     w2_main_grad=None, dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
-    w1_up_main_grad=None, wants_dw1_up=True, expert_scale=None,
+    w1_up_main_grad=None, wants_dw1_up=True, expert_scale=None, b1=None, b1_up=None,
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(
@@ -218,7 +225,7 @@ def _grouped_forward_fake(rows, *others, **named):
 def _grouped_backward_fake(
     dout, rows, scores, w1, w2, b2, preact, segments, layer, w1_main_grad=None, w2_main_grad=None,
     dpreact=None, wants_dx=True, wants_dw1=True, wants_dw2=True, w1_up=None,
-    w1_up_main_grad=None, wants_dw1_up=True, dx_out=None,
+    w1_up_main_grad=None, wants_dw1_up=True, dx_out=None, b1=None, b1_up=None,
 ):  # fmt: skip
     main_grads = w1_main_grad, w1_up_main_grad, w2_main_grad
     gradients = _weight_gradients_fake(

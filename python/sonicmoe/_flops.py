@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from ._fakes import options_of
+from ._fakes import options_of, recomputes
 
 
 def _chosen(given: dict[str, Any]) -> int:
@@ -44,12 +44,14 @@ def _forward(given: dict[str, Any], rows: int) -> int:
 
 
 def _backward(given: dict[str, Any]) -> int:
-    """One product for dA, and one for each of dx, dW1, dW2 and the router's that is wanted."""
+    """One product for dA, one for an H that is made again, and one for each of dx, dW1, dW2 and the
+    router's that is wanted."""
     rows = given["preact"].shape[0]
     up = _product(rows, given["w1"]) + _product(rows, given["w1_up"])
     down = _product(rows, given["w2"])
     wants_dw1 = given["wants_dw1"] or (given["w1_up"] is not None and given["wants_dw1_up"])
-    of_experts = up * (given["wants_dx"] + wants_dw1) + down * (1 + given["wants_dw2"])
+    again = recomputes(options_of(given["layer"]))
+    of_experts = up * (again + given["wants_dx"] + wants_dw1) + down * (1 + given["wants_dw2"])
     return of_experts + _router(given) * (given["wants_dx"] + given.get("wants_drouter_w", False))
 
 

@@ -49,6 +49,7 @@ class ExpertArgs(NamedTuple):
     w1_up: torch.Tensor | None = None
     b1_up: torch.Tensor | None = None
     w1_up_main_grad: torch.Tensor | None = None
+    recompute: str = "none"
 
     def checked(
         self, x: torch.Tensor, *others: torch.Tensor | None, x_name: str = "x"
@@ -56,7 +57,7 @@ class ExpertArgs(NamedTuple):
         """x and these, cast by autocast. Where neither they nor `others` can have a backward, these
         are in inference mode and without main_grads."""
         w1, b1, w2, b2, activation, inference, layout, *rest = self
-        w1_grad, w2_grad, w1_up, b1_up, up_grad = rest
+        w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute = rest
         _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
         _check.autocast_dtype(x.device)
         x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
@@ -65,9 +66,8 @@ class ExpertArgs(NamedTuple):
         if inference:
             w1_grad = w2_grad = up_grad = None
         _check.main_grads(("w1", w1, w1_grad), ("w1_up", w1_up, up_grad), ("w2", w2, w2_grad))
-        return x, ExpertArgs(
-            w1, b1, w2, b2, activation, inference, layout, w1_grad, w2_grad, w1_up, b1_up, up_grad
-        )
+        rest = w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute
+        return x, ExpertArgs(w1, b1, w2, b2, activation, inference, layout, *rest)
 
     def of_operator(
         self, router: str = "", **options: int | bool | str
@@ -81,6 +81,7 @@ class ExpertArgs(NamedTuple):
             activation=kind.value if isinstance(kind, ActivationType) else kind,
             w1_layout=self.layout,
             inference=self.is_inference_mode,
+            recompute=self.recompute,
         )
         main_grads = self.w1_main_grad, self.w2_main_grad
         of_up = self.w1_up, self.b1_up, self.w1_up_main_grad

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from . import _autograd, _fakes, _flops
-from ._fakes import options_of, reaches_all_experts
+from ._fakes import options_of, reaches_all_experts, recomputes
 
 
 
@@ -69,17 +69,23 @@ def router_options(softmax_over_topk: bool, norm_topk_probs: bool) -> dict[str, 
 
 
 # Derivatives. Only x, H and the routing block are kept besides the parameters, and the logits where
-# a gradient needs the probabilities of all experts.
+# a gradient needs the probabilities of all experts. With recompute=preact H has no bytes.
+
+
+def _biases_again(layer, b1, b1_up):
+    """b1 and b1_up as backward wants them: where it makes H again."""
+    return (b1, b1_up) if recomputes(options_of(layer)) else (None, None)
 
 
 def _save_for_layer_backward(ctx, inputs, output):
-    x, router_w, w1, _, w2, b2, layer, *others = inputs
-    w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad, *of_router = others
+    x, router_w, w1, b1, w2, b2, layer, *others = inputs
+    w1_main_grad, w2_main_grad, w1_up, b1_up, w1_up_main_grad, *of_router = others
     _, _, expert_scale = of_router
     o, logits, counts, preact, routing = output
     kept_logits = logits if reaches_all_experts(options_of(layer)) else None
+    again = _biases_again(layer, b1, b1_up)
     ctx.save_for_backward(
-        x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up, expert_scale
+        x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up, expert_scale, *again
     )
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
@@ -91,7 +97,8 @@ def _save_for_layer_backward(ctx, inputs, output):
 def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     if dout is None and dlogits is None:
         return _autograd.padded(ctx)
-    x, router_w, w1, w2, b2, logits, preact, routing, w1_up, expert_scale = ctx.saved_tensors
+    x, router_w, w1, w2, b2, logits, preact, routing, w1_up, *others = ctx.saved_tensors
+    expert_scale, b1, b1_up = others
     wants_dx, wants_drouter_w, wants_dlogit_bias, *wants = _autograd.asked_for(ctx)
     dx, drouter_w, *of_experts, dlogit_bias, dexpert_scale = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
@@ -115,6 +122,8 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         wants[-1],
         expert_scale,
         wants_dlogit_bias,
+        b1,
+        b1_up,
     )
     gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
     of_inputs = dx if wants_dx else None, drouter_w if wants_drouter_w else None
@@ -129,9 +138,10 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
 def _save_for_given_backward(ctx, inputs, output, given, *of_logits):
     """What the operators of a caller's routing keep; `given`: how many inputs say the routing."""
     x, rest = inputs[0], inputs[1 + given :]
-    w1, _, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad, *_ = rest
+    w1, b1, w2, b2, layer, w1_main_grad, w2_main_grad, w1_up, b1_up, w1_up_main_grad, *_ = rest
     o, counts, preact, routing = output
-    ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up, *of_logits)
+    again = _biases_again(layer, b1, b1_up)
+    ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up, *again, *of_logits)
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
     _autograd.keep_optional(ctx, inputs, (0, 1 + given, 3 + given, 8 + given))
@@ -142,7 +152,7 @@ def _save_for_given_backward(ctx, inputs, output, given, *of_logits):
 def _given_backward(ctx, dout, operator, *given, scale=()):
     """The gradients of x and of what the caller's router has made, and those of the experts. With
     `scale`, an expert_scale or None, its gradient follows."""
-    x, w1, w2, b2, preact, routing, w1_up, *_ = ctx.saved_tensors
+    x, w1, w2, b2, preact, routing, w1_up, b1, b1_up, *_ = ctx.saved_tensors
     wants = _autograd.asked_for(ctx)
     dx, dgiven, *of_experts = operator(
         dout.contiguous(),
@@ -161,6 +171,8 @@ def _given_backward(ctx, dout, operator, *given, scale=()):
         ctx.main_grads[2],
         wants[-1],
         *scale,
+        b1,
+        b1_up,
     )
     gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts[:6])
     return dx if wants[0] else None, dgiven, gradients, *of_experts[6:]
@@ -210,10 +222,11 @@ def _logits_backward(ctx, dout, dcounts, dpreact, drouting):
 
 
 def _save_for_grouped_backward(ctx, inputs, output):
-    rows, _, _, scores, w1, _, w2, b2, layer, *others = inputs
-    w1_main_grad, w2_main_grad, w1_up, _, w1_up_main_grad, ctx.dx_out, *out = others
+    rows, _, _, scores, w1, b1, w2, b2, layer, *others = inputs
+    w1_main_grad, w2_main_grad, w1_up, b1_up, w1_up_main_grad, ctx.dx_out, *out = others
     _, preact, segments = output
-    ctx.save_for_backward(rows, scores, w1, w2, b2, preact, segments, w1_up)
+    again = _biases_again(layer, b1, b1_up)
+    ctx.save_for_backward(rows, scores, w1, w2, b2, preact, segments, w1_up, *again)
     ctx.layer, ctx.inputs = layer, len(inputs)
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
     _autograd.keep_optional(ctx, inputs, (0, 4, 6, 11))
@@ -225,7 +238,7 @@ def _save_for_grouped_backward(ctx, inputs, output):
 def _grouped_backward(ctx, dout, dpreact, dsegments):
     if dout is None:
         return _autograd.padded(ctx)
-    rows, scores, w1, w2, b2, preact, segments, w1_up = ctx.saved_tensors
+    rows, scores, w1, w2, b2, preact, segments, w1_up, b1, b1_up = ctx.saved_tensors
     wants = _autograd.asked_for(ctx)
     dx_out = ctx.dx_out if wants[0] else None
     dx, dscores, *of_experts = torch.ops.sonicmoe.grouped_backward(
@@ -245,6 +258,8 @@ def _grouped_backward(ctx, dout, dpreact, dsegments):
         ctx.main_grads[2],
         wants[-1],
         dx_out,
+        b1,
+        b1_up,
     )
     if dx_out is not None:
         dx = dx_out

@@ -20,6 +20,9 @@ H, the width of x, and the strides tell which. Gradients have the weight's form;
 The layout alone decides where a square weight fits both ways. The view of a transposed w1 is
 (H, 2I, E) or (H, I, E), that of w2 (I, H, E).
 
+`recompute="preact"` keeps no pre-activation of the experts: backward makes it again, by one more
+up projection, and gives the same bits. "none", the default, keeps it.
+
 `stream_id` is accepted and the current stream is used.
 """
 
@@ -44,6 +47,7 @@ def _expert_args(
     w1_up: torch.Tensor | None,
     b1_up: torch.Tensor | None,
     w1_up_main_grad: torch.Tensor | None,
+    recompute: str,
     *,
     activation_name: str = "activation",
     concat_layout: bool = False,
@@ -73,6 +77,7 @@ def _expert_args(
         w1_up=_check.expert_weights("w1_up", w1_up, *w1_form),
         b1_up=b1_up,
         w1_up_main_grad=_check.expert_weights("w1_up_main_grad", w1_up_main_grad, *w1_form),
+        recompute=_check.recompute("recompute", recompute),
     )
 
 
@@ -97,6 +102,7 @@ def moe_TC_softmax_topk_layer(
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
     w1_up_main_grad: torch.Tensor | None = None,
+    recompute: str = "none",
     router: RouterConfig | str | None = None,
     logit_bias: torch.Tensor | None = None,
     selection_bias: torch.Tensor | None = None,
@@ -117,7 +123,7 @@ def moe_TC_softmax_topk_layer(
     """
     experts = _expert_args(
         x, activation_type, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
-        w1_up, b1_up, w1_up_main_grad,
+        w1_up, b1_up, w1_up_main_grad, recompute,
         activation_name="activation_type", concat_layout=concat_layout,
         inference=is_inference_mode_enabled,
     )  # fmt: skip
@@ -151,6 +157,7 @@ def moe_general_routing_inputs(
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
     w1_up_main_grad: torch.Tensor | None = None,
+    recompute: str = "none",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The caller routes, with lists of length L: output (T, H) and frequency (E) int32.
 
@@ -162,7 +169,7 @@ def moe_general_routing_inputs(
     """
     experts = _expert_args(
         x, activation_type, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
-        w1_up, b1_up, w1_up_main_grad,
+        w1_up, b1_up, w1_up_main_grad, recompute,
         activation_name="activation_type", concat_layout=concat_layout,
         inference=is_inference_mode_enabled,
     )  # fmt: skip
@@ -189,6 +196,7 @@ def experts(
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
     w1_up_main_grad: torch.Tensor | None = None,
+    recompute: str = "none",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer whose router is the caller's: output (T, H) and frequency (E) int32.
 
@@ -201,7 +209,7 @@ def experts(
     """
     of_experts = _expert_args(
         x, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
-        w1_up, b1_up, w1_up_main_grad,
+        w1_up, b1_up, w1_up_main_grad, recompute,
     )  # fmt: skip
     return _layer.experts(x, ids, weights, *of_experts)
 
@@ -225,6 +233,7 @@ def experts_from_logits(
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
     w1_up_main_grad: torch.Tensor | None = None,
+    recompute: str = "none",
     router: RouterConfig | str | None = None,
     selection_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
@@ -246,7 +255,7 @@ def experts_from_logits(
     """
     of_experts = _expert_args(
         x, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
-        w1_up, b1_up, w1_up_main_grad,
+        w1_up, b1_up, w1_up_main_grad, recompute,
     )  # fmt: skip
     config = resolve(router, softmax_over_topk, norm_topk_probs)
     routing = _of_logits(config, ids is None, selection_bias, expert_scale)
@@ -330,6 +339,7 @@ def grouped_experts(
     w1_main_grad: torch.Tensor | None = None,
     w2_main_grad: torch.Tensor | None = None,
     w1_up_main_grad: torch.Tensor | None = None,
+    recompute: str = "none",
     out: torch.Tensor | None = None,
     dx_out: torch.Tensor | None = None,
     zero_tail: bool = True,
@@ -359,7 +369,7 @@ def grouped_experts(
     """
     experts = _expert_args(
         rows, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
-        w1_up, b1_up, w1_up_main_grad,
+        w1_up, b1_up, w1_up_main_grad, recompute,
         x_name="rows", x_shape="(R, H)",
     )  # fmt: skip
     _check.score_at("score_at", score_at)

@@ -102,6 +102,9 @@ class MoE(nn.Module):
     an fp32 bias. Parameters may be replicated DTensors, with x a replicated
     DTensor too. FSDP2 may shard the module, but none of the three alone.
 
+    With `recompute="preact"` nothing of the experts is kept for backward but x and the routing:
+    backward makes the pre-activation again, by one more up projection, and gives the same bits.
+
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
     `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
     their `grad` stays None. Where a weight has `grad_added_to_main_grad`, as Megatron's have,
@@ -130,6 +133,7 @@ class MoE(nn.Module):
         gradient_accumulation_fusion: bool = False,
         router: RouterConfig | str | None = None,
         losses: dict[str, float] | None = None,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
         _check.integer("num_experts", num_experts)
@@ -176,6 +180,7 @@ class MoE(nn.Module):
         self.rounding = rounding
         self.tile = tile
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
+        self.recompute = _check.recompute("recompute", recompute)
 
         width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
         self.router = Router(hidden_size, num_experts, config.logit_bias, config.logits == "f32")
@@ -270,13 +275,13 @@ class MoE(nn.Module):
             _check.not_sharded_alone(name, getattr(self, name))
         mask = _mask_of_tokens(padding_mask, x)
         tokens = x.reshape(-1, self.hidden_size)
-        experts, main_grads = self._experts(
+        experts, named, main_grads = self._experts(
             tokens, backend.layer, kernel_backend_moe, is_inference_mode
         )
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
-            out, logits, counts = self._rounded(backend.layer, tokens, experts, main_grads.named)
+            out, logits, counts = self._rounded(backend.layer, tokens, experts, named)
         else:
-            out, logits, counts = self._top_k(backend.layer, tokens, experts, main_grads.named)
+            out, logits, counts = self._top_k(backend.layer, tokens, experts, named)
         main_grads.zero_before(out)
         aux_loss = None
         if not is_inference_mode:
@@ -339,13 +344,15 @@ class MoE(nn.Module):
         backend: ModuleType,
         kernel_backend_moe: KernelBackendMoE,
         is_inference_mode: bool,
-    ) -> tuple[tuple, MainGrads]:
-        """What the layers take of the experts, in order, and the main_grads."""
+    ) -> tuple[tuple, dict[str, torch.Tensor | str], MainGrads]:
+        """What the layers take of the experts, in order and by name, and the main_grads."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
         seen = x.detach()
         w1, b1 = weights("c_fc", self.c_fc(seen), x)
         w2, b2 = weights("c_proj", self.c_proj(seen), x)
-        main_grads = MainGrads()
+        named, main_grads = {}, MainGrads()
+        if backend is _layer:  # the reference keeps what autograd keeps
+            named["recompute"] = self.recompute
         if self.gradient_accumulation_fusion:
             if backend is not _layer:
                 raise ValueError(
@@ -355,8 +362,9 @@ class MoE(nn.Module):
             if torch.is_grad_enabled() and not is_inference_mode:
                 main_grads = MainGrads(w1=("c_fc.weight", w1), w2=("c_proj.weight", w2))
                 w1, w2 = main_grads.weights
+                named |= main_grads.named
         experts = w1, b1, w2, b2, self.activation_function, is_inference_mode, self.layout
-        return experts, main_grads
+        return experts, named, main_grads
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """What the router makes of x (T, d), which is in autocast's type: logits (T, E)."""
@@ -382,7 +390,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        main_grads: dict[str, torch.Tensor],
+        named: dict[str, torch.Tensor | str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
         routing = Routing(
@@ -395,12 +403,12 @@ class MoE(nn.Module):
             bias = _as_fp32(_check.local("router.bias", self.router.bias, x))
             routing = routing._replace(logit_bias=bias)
             x = _check.local("x", x, x)
-            return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **main_grads)
+            return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **named)
         (x,) = autocast(x)
         logits = self._logits(x)
         x = _check.local("x", x, x)
         out, counts = backend.logits_layer(
-            x, logits, None, self.top_k, routing, *experts, **main_grads
+            x, logits, None, self.top_k, routing, *experts, **named
         )
         return out, logits, counts
 
@@ -409,7 +417,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        main_grads: dict[str, torch.Tensor],
+        named: dict[str, torch.Tensor | str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
         (x,) = autocast(x.contiguous())  # kept once, by the router and the experts
@@ -428,7 +436,7 @@ class MoE(nn.Module):
             self.norm_topk_probs,
             draws,
         )
-        out, _ = backend.routed_layer(x, scores, token_ids, expert_ids, *experts, **main_grads)
+        out, _ = backend.routed_layer(x, scores, token_ids, expert_ids, *experts, **named)
         return out, logits, frequency
 
     def extra_repr(self) -> str:
@@ -436,7 +444,8 @@ class MoE(nn.Module):
             f"top_k={self.top_k}, activation_function={self.activation_function}, "
             f"router={self.router_config}, losses={self.losses}, layout={self.layout!r}, "
             f"routing={self.routing!r}, rounding={self.rounding!r}, tile={self.tile}, "
-            f"gradient_accumulation_fusion={self.gradient_accumulation_fusion}"
+            f"gradient_accumulation_fusion={self.gradient_accumulation_fusion}, "
+            f"recompute={self.recompute!r}"
         )
 
 

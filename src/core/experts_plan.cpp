@@ -10,11 +10,12 @@ void ExpertsPlan::Impl::plan_forward(PlanBuilder* build) {
     build->add(&segments, {desc.rows, desc.experts, desc.index_type, desc.expected_rows});
   }
   if (desc.zero_tail) build->add(&zero_tail, {desc.rows, desc.hidden, desc.experts, desc.dtype});
-  build->add(&up_proj, {{desc}, GemmOp::up_proj});
+  build->add(&up_proj, up_proj_desc(desc.keeps_preact()));
   build->add(&down_proj, {{desc}, GemmOp::down_proj});
 }
 
 void ExpertsPlan::Impl::plan_backward(PlanBuilder* build) {
+  if (!desc.keeps_preact()) build->add(&up_proj_recompute, up_proj_desc(true));
   build->add(&down_proj_dgrad, {{desc}, GemmOp::down_proj_dgrad});
   if (desc.bias) build->add(&bias_grad, {{desc}});
   build->add(&down_proj_wgrad, {{desc}, GemmOp::down_proj_wgrad});
@@ -108,6 +109,19 @@ void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& 
             .ends = own.ends,
             .rows = args.dx_rows,
             .values = desc.scored() ? args.row_dscores : nullptr});
+  // dH will lie over this H, as it may over the caller's, and A' over A, which nothing reads.
+  void* const dh = dpreact(*seq, args, at);
+  seq->run("up_proj_recompute", up_proj_recompute,
+           {.offsets = own.offsets,
+            .ends = own.ends,
+            .row_tokens = args.row_tokens,
+            .x = args.x,
+            .w1 = args.w1,
+            .w1_up = args.w1_up,
+            .b1 = args.b1,
+            .b1_up = args.b1_up,
+            .preact = dh,
+            .act = seq->region(at.scaled_act)});
   std::int32_t* dx_tiles = nullptr;
   if (counts_tiles()) dx_tiles = seq->region(at.tile_counter);
   seq->run("down_proj_dgrad", down_proj_dgrad,
@@ -117,8 +131,8 @@ void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& 
             .row_scores = args.row_scores,
             .dout = args.dout,
             .w2 = args.w2,
-            .preact = const_cast<void*>(args.preact),
-            .dpreact = dpreact(*seq, args, at),
+            .preact = desc.keeps_preact() ? const_cast<void*>(args.preact) : dh,
+            .dpreact = dh,
             .scaled_act = seq->region(at.scaled_act),
             .row_dscores = args.row_dscores},
            {.next_tile_counter = dx_tiles});
@@ -127,7 +141,7 @@ void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& 
             .ends = own.ends,
             .row_tokens = args.row_tokens,
             .row_scores = args.row_scores,
-            .dpreact = dpreact(*seq, args, at),
+            .dpreact = dh,
             .dout = args.dout,
             .b2 = args.b2,
             .row_dscores = args.row_dscores,

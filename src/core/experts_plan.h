@@ -27,6 +27,7 @@ struct ExpertsPlan::Impl : ComposedPlan {
   std::optional<OpPlan<ZeroTailDesc>> zero_tail;  // likewise
   std::optional<OpPlan<GroupedGemmDesc>> up_proj;
   std::optional<OpPlan<GroupedGemmDesc>> down_proj;
+  std::optional<OpPlan<GroupedGemmDesc>> up_proj_recompute;  // in backward, with Recompute::preact
   std::optional<OpPlan<GroupedGemmDesc>> down_proj_dgrad;
   std::optional<OpPlan<BiasGradDesc>> bias_grad;
   std::optional<OpPlan<GroupedGemmDesc>> down_proj_wgrad;
@@ -61,6 +62,13 @@ struct ExpertsPlan::Impl : ComposedPlan {
   ExpertRows rows_of(const ExpertsBackwardArgs& args) const;
   /// Does the workspace hold tile counters? The CPU schedules no tiles dynamically.
   bool counts_tiles() const { return exec.device.type == DeviceType::cuda && desc.rows > 0; }
+  /// `keeps`: it writes H.
+  GroupedGemmDesc up_proj_desc(bool keeps) const {
+    GroupedGemmDesc up{{desc}, GemmOp::up_proj};
+    up.inference = !keeps;
+    return up;
+  }
+  /// dH, and before that the H of up_proj_recompute.
   void* dpreact(const Sequence& seq, const ExpertsBackwardArgs& args, const Backward& at) const;
 };
 

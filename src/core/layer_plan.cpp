@@ -98,7 +98,9 @@ void LayerPlan::Impl::plan_backward(PlanBuilder* build) {
   bwd.dx_rows = ledger.book("dx_rows", rows * hidden * size);
 
   saved.x = static_cast<std::size_t>(desc.tokens) * hidden * size;
-  saved.preact = static_cast<std::size_t>(desc.rows() * desc.experts.preact_width()) * size;
+  if (desc.experts.keeps_preact()) {
+    saved.preact = static_cast<std::size_t>(desc.rows() * desc.experts.preact_width()) * size;
+  }
   saved.routing = RoutingBlock::bytes(router.desc);
   saved.logits = desc.needs_logits() ? logits : 0;
 }
@@ -184,6 +186,8 @@ void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
       .dout = args.dout,
       .w1 = args.w1,
       .w1_up = args.w1_up,
+      .b1 = args.b1,
+      .b1_up = args.b1_up,
       .w2 = args.w2,
       .b2 = args.b2,
       .preact = args.preact,

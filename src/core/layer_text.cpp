@@ -122,6 +122,7 @@ constexpr Row kRows[] = {
         FIELD(experts.expected_rows)),
     row("dpreact_in_workspace", "backward needs no memory for dH",
         FIELD(experts.dpreact_in_workspace)),
+    row("recompute", "what backward makes again in place of keeping it", FIELD(experts.recompute)),
 };
 
 #undef FIELD

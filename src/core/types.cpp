@@ -117,6 +117,16 @@ const char* name(ScoreAt value) noexcept {
   return "?";
 }
 
+const char* name(Recompute value) noexcept {
+  switch (value) {
+    case Recompute::none:
+      return "none";
+    case Recompute::preact:
+      return "preact";
+  }
+  return "?";
+}
+
 const char* name(IndexType value) noexcept {
   switch (value) {
     case IndexType::i32:

@@ -13,8 +13,9 @@ namespace {
 
 constexpr std::size_t kWorkspaceAlignment = 256;
 
-/// Checks of where rows come from and where their scores enter.
+/// Checks of where rows come from, where their scores enter, and what is kept of them.
 void row_source(const ExpertsDesc& desc, Checker* check) {
+  check->known("recompute", desc.recompute);
   check->known("row_source", desc.row_source).known("score_at", desc.score_at);
   check->known("index_type", desc.index_type);
   const bool combines = desc.score_at == ScoreAt::combine;

@@ -86,7 +86,7 @@ void check_experts(const ExpertsDesc& d, std::int64_t rows, const Args& a, Check
   if (d.bias) {
     check->up_bias("b1", "b1_up", a.b1, a.b1_up, d).tensor("b2", a.b2, 1, "(E, d)");
   }
-  if (!d.inference) check->tensor("preact", a.preact, rows, "(R, 2n or n)");
+  if (d.keeps_preact()) check->tensor("preact", a.preact, rows, "(R, 2n or n)");
 }
 
 /// Alignment of the weights' gradients.
@@ -97,7 +97,11 @@ std::size_t of_gradients(const ExpertsDesc& d, const Checker& check) {
 template <class Args>
 void check_experts_grad(const ExpertsDesc& d, std::int64_t rows, const Args& a, Checker* check) {
   check->up_weights("w1", "w1_up", a.w1, a.w1_up, d).down_weights("w2", a.w2, d);
-  check->tensor("preact", a.preact, rows, "(R, 2n or n)");
+  if (d.keeps_preact()) {
+    check->tensor("preact", a.preact, rows, "(R, 2n or n)");
+  } else if (d.bias) {
+    check->up_bias("b1", "b1_up", a.b1, a.b1_up, d);
+  }
   const bool separate = d.w1_layout == W1Layout::separate;
   if (a.dw1 != nullptr || (separate && a.dw1_up != nullptr)) {
     check->up_weights("dw1", "dw1_up", a.dw1, a.dw1_up, d, of_gradients(d, *check));

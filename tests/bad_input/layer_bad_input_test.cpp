@@ -416,6 +416,12 @@ TEST(BadLayer, BackwardPointers) {
   LayerDesc brought = router_desc();
   brought.experts.dpreact_in_workspace = false;
   check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
+  brought.experts.recompute = Recompute::preact;
+  check(brought, {pointer_row("dpreact", &A::dpreact, "(R, 2n or n)")});
+  LayerDesc again = demanding_desc();
+  again.experts.recompute = Recompute::preact;
+  check(again, {pointer_row("b1", &A::b1, "the gate biases (E, n)"),
+                pointer_row("b1_up", &A::b1_up, "the up biases (E, n)")});
 }
 
 // Two bytes off is right for bf16, and wrong for what is fp32 beside it.

@@ -74,6 +74,7 @@ TEST(UnknownEnum, Layer) {
   EXPECT_KNOWN(LayerDesc, "row_source", 2, experts.row_source);
   EXPECT_KNOWN(LayerDesc, "score_at", 4, experts.score_at);
   EXPECT_KNOWN(LayerDesc, "index_type", 2, experts.index_type);
+  EXPECT_KNOWN(LayerDesc, "recompute", 2, experts.recompute);
 }
 
 TEST(UnknownEnum, PlansOfALayer) {
@@ -89,6 +90,7 @@ TEST(UnknownEnum, PlansOfALayer) {
   EXPECT_KNOWN(GroupedDesc, "row_source", 2, row_source);
   EXPECT_KNOWN(GroupedDesc, "score_at", 4, score_at);
   EXPECT_KNOWN(GroupedDesc, "index_type", 2, index_type);
+  EXPECT_KNOWN(GroupedDesc, "recompute", 2, recompute);
   EXPECT_KNOWN(CombineDesc, "dtype", 3, dtype);
 }
 

@@ -15,7 +15,8 @@ TEST(Graph, ReplaysWithOtherRouting) {
           "router/deepseek_v3-f32_logits-logits", "router/f32_logits", "router/f32_router",
           "rounding/stochastic-topk_over_softmax", "shape/large", "tiles/e60", "sums/given",
           "input/logits-softmax_over_topk-dlogits",
-          "input/logits_and_ids-topk_over_softmax-hostile", "input/ids_and_weights-hostile-bias"}) {
+          "input/logits_and_ids-topk_over_softmax-hostile", "input/ids_and_weights-hostile-bias",
+          "recompute/separate-bias", "recompute/given-hostile"}) {
       expect_replays(case_named(name, type));
     }
   }
@@ -23,8 +24,9 @@ TEST(Graph, ReplaysWithOtherRouting) {
 
 TEST(Graph, ReplaysExpertsAloneWithOtherCounts) {
   for (const DType type : kTypes) {
-    for (const char* name : {"rows/none-bias-hostile", "rows/before_down", "rows/tile_counts",
-                             "rows/after_down-bias-hostile", "rows/e288"}) {
+    for (const char* name :
+         {"rows/none-bias-hostile", "rows/before_down", "rows/tile_counts",
+          "rows/after_down-bias-hostile", "rows/e288", "recompute/rows-bias-hostile"}) {
       expect_rows_replay(case_named(name, type));
     }
   }
@@ -56,6 +58,13 @@ TEST(Graph, SchedulesDynamicallyAgain) {
     const Report alone = check_layer(rows, kDevice, options);
     EXPECT_TRUE(alone.pass()) << alone.text();
     expect_rows_replay(rows, options.kernel);
+    if (!gathers) continue;
+    // up_proj_recompute and dgrad reset their counters in the same scratch.
+    Case again = c;
+    again.desc.experts.recompute = Recompute::preact;
+    const Report made_again = check_layer(again, kDevice, options);
+    EXPECT_TRUE(made_again.pass()) << made_again.text();
+    expect_replays(again, options.kernel);
   }
 }
 

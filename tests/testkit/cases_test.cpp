@@ -21,7 +21,7 @@ TEST(Cases, NamesAreUniqueAndFound) {
     EXPECT_EQ(find_case(c.name)->seed, c.seed);
   }
   EXPECT_EQ(find_case("no such case"), nullptr);
-  EXPECT_EQ(smoke_cases().size(), 24u);
+  EXPECT_EQ(smoke_cases().size(), 26u);
 }
 
 // Tests of single kernels take their cases from the lists by name.
