@@ -12,13 +12,14 @@ and shared experts stay the model's. Symbols as in :mod:`sonicmoe.functional`.
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import functional
+from .. import _check, functional
 from ..enums import allowed_activations
 from . import _gates
 
@@ -26,10 +27,11 @@ from . import _gates
 NAME = "sonicmoe_native"
 
 
-def register(name: str = NAME) -> str:
+def register(name: str = NAME, *, recompute: str = "none") -> str:
     """Adds our experts to transformers under `name`, which it returns.
 
-    "sonicmoe" takes the place of transformers' own implementation of that name; other built-in
+    `recompute="preact"` keeps no pre-activations for backward, which computes them again. Models of
+    both kinds may live together, under two names. "sonicmoe" takes the place of transformers' own implementation of that name; other built-in
     names are refused. Needs transformers 5.24.
     """
     try:
@@ -38,11 +40,16 @@ def register(name: str = NAME) -> str:
         raise ImportError("sonicmoe.integrations.transformers needs transformers 5.24") from error
 
     taken = {"eager", *ALL_EXPERTS_FUNCTIONS.keys()} - {"sonicmoe"}
-    taken -= {key for key in taken if ALL_EXPERTS_FUNCTIONS.get(key) is experts_forward}
+    taken -= {key for key in taken if _is_ours(ALL_EXPERTS_FUNCTIONS.get(key))}
     if not isinstance(name, str) or not name.isidentifier() or name in taken:
         raise ValueError(f"name: got {name!r}, allowed: a Python name, but {sorted(taken)}")
-    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    _check.recompute("recompute", recompute)
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, recompute=recompute))
     return name
+
+
+def _is_ours(function: Any) -> bool:
+    return isinstance(function, partial) and function.func is experts_forward
 
 
 def experts_forward(
@@ -50,6 +57,8 @@ def experts_forward(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    *,
+    recompute: str = "none",
 ) -> torch.Tensor:
     """The output (T, H) of transformers' experts for hidden_states (T, H), in their dtype.
 
@@ -79,7 +88,8 @@ def experts_forward(
     experts = {key: None if t is None else t.contiguous() for key, t in experts.items()}
     x = hidden_states.to(experts["w1"].dtype)
     run = _normed if module.has_post_expert_norm else _combined
-    out = run(module, x, top_k_index, top_k_weights, activation, experts)
+    options = {"layout": _layout(module), "recompute": recompute}
+    out = run(module, x, top_k_index, top_k_weights, activation, experts, options)
     return out.to(hidden_states.dtype)
 
 
@@ -90,18 +100,19 @@ def _combined(
     weights: torch.Tensor,
     activation: str,
     experts: dict[str, torch.Tensor | None],
+    options: dict[str, str],
 ) -> torch.Tensor:
-    top_k, layout = ids.shape[1], _layout(module)
+    top_k = ids.shape[1]
     if top_k <= experts["w2"].shape[0]:
         return functional.experts(
-            x, ids, weights, **experts, activation=activation, layout=layout
+            x, ids, weights, **experts, activation=activation, **options
         )[0]
     # A rank of expert parallelism may hold fewer experts than a token chooses: most are sentinels.
     tokens = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     tokens = tokens[:, None].expand(-1, top_k)
     lists = weights.flatten(), tokens.flatten(), ids.flatten()
     return functional.moe_general_routing_inputs(
-        x, *lists, **experts, activation_type=activation, layout=layout
+        x, *lists, **experts, activation_type=activation, **options
     )[0]
 
 
@@ -112,11 +123,12 @@ def _normed(
     weights: torch.Tensor,
     activation: str,
     experts: dict[str, torch.Tensor | None],
+    options: dict[str, str],
 ) -> torch.Tensor:
     """With a norm between the experts and the sum over them, each pair's output is a row."""
     rows = x.repeat_interleave(ids.shape[1], 0)
     ones = torch.ones(rows.shape[0], 1, device=x.device)
-    out = _combined(module, rows, ids.reshape(-1, 1), ones, activation, experts)
+    out = _combined(module, rows, ids.reshape(-1, 1), ones, activation, experts, options)
     out = module.post_expert_norm(out).reshape(*ids.shape, x.shape[1])
     sentinel = (ids < 0) | (ids >= experts["w2"].shape[0])
     return (out * weights.masked_fill(sentinel, 0)[..., None]).sum(1)

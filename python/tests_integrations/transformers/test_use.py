@@ -318,12 +318,42 @@ def test_names():
     try:
         for good in ("another", "another", "sonicmoe"):
             assert sonicmoe_transformers.register(good) == good
-            assert ALL_EXPERTS_FUNCTIONS[good] is sonicmoe_transformers.experts_forward
+            assert ALL_EXPERTS_FUNCTIONS[good].func is sonicmoe_transformers.experts_forward
     finally:
         ALL_EXPERTS_FUNCTIONS.register("sonicmoe", builtin)
     for wrong in ("", " ", "eager", "grouped_mm", "paged|x", None):
         with pytest.raises(ValueError, match=r"^name: got "):
             sonicmoe_transformers.register(wrong)
+
+
+@MODELS
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputing_preactivations(make, compiled, name):
+    """The same bits with less memory."""
+    sparing = sonicmoe_transformers.register("sparing", recompute="preact")
+    model, kept = make(), {}
+    ids = small.tokens()
+    for implementation in (name, sparing):
+        model.set_experts_implementation(implementation)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        kept[implementation] = 0
+
+        def pack(tensor, implementation=implementation):
+            kept[implementation] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = call(input_ids=ids, labels=ids).loss
+        model.zero_grad()
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if implementation == name:
+            wanted = gradients
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
+    # H of two layers: 32 tokens, two experts each, 2 x 16 wide.
+    assert kept[name] - kept[sparing] >= 2 * 32 * 2 * 32 - 2 * 8 * 32
+    with pytest.raises(ValueError, match="^recompute: got 'all', allowed: 'none', 'preact'"):
+        sonicmoe_transformers.register("another", recompute="all")
 
 
 @MODELS
