@@ -3,6 +3,9 @@
 A build without CUDA kernels has the version `0.1.0+cpu`, so that pip shows it. scikit-build-core
 wants the version before it runs CMake, hence find_nvcc.cmake is run alone here. CMake includes the
 same file later, and python/CMakeLists.txt refuses a build that does not match its version.
+
+A source archive has no label. pip takes one that is named, and refuses one that it picks from an
+index when the version then gets a label.
 """
 
 import re

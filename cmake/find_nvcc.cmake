@@ -6,6 +6,9 @@
 # Sets SONICMOE_NVCC, or leaves it empty and says why in SONICMOE_NO_NVCC. Run alone, it prints
 # SONICMOE_NVCC. An nvcc that is named must be usable. One that is only found must not be too old
 # either, unless another is new enough: a package without its kernels would surprise later.
+
+# The oldest that these sources were compiled with. The Python wheels of 12.9 hold ptxas, but no nvcc
+# to try.
 set(SONICMOE_NVCC_MINIMUM 13.0)
 set(SONICMOE_NVCC "")
 set(SONICMOE_NO_NVCC "")
@@ -50,8 +53,8 @@ function(sonicmoe_find_nvcc)
       set(toolkit $ENV{CUDA_HOME})
     endif()
     # tools/setup.sh installs the Python wheels that make up a toolkit into .venv.
-    file(GLOB wheels
-         ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../.venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)
+    cmake_path(GET CMAKE_CURRENT_FUNCTION_LIST_DIR PARENT_PATH root)
+    file(GLOB wheels ${root}/.venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc)
     set(candidates ${nvcc_of_path} ${toolkit}/bin/nvcc ${wheels})
   endif()
 

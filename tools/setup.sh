@@ -56,11 +56,9 @@ if [[ ${CUDA:-AUTO} != OFF ]]; then
   pip=(.venv/bin/python -m pip install --disable-pip-version-check --no-deps -q)
   packages=$(.venv/bin/python -c 'import site; print(site.getsitepackages()[0])')
   version() { "$1" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p'; }
-  nvcc=
-  for candidate in $(command -v nvcc) /usr/local/cuda/bin/nvcc; do
-    [[ $(version "$candidate") != 1[3-9].* ]] || { nvcc=$candidate && break; }
-  done
-  if [[ -z $nvcc ]]; then
+  # The build's own rule. What it finds in .venv may be older than the wheels wanted now.
+  nvcc=$(.venv/bin/cmake -P cmake/find_nvcc.cmake 2>/dev/null || true)
+  if [[ -z $nvcc || $nvcc == */.venv/* ]]; then
     nvcc=$packages/nvidia/cu13/bin/nvcc
     wheels=$(<tools/requirements-nvcc.txt)
     if [[ ! -x $nvcc || $(cat .venv/nvcc-stamp 2>/dev/null) != "$wheels" ]]; then
