@@ -3,7 +3,7 @@
 import os
 import tempfile
 
-# torch.compile keeps its output on disk under keys that do not cover our operators' schemas: after a
-# change of a schema, an old entry would call the operator in its old form.
+# torch.compile keeps its output on disk. The keys do not cover our operators' schemas: once a schema
+# has changed, an old entry would call the operator in its old form.
 _compiled = tempfile.TemporaryDirectory(prefix="sonicmoe-inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name

@@ -12,8 +12,8 @@ class _ToMainGrads(torch.autograd.Function):
     """Passes weights on: one as it is, several as one tensor (E, ...).
 
     If `fused`, their gradients go to their main_grads: the layer's backward has added them, or
-    hands them over here. Hooks that wait for a gradient then get a tensor that nobody has filled,
-    as Megatron's do from its own layers: without any, autograd would call them from another thread.
+    hands them over here. Hooks that wait for a gradient then get an uninitialized tensor, as
+    Megatron's do from its own layers. Without one, autograd would call them from another thread.
     """
 
     @staticmethod

@@ -14,7 +14,6 @@ from . import _autograd, _fakes, _flops
 from ._fakes import options_of, reaches_all_experts, recomputes
 
 
-
 def _find(folders: Iterable[str]) -> Path | None:
     """The extension in one of a package's folders. An editable installation has two: the source
     tree, where `make build` leaves a library, and site-packages, where pip does. The newest counts,

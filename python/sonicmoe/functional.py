@@ -20,8 +20,8 @@ H, the width of x, and the strides tell which. Gradients have the weight's form;
 The layout alone decides where a square weight fits both ways. The view of a transposed w1 is
 (H, 2I, E) or (H, I, E), that of w2 (I, H, E).
 
-`recompute="preact"` keeps no pre-activation of the experts: backward makes it again, by one more
-up projection, and gives the same bits. "none", the default, keeps it.
+`recompute="preact"` keeps no pre-activation of the experts. Backward computes it again, by one more
+up projection, with the same bits. "none", the default, keeps it.
 
 `stream_id` is accepted and the current stream is used.
 """
@@ -265,9 +265,9 @@ def experts_from_logits(
 def with_main_grad(weight: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A weight as the calls here take it, and the `main_grad` that they add its gradient to.
 
-    Backward sets the weight's `grad_added_to_main_grad`, where it has that, and gives its hooks a
-    tensor that nobody has filled, so that they run as for any gradient (Megatron's DDP). Without
-    this call they get None. A frozen weight has no main_grad.
+    Backward sets the weight's `grad_added_to_main_grad`, where it has that. Its hooks then get an
+    uninitialized tensor, so that they run as for any gradient (Megatron's DDP needs them to).
+    Without this call they get None. A frozen weight has no main_grad.
     """
     if getattr(weight, "overwrite_main_grad", False):
         raise ValueError(

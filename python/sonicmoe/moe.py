@@ -102,15 +102,14 @@ class MoE(nn.Module):
     an fp32 bias. Parameters may be replicated DTensors, with x a replicated
     DTensor too. FSDP2 may shard the module, but none of the three alone.
 
-    With `recompute="preact"` nothing of the experts is kept for backward but x and the routing:
-    backward makes the pre-activation again, by one more up projection, and gives the same bits.
+    With `recompute="preact"` x and the routing are all that is kept for backward. It computes the
+    pre-activation again, by one more up projection, with the same bits.
 
     With `gradient_accumulation_fusion` backward adds the gradients of `c_fc.weight` and
     `c_proj.weight` to the fp32 tensors `main_grad` that the caller has set on them, in fp32, and
     their `grad` stays None. Where a weight has `grad_added_to_main_grad`, as Megatron's have,
-    backward sets that and gives the hooks a tensor that nobody has filled, or zeros if the weight's
-    `zero_out_wgrad` is true. Where its `overwrite_main_grad` is true, each backward overwrites
-    `main_grad`.
+    backward sets that. Hooks then get an uninitialized tensor, or zeros if the weight's
+    `zero_out_wgrad` is true. Where `overwrite_main_grad` is true, backward overwrites `main_grad`.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ from .._main_grad import as_one
 class Linear(nn.Module):
     """`weight` (E, out, in) and `bias` (E, out), or `apart` E parameters of each: `weight0`, ...
 
-    The dimension `split` of an expert's weight is split over the ranks of tensor parallelism, each
-    of its `halves` by itself: a rank has its part of the gate and its part of the up rows.
+    Tensor parallelism splits the dimension `split` of an expert's weight over its ranks, each of the
+    `halves` by itself. So a rank has its part of the gate rows and its part of the up rows.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Linear(nn.Module):
             self.reset_parameters()
 
     def _register(self, kind: str, whole: torch.Tensor) -> None:
-        # Megatron lays out its buffers from the last parameter on: so that the gradients of the
-        # experts follow each other there, the last expert comes first.
+        # Megatron lays out its buffers from the last parameter to the first. With the last expert
+        # registered first, the gradients of the experts follow each other there.
         names = [f"{kind}{e}" for e in reversed(range(self.experts))] if self.apart else [kind]
         parts = reversed(whole.unbind()) if self.apart else [whole]
         for name, part in zip(names, parts, strict=True):

@@ -72,64 +72,60 @@ def experts_forward(
             f"{tuple(top_k_weights.shape)}, allowed: (T, K) for both"
         )
     _give_methods(type(module))
-    if torch.compiler.is_compiling():
-        _guard(module)
-    activation = module._sonicmoe_activation()
+    functions = _guarded(module) if torch.compiler.is_compiling() else ()
+    activation = module._sonicmoe_activation(*functions)
     if activation is None:
         raise NotImplementedError(_unknown(module)) from _why(module)
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    experts = {"w1": getattr(module, up), "w2": module.down_proj}
-    if not experts["w1"].dtype.is_floating_point or experts["w1"].dtype.itemsize < 2:
-        raise TypeError(f"{up}: got {experts['w1'].dtype}, allowed: float32, bfloat16, float16")
-    if module.has_bias:
-        experts |= {"b1": getattr(module, f"{up}_bias"), "b2": module.down_proj_bias}
+    w1, w2 = getattr(module, up).contiguous(), module.down_proj.contiguous()
+    if not w1.dtype.is_floating_point or w1.dtype.itemsize < 2:
+        raise TypeError(f"{up}: got {w1.dtype}, allowed: float32, bfloat16, float16")
+    b1 = getattr(module, f"{up}_bias").contiguous() if module.has_bias else None
+    b2 = module.down_proj_bias.contiguous() if module.has_bias else None
+    experts = {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    experts |= {"layout": _layout(module), "recompute": recompute}
+    x = hidden_states.to(w1.dtype)
+    if module.has_post_expert_norm:
+        norm = module.post_expert_norm
+        out = _normed(norm, x, top_k_index, top_k_weights, activation, experts)
     else:
-        experts |= {"b1": None, "b2": None}
-    experts = {key: None if t is None else t.contiguous() for key, t in experts.items()}
-    x = hidden_states.to(experts["w1"].dtype)
-    run = _normed if module.has_post_expert_norm else _combined
-    options = {"layout": _layout(module), "recompute": recompute}
-    out = run(module, x, top_k_index, top_k_weights, activation, experts, options)
+        out = _combined(x, top_k_index, top_k_weights, activation, experts)
     return out.to(hidden_states.dtype)
 
 
 def _combined(
-    module: nn.Module,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     activation: str,
-    experts: dict[str, torch.Tensor | None],
-    options: dict[str, str],
+    experts: dict[str, Any],
 ) -> torch.Tensor:
+    """`experts`: arguments that the functions of the functional interface share."""
     top_k = ids.shape[1]
     if top_k <= experts["w2"].shape[0]:
-        return functional.experts(
-            x, ids, weights, **experts, activation=activation, **options
-        )[0]
+        return functional.experts(x, ids, weights, activation=activation, **experts)[0]
     # A rank of expert parallelism may hold fewer experts than a token chooses: most are sentinels.
     tokens = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     tokens = tokens[:, None].expand(-1, top_k)
     lists = weights.flatten(), tokens.flatten(), ids.flatten()
     return functional.moe_general_routing_inputs(
-        x, *lists, **experts, activation_type=activation, **options
+        x, *lists, activation_type=activation, **experts
     )[0]
 
 
 def _normed(
-    module: nn.Module,
+    norm: nn.Module,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     activation: str,
-    experts: dict[str, torch.Tensor | None],
-    options: dict[str, str],
+    experts: dict[str, Any],
 ) -> torch.Tensor:
     """With a norm between the experts and the sum over them, each pair's output is a row."""
     rows = x.repeat_interleave(ids.shape[1], 0)
     ones = torch.ones(rows.shape[0], 1, device=x.device)
-    out = _combined(module, rows, ids.reshape(-1, 1), ones, activation, experts, options)
-    out = module.post_expert_norm(out).reshape(*ids.shape, x.shape[1])
+    out = _combined(rows, ids.reshape(-1, 1), ones, activation, experts)
+    out = norm(out).reshape(*ids.shape, x.shape[1])
     sentinel = (ids < 0) | (ids >= experts["w2"].shape[0])
     return (out * weights.masked_fill(sentinel, 0)[..., None]).sum(1)
 
@@ -142,9 +138,9 @@ def _layout(module: nn.Module) -> str:
     return "concatenated" if module.is_concatenated else "interleaved"
 
 
-# The activation of a module is found once and again whenever a setting has changed that its gate can
-# read. Traced code knows nothing of that: it takes the activation for a constant, and reads the same
-# settings so that torch.compile guards them.
+# A module's activation is found at its first call, and again when a setting that its gate can read has
+# changed. Traced code takes the activation for a constant. It reads the same settings, so that
+# torch.compile guards them.
 
 #: Of a module: its settings, and its activation or the error of asking for it.
 _found: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
@@ -201,7 +197,9 @@ def _sonicmoe_value(module: nn.Module, path: str) -> bool | int | float | str:
     return dict(_settings(module))[path]
 
 
-def _guard(module: nn.Module) -> None:
+def _guarded(module: nn.Module) -> list[Any]:
+    """Reads the settings in traced code. Functions are guarded as arguments of a constant function,
+    and returned for that."""
     functions = []
     for path in module._sonicmoe_names().split():
         *parents, name = path.split(".")
@@ -213,7 +211,7 @@ def _guard(module: nn.Module) -> None:
             functions.append(value)
         elif value != module._sonicmoe_value(path):  # only for NaN: the comparison makes the guard
             functions.append(None)
-    module._sonicmoe_activation(*functions)
+    return functions
 
 
 _SCALARS = (bool, int, float, str)

@@ -56,11 +56,13 @@ def test_trains_as_eager(module, kind, name):
         outcomes[kind] = str(error)
         raise
     wanted, wanted_gradients = train(layer, "eager")
+    # fp32 sums in another order: 2^-17 is 64 roundings. AdamW makes a whole step of the rounding of a
+    # tiny gradient, so that the losses are held less tightly.
     assert got == pytest.approx(wanted, rel=1e-4)
     for key, gradient in wanted_gradients.items():
         assert gradient.norm() > 0, key
         error = (gradients[key] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, (key, error)
+        assert error < 2**-17, (key, error)
     outcomes[kind] = None
 
 
