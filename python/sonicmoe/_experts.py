@@ -23,7 +23,12 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, mean=0.0, std=self.std)
+        if _check.is_dtensor(self.weight):
+            from .distributed._draw import normal_  # imports torch.distributed, which is slow
+
+            normal_(self.weight, self.std)
+        else:
+            nn.init.normal_(self.weight, mean=0.0, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

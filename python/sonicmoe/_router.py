@@ -1,6 +1,7 @@
 """The router as a module: its product, tensors that stay fp32, and the count of tokens."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from . import _autograd
 from .reference_routing import project
+from .router import RouterConfig
 
 
 def keeping_fp32(
@@ -117,3 +119,20 @@ def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
         torch.ops.sonicmoe.add_counts(total, counts)
     else:
         _add_counts(total, counts)
+
+
+def warn_of_constant_weights(config: RouterConfig, router: RouterConfig | str | None) -> None:
+    if router is None:
+        got = (
+            f"softmax_over_topk: got {config.order == 'select_then_score'}, norm_topk_probs: got "
+            f"{config.renormalize}"
+        )
+        cure = "softmax_over_topk=False without norm_topk_probs"
+    else:
+        got = f"router: got {router!r}"
+        cure = "order='score_then_select' without renormalize"
+    warnings.warn(
+        f"{got}, with num_experts_per_tok=1: every weight is constant, so the task's loss gives "
+        f"the router no gradient; {cure} gives it one",
+        stacklevel=3,
+    )

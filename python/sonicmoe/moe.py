@@ -14,7 +14,14 @@ from . import _check, _layer, losses, reference, reference_losses
 from ._autocast import autocast
 from ._experts import Experts, weights
 from ._main_grad import MainGrads
-from ._router import Router, add_counts, is_plain, keep_fp32, keeping_fp32
+from ._router import (
+    Router,
+    add_counts,
+    is_plain,
+    keep_fp32,
+    keeping_fp32,
+    warn_of_constant_weights,
+)
 from .enums import ActivationType, KernelBackendMoE, is_glu
 from .router import RouterConfig, Routing, resolve
 
@@ -112,6 +119,9 @@ class MoE(nn.Module):
     `zero_out_wgrad` is true. Where `overwrite_main_grad` is true, backward overwrites `main_grad`.
     """
 
+    #: Set by sonicmoe.distributed.ExpertParallel: how tokens reach the experts of other ranks.
+    parallel = None
+
     def __init__(
         self,
         num_experts: int,
@@ -166,7 +176,7 @@ class MoE(nn.Module):
         if routing == "token_rounding":
             config.check_token_rounding()
         if num_experts_per_tok == 1 and config.constant_for_one:
-            _warn_of_constant_weights(config, router)
+            warn_of_constant_weights(config, router)
         self.num_experts = num_experts
         self.top_k = num_experts_per_tok
         self.hidden_size = hidden_size
@@ -272,6 +282,8 @@ class MoE(nn.Module):
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         for name in ("router", "c_fc", "c_proj"):
             _check.not_sharded_alone(name, getattr(self, name))
+        if self.parallel is not None:
+            backend = backend._replace(layer=self.parallel.layer(kernel_backend_moe))
         mask = _mask_of_tokens(padding_mask, x)
         tokens = x.reshape(-1, self.hidden_size)
         experts, named, main_grads = self._experts(
@@ -314,7 +326,8 @@ class MoE(nn.Module):
         terms = []
         for name, weight in self.losses.items():
             if name == "switch":
-                loss = backend.losses.switch_loss(logits, counts, score=score, padding_mask=mask)
+                seen = counts if self.parallel is None else self.parallel.counts(counts)
+                loss = backend.losses.switch_loss(logits, seen, score=score, padding_mask=mask)
             elif name == "z":
                 loss = backend.losses.z_loss(logits, padding_mask=mask)
             elif name == "sequence_balance":
@@ -347,8 +360,11 @@ class MoE(nn.Module):
         """What the layers take of the experts, in order and by name, and the main_grads."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
         seen = x.detach()
-        w1, b1 = weights("c_fc", self.c_fc(seen), x)
-        w2, b2 = weights("c_proj", self.c_proj(seen), x)
+        made = self.c_fc(seen), self.c_proj(seen)
+        if self.parallel is not None:
+            made = self.parallel.local(made, x)
+        w1, b1 = weights("c_fc", made[0], x)
+        w2, b2 = weights("c_proj", made[1], x)
         named, main_grads = {}, MainGrads()
         if backend is _layer:  # the reference keeps what autograd keeps
             named["recompute"] = self.recompute
@@ -406,9 +422,7 @@ class MoE(nn.Module):
         (x,) = autocast(x)
         logits = self._logits(x)
         x = _check.local("x", x, x)
-        out, counts = backend.logits_layer(
-            x, logits, None, self.top_k, routing, *experts, **named
-        )
+        out, counts = backend.logits_layer(x, logits, None, self.top_k, routing, *experts, **named)
         return out, logits, counts
 
     def _rounded(
@@ -464,23 +478,6 @@ def _mask_of_tokens(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor 
             "x without its last dimension, or (T)"
         )
     return mask.reshape(-1)
-
-
-def _warn_of_constant_weights(config: RouterConfig, router: RouterConfig | str | None) -> None:
-    if router is None:
-        got = (
-            f"softmax_over_topk: got {config.order == 'select_then_score'}, norm_topk_probs: got "
-            f"{config.renormalize}"
-        )
-        cure = "softmax_over_topk=False without norm_topk_probs"
-    else:
-        got = f"router: got {router!r}"
-        cure = "order='score_then_select' without renormalize"
-    warnings.warn(
-        f"{got}, with num_experts_per_tok=1: every weight is constant, so the task's loss gives "
-        f"the router no gradient; {cure} gives it one",
-        stacklevel=3,
-    )
 
 
 def _unavailable(backend: object) -> Exception:

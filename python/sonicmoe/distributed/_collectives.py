@@ -1,0 +1,81 @@
+"""Collectives with gradients, in the functional form that torch.compile traces.
+
+torch registers derivatives of the same operators, but gloo refuses a leaf that requires grad there.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_ops = torch.ops._c10d_functional
+
+
+class Group(NamedTuple):
+    """A process group as traced code may hold it: constants alone."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def group_of(group: dist.ProcessGroup) -> Group:
+    return Group(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+
+
+def gathered(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """The parts of all ranks one behind the other, which have one shape; without a history."""
+    made = _ops.all_gather_into_tensor(part.contiguous(), group.size, group.name)
+    return _ops.wait_tensor(made)
+
+
+def scattered_sum(whole: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of the sum over ranks, in the type of `whole`; without a history."""
+    made = _ops.reduce_scatter_tensor(whole.contiguous(), "sum", group.size, group.name)
+    return _ops.wait_tensor(made)
+
+
+def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over ranks, without a history."""
+    return _ops.wait_tensor(_ops.all_reduce(tensor.contiguous(), "sum", group.name))
+
+
+def exchanged(
+    rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+) -> torch.Tensor:
+    """`sent[p]` rows go to rank p and `received[p]` rows come from it; without a history."""
+    made = _ops.all_to_all_single(rows.contiguous(), list(received), list(sent), group.name)
+    return _ops.wait_tensor(made)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear function of a tensor, and the one that backward applies to the gradient. Each is
+    given with its arguments behind the tensor."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, there: tuple, back: tuple) -> torch.Tensor:
+        ctx.back = back
+        return there[0](tensor, *there[1:])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back[0](gradient, *ctx.back[1:]), None, None
+
+
+def all_gather(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """:func:`gathered`; backward sums the gradients of all ranks."""
+    return _Linear.apply(part, (gathered, group), (scattered_sum, group))
+
+
+def reduce_scatter(whole: torch.Tensor, group: Group) -> torch.Tensor:
+    """:func:`scattered_sum`; backward gathers the gradients of all ranks."""
+    return _Linear.apply(whole, (scattered_sum, group), (gathered, group))
+
+
+def all_to_all(
+    rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+) -> torch.Tensor:
+    """:func:`exchanged`; backward sends the gradients back."""
+    there = exchanged, received, sent, group
+    return _Linear.apply(rows, there, (exchanged, sent, received, group))

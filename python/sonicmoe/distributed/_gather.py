@@ -1,0 +1,114 @@
+"""The gather transport: every rank sees all tokens, and its experts compute what is theirs.
+
+Forward gathers x, ids and scores, and adds up the partial outputs. Backward gathers x and dO, and
+adds up dx and dscores. All sizes are static and nothing waits for the device.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .. import _autograd, _layer, _ops
+from ._collectives import Group, all_gather, gathered, reduce_scatter, scattered_sum
+
+
+def padded(tensor: torch.Tensor, rows: int | None, value: float = 0) -> torch.Tensor:
+    """More rows of `value` behind those of a tensor (T, ...), up to `rows`."""
+    if rows is None or rows == tensor.shape[0]:
+        return tensor
+    return F.pad(tensor, (0, 0, 0, rows - tensor.shape[0]), value=value)
+
+
+def local_ids(ids: torch.Tensor, rank: int, experts: int) -> torch.Tensor:
+    """Ids among all experts as those of the rank's own, -1 for the others."""
+    mine = ids - rank * experts
+    return torch.where((mine >= 0) & (mine < experts), mine, -1)
+
+
+def own_first(
+    ids: torch.Tensor, scores: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Local ids (T, K) and scores in as many columns as the rank has experts, where K is larger: a
+    token has each of them once at most, so that only sentinels are left out."""
+    if ids.shape[1] <= experts:
+        return ids, scores
+    order = (ids < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :experts]
+    return ids.gather(1, order), scores.gather(1, order)
+
+
+class _Gathered(torch.autograd.Function):
+    """The local experts on everybody's tokens. Only this rank's x is kept: backward gathers again.
+
+    The operators are called themselves, for a layer with a history of its own would keep the
+    gathered x. Saved tensors stay visible to hooks (activation checkpointing, offloading).
+    """
+
+    @staticmethod
+    def forward(ctx, x, scores, ids, group, w1, b1, w2, b2, layer):
+        o, _, preact, routing = torch.ops.sonicmoe.ids_forward(
+            gathered(x, group), ids, scores, w1, b1, w2, b2, layer
+        )
+        ctx.save_for_backward(x, w1, w2, b2, preact, routing)
+        ctx.group, ctx.layer, ctx.top_k, ctx.owns_preact = group, layer, ids.shape[1], True
+        return scattered_sum(o, group)
+
+    @staticmethod
+    def backward(ctx, dout):
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "sonicmoe.distributed: got create_graph=True, allowed: False, for the experts have "
+                "no second derivative"
+            )
+        x, w1, w2, b2, preact, routing = ctx.saved_tensors
+        wants_dx, wants_dscores, _, _, wants_dw1, _, wants_dw2, _, _ = ctx.needs_input_grad
+        dx, dscores, dw1, db1, dw2, db2, _, _ = torch.ops.sonicmoe.ids_backward(
+            gathered(dout, ctx.group),
+            gathered(x, ctx.group),
+            ctx.top_k,
+            w1,
+            w2,
+            b2,
+            preact,
+            routing,
+            ctx.layer,
+            dpreact=_autograd.place_of_dpreact(ctx, preact),
+            wants_dx=wants_dx,
+            wants_dw1=wants_dw1,
+            wants_dw2=wants_dw2,
+        )
+        return (
+            scattered_sum(dx, ctx.group) if wants_dx else None,
+            dscores if wants_dscores else None,
+            None,
+            None,
+            dw1 if wants_dw1 else None,
+            db1 if b2 is not None else None,
+            dw2 if wants_dw2 else None,
+            db2 if b2 is not None else None,
+            None,
+        )
+
+
+def gather_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    experts: _layer.ExpertArgs,
+    group: Group,
+    keep_gathered: bool,
+    max_tokens: int | None,
+) -> torch.Tensor:
+    """o (T, d) of x (T, d), ids (T, K) among all experts and fp32 scores; `experts`: the
+    ExpertArgs of this rank's."""
+    tokens, count = x.shape[0], experts.w2.shape[0]
+    if max_tokens is not None and tokens > max_tokens:
+        raise ValueError(f"x: got {tokens} tokens, allowed: up to max_tokens ({max_tokens})")
+    x, scores = padded(x, max_tokens), padded(scores, max_tokens)
+    local = local_ids(gathered(padded(ids, max_tokens, -1), group), group.rank, count)
+    local, scores = own_first(local, all_gather(scores, group), count)
+    if keep_gathered or torch.compiler.is_compiling():
+        out, _ = _layer.experts(all_gather(x, group), local, scores, *experts)
+        return reduce_scatter(out, group)[:tokens]
+    _ops.require()
+    x, checked = experts.checked(x, scores)
+    w1, b1, w2, b2, text, *_ = checked.of_operator()
+    return _Gathered.apply(x, scores, local, group, w1, b1, w2, b2, text)[:tokens]

@@ -1,0 +1,110 @@
+"""How tokens reach experts that other ranks hold, and the layer as a function."""
+
+import numbers
+
+import torch
+import torch.distributed as dist
+
+from .. import _check, _layer, functional
+from .._autocast import autocast
+from ..enums import ActivationType
+from ._all_to_all import all_to_all_experts
+from ._collectives import Group, group_of
+from ._gather import gather_experts
+
+TRANSPORTS = ("auto", "gather", "all_to_all")
+
+
+class Transport:
+    """The options of a transport; each rank of a group has the same ones.
+
+    `name`: "gather", "all_to_all", or "auto", which is gather where the group has at most K ranks.
+
+    Of gather alone: with `max_tokens` each rank pads its tokens to so many, and ranks may have
+    different numbers of them; without it all ranks bring equally many, which nobody checks, for
+    that would wait for the device. `keep_gathered` keeps everybody's x for backward instead of
+    gathering it again.
+    """
+
+    def __init__(
+        self, name: str = "auto", *, max_tokens: int | None = None, keep_gathered: bool = False
+    ) -> None:
+        if name not in TRANSPORTS:
+            kind = ValueError if isinstance(name, str) else TypeError
+            raise kind(f"transport: got {name!r}, allowed: {', '.join(map(repr, TRANSPORTS))}")
+        if max_tokens is not None:
+            if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral):
+                raise TypeError(f"max_tokens: got {max_tokens!r}, allowed: an int, None")
+            if max_tokens < 1:
+                raise ValueError(f"max_tokens: got {max_tokens}, allowed: 1 and more")
+        if not isinstance(keep_gathered, bool):
+            raise TypeError(f"keep_gathered: got {keep_gathered!r}, allowed: True, False")
+        self.name, self.max_tokens, self.keep_gathered = name, max_tokens, keep_gathered
+
+    def gathers(self, ranks: int, top_k: int) -> bool:
+        return self.name == "gather" or (self.name == "auto" and ranks <= top_k)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        scores: torch.Tensor,
+        experts: tuple,
+        group: Group,
+    ) -> torch.Tensor:
+        """o (T, d) of ids (T, K) among all experts and scores (T, K); `experts`: the ExpertArgs of
+        this rank's."""
+        (x,) = autocast(x)
+        ids, scores = _layer.int32(ids), scores.float()
+        if self.gathers(group.size, ids.shape[1]):
+            options = self.keep_gathered, self.max_tokens
+            return gather_experts(x, ids, scores, experts, group, *options)
+        return all_to_all_experts(x, ids, scores, experts, group)
+
+    def __repr__(self) -> str:
+        return (
+            f"Transport({self.name!r}, max_tokens={self.max_tokens}, "
+            f"keep_gathered={self.keep_gathered})"
+        )
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    transport: Transport | str = "auto",
+    activation: ActivationType | str = ActivationType.SWIGLU,
+    layout: str | None = None,
+) -> torch.Tensor:
+    """:func:`sonicmoe.experts` of experts that are spread over a group: output (T, d).
+
+    Rank r of `group`, a process group, holds experts r e to (r+1) e - 1 with e = E / ranks: w1, w2,
+    b1 and b2 are theirs. x (T, d), `ids` (T, K) among all E experts and `weights` (T, K) are this
+    rank's tokens. Ids below 0 or from E on are sentinels; a token has each expert once at most. All
+    ranks call forward and backward together.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "group: got no process group, allowed: one of torch.distributed, after "
+            "init_process_group"
+        )
+    of_experts = functional._expert_args(
+        x, activation, layout, w1, b1, w2, b2, None, None, None, None, None, "none"
+    )
+    _check.ids("ids", ids)
+    _check.scores("weights", weights)
+    for name, tensor in (("ids", ids), ("weights", weights)):
+        _check.on_device(name, tensor, x.device)
+        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != ids.shape:
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, allowed: (T, K), T = {x.shape[0]}"
+            )
+    if not isinstance(transport, Transport):
+        transport = Transport(transport)
+    return transport.run(x, ids, weights, of_experts, group_of(group))

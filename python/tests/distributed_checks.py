@@ -1,0 +1,268 @@
+"""What every process of test_distributed.py runs: ExpertParallel beside one module with all."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import sonicmoe
+from sonicmoe import MoE
+from sonicmoe.distributed import ExpertParallel, Transport, experts
+
+HIDDEN, EXPERTS, TOP_K = 16, 8, 3
+TRANSPORTS = {
+    "gather": Transport("gather", max_tokens=24),
+    "gather_kept": Transport("gather", max_tokens=24, keep_gathered=True),
+    "all_to_all": Transport("all_to_all"),
+}
+
+
+def ep_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def make(**options):
+    """The same module on each rank."""
+    torch.manual_seed(1)
+    bias, intermediate = options.pop("add_bias", False), options.pop("intermediate", 8)
+    moe = MoE(EXPERTS, TOP_K, HIDDEN, intermediate, "swiglu", bias, 0.4, **options)
+    if bias:
+        with torch.no_grad():
+            moe.c_fc.bias.normal_()
+            moe.c_proj.bias.normal_()
+    return moe
+
+
+def parallel(moe, transport, **options):
+    return parallelize_module(copy.deepcopy(moe), ep_mesh(), ExpertParallel(transport, **options))
+
+
+def tokens_of(counts):
+    """Every rank's tokens (T, d), on each rank."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(count, HIDDEN, generator=generator) for count in counts]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(got, want, name, limit=1e-6):
+    got, want = whole(got).double(), whole(want).double()
+    assert got.shape == want.shape, name
+    distance = (got - want).norm().item()
+    assert distance <= limit * want.norm().item() + 1e-30, f"{name}: {distance} of {want.norm()}"
+
+
+def run(call, moe, x, aux_weight=0.0):
+    leaf = x.clone().requires_grad_()
+    out, aux = call(leaf)
+    loss = (out * torch.linspace(-1, 1, HIDDEN)).sum() + aux_weight * aux
+    loss.backward()
+    return out.detach(), leaf.grad, {n: p.grad for n, p in moe.named_parameters()}
+
+
+def beside_one(moe, transport, counts, call=lambda moe: moe):
+    """Output and all gradients of the ranks' tokens, beside the module on all tokens."""
+    batches = tokens_of(counts)
+    spread = parallel(moe, transport)
+    out, dx, gradients = run(moe, moe, torch.cat(batches))
+    rank = dist.get_rank()
+    own_out, own_dx, own = run(call(spread), spread, batches[rank])
+    close(own_out, out.split(counts)[rank], "out")
+    close(own_dx, dx.split(counts)[rank], "dx")
+    for name, gradient in gradients.items():
+        if gradient is None:
+            assert own[name] is None
+            continue
+        got = own[name]
+        if name.startswith("c_"):
+            assert isinstance(got, DTensor) and tuple(got.placements) == (Shard(0),)
+        else:  # of this rank's tokens
+            dist.all_reduce(got)
+        close(got, gradient, name)
+    assert torch.equal(sum_over_ranks(spread.tokens_per_expert), moe.tokens_per_expert)
+
+
+def sum_over_ranks(tensor):
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def even():
+    return [12] * dist.get_world_size()
+
+
+def uneven():
+    return [12, 0, 24, 1][: dist.get_world_size()]
+
+
+def check_transports(folder):
+    for transport, counts in itertools.product(TRANSPORTS.values(), (even(), uneven())):
+        beside_one(make(add_bias=True), transport, counts)
+    beside_one(make(), "gather", even())
+    beside_one(make(), "auto", even())
+    beside_one(make(), Transport("gather", max_tokens=24), [0] * dist.get_world_size())
+    beside_one(make(), "all_to_all", [0] * dist.get_world_size())
+
+
+def check_routers(folder):
+    for transport in ("gather", "all_to_all"):
+        for options in (
+            {"router": "deepseek_v4"},
+            {"router": "gemma4"},
+            {"router": "gpt_oss", "layout": "concatenated"},
+            {"softmax_over_topk": False},
+        ):
+            beside_one(make(**options), transport, even())
+
+
+def check_one_rank_has_it_all(folder):
+    """All tokens choose the experts of one rank, and of these not all."""
+    for transport in ("gather", "all_to_all"):
+        moe = make(router=sonicmoe.RouterConfig(selection_bias=True))
+        moe.selection_bias[2:] = -1e4
+        moe.top_k = 2
+        beside_one(moe, transport, even())
+
+
+def check_frozen(folder):
+    for transport in ("gather", "all_to_all"):
+        moe = make()
+        moe.c_fc.weight.requires_grad_(False)
+        beside_one(moe, transport, even())
+
+
+def check_losses(folder):
+    """The mean over ranks of the switch loss with counts of all is that of all tokens."""
+    batches = tokens_of(even())
+    exact = make()(torch.cat(batches))[1].detach()
+    rank = dist.get_rank()
+    local = parallel(make(), "gather")(batches[rank])[1].detach()
+    close(local, make()(batches[rank])[1].detach(), "local")
+    for transport in ("gather", "all_to_all"):
+        spread = parallel(make(), transport, loss_counts="global")
+        _, aux = spread(batches[rank])
+        close(sum_over_ranks(aux.detach()) / dist.get_world_size(), exact, "global")
+        assert spread.tokens_per_expert.sum() == TOP_K * len(batches[rank])
+    assert (sum_over_ranks(local) / dist.get_world_size() - exact).abs() > 1e-6
+
+
+def check_function(folder):
+    """Ids with sentinels, and scores' gradients."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    moe = make()
+    w1, w2 = moe.c_fc.weight.detach(), moe.c_proj.weight.detach()
+    x, ids = torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).argsort(1)[:, :TOP_K]
+    ids[0, 1], ids[1], ids[2, 0] = -1, EXPERTS, 2**40
+    weights = torch.rand(9, TOP_K)
+    own = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+    for transport in ("gather", "all_to_all"):
+        a, b = (t.clone().requires_grad_() for t in (weights, weights))
+        want = sonicmoe.experts(x, ids, a, w1, w2)[0]
+        group = dist.group.WORLD
+        got = experts(x, ids, b, w1[own], w2[own], group=group, transport=transport)
+        want.sum().backward()
+        got.sum().backward()
+        close(got, want, "out")
+        close(b.grad, a.grad, "dscores")
+
+
+def check_bf16(folder):
+    """In 16 bits each partial sum is rounded once more; autocast casts as without ranks."""
+    batches, rank = tokens_of(even()), dist.get_rank()
+    exact = run(make(), make(), torch.cat(batches))[0].split(even())[rank]
+    for transport in ("gather", "all_to_all"):
+        spread = parallel(make(), transport)
+        with torch.autocast("cpu", torch.bfloat16):
+            out, _ = spread(batches[rank].requires_grad_())
+        assert out.dtype == torch.bfloat16
+        (out.float().sum()).backward()
+        assert spread.c_fc.weight.grad.dtype == torch.float32
+        with torch.no_grad():
+            assert torch.equal(spread(batches[rank], is_inference_mode=True)[0].float().isfinite(),
+                               torch.ones_like(exact, dtype=torch.bool))
+        close(out, exact, transport, limit=3e-2)
+
+
+def check_kept(folder):
+    """The gather transport keeps own x, not everybody's; all-to-all keeps no Y."""
+    def kept(transport, counts):
+        spread, sizes = parallel(make(intermediate=24), transport), []  # H is wider than x
+        x = tokens_of(counts)[dist.get_rank()].requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (sizes.append(tuple(t.shape)), t)[1], lambda t: t
+        ):
+            spread(x)
+        return sizes
+
+    tokens, ranks = 12, dist.get_world_size()
+    everybody = (ranks * tokens, HIDDEN)
+    assert everybody not in kept("gather", even())
+    assert everybody in kept(Transport("gather", keep_gathered=True), even())
+    # The rows that arrive, once: no other tensor is as wide.
+    wide = [shape for shape in kept("all_to_all", even()) if shape[1:] == (HIDDEN,)]
+    assert sum(shape[0] != EXPERTS and shape[0] != tokens for shape in wide) <= 1
+
+
+def check_reset(folder):
+    spread = parallel(make(add_bias=True), "auto")
+    torch.manual_seed(3)
+    spread.c_fc.reset_parameters()
+    spread.c_proj.reset_parameters()
+    one = make(add_bias=True)
+    torch.manual_seed(3)
+    one.c_fc.reset_parameters()
+    one.c_proj.reset_parameters()
+    assert torch.equal(whole(spread.c_fc.weight), one.c_fc.weight)
+    assert torch.equal(whole(spread.c_proj.weight), one.c_proj.weight)
+    assert not whole(spread.c_fc.bias).any()
+
+
+def check_refusals(folder):
+    mesh = ep_mesh()
+    ranks = dist.get_world_size()
+
+    def apply(moe, mesh=mesh):
+        return parallelize_module(moe, mesh, ExpertParallel())
+
+    flat = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(ValueError, match="^mesh: got 2 dimensions .*allowed: one"):
+        ExpertParallel()._apply(make(), flat)
+    with pytest.raises(ValueError, match=f"^num_experts: got 7, allowed: multiples of {ranks}"):
+        apply(MoE(7, 2, HIDDEN, 8, "swiglu", False, 0.1))
+    with pytest.raises(ValueError, match="^routing: got 'token_rounding', allowed: 'top_k'"):
+        apply(make(routing="token_rounding"))
+    with pytest.raises(ValueError, match="^gradient_accumulation_fusion: got True"):
+        apply(make(gradient_accumulation_fusion=True))
+    with pytest.raises(ValueError, match="^recompute: got 'preact', allowed: 'none' under"):
+        apply(make(recompute="preact"))
+    with pytest.raises(TypeError, match="^module: got Linear, allowed: sonicmoe.MoE"):
+        apply(torch.nn.Linear(2, 2))
+    spread = apply(make())
+    with pytest.raises(ValueError, match="^c_fc.weight: got a DTensor .*once"):
+        apply(spread)
+    with pytest.raises(ValueError, match="^kernel_backend_moe: got .*torch, allowed"):
+        spread(torch.randn(4, HIDDEN), sonicmoe.KernelBackendMoE.torch)
+    x = DTensor.from_local(torch.randn(4, HIDDEN), mesh)
+    with pytest.raises(TypeError, match="^x: got a DTensor, allowed: .*to_local"):
+        spread(x)
+    other = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("a", "b"))["a"]
+    weight = spread.c_fc.weight
+    elsewhere = DTensor.from_local(weight.to_local(), other, [Shard(0)])
+    spread.c_fc.weight = torch.nn.Parameter(elsewhere)
+    with pytest.raises(ValueError, match="^c_fc.weight: got a DTensor on .*ExpertParallel"):
+        spread(torch.randn(4, HIDDEN))
+    spread = parallelize_module(make(), mesh, ExpertParallel(Transport("gather", max_tokens=2)))
+    with pytest.raises(ValueError, match="^x: got 4 tokens, allowed: up to max_tokens"):
+        spread(torch.randn(4, HIDDEN))
+
+
+#: By name, in the order in which they run.
+CHECKS = {name[6:]: check for name, check in list(globals().items()) if name.startswith("check_")}

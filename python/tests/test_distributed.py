@@ -1,0 +1,49 @@
+"""sonicmoe.distributed on two and four processes, beside one."""
+
+import subprocess
+import sys
+
+import pytest
+from distributed_checks import CHECKS
+from ranks import PASSED, outcome, run_checks
+from torch.distributed.device_mesh import DeviceMesh
+
+from sonicmoe.distributed import ExpertParallel, Transport
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ran(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_checks(request.param, folder, CHECKS)
+    return request.param, folder
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_ranks(ran, name):
+    ranks, folder = ran
+    said = outcome(ranks, folder, name)
+    assert said == [PASSED] * ranks, "\n".join(said)
+
+
+def test_options():
+    for options, text in (
+        ({"name": "ring"}, "^transport: got 'ring', allowed: 'auto', 'gather', 'all_to_all'"),
+        ({"max_tokens": 0}, "^max_tokens: got 0, allowed: 1 and more"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Transport(**options)
+    with pytest.raises(TypeError, match="^keep_gathered: got 1, allowed: True, False"):
+        Transport(keep_gathered=1)
+    with pytest.raises(ValueError, match="^loss_counts: got 'all', allowed: 'local', 'global'"):
+        ExpertParallel(loss_counts="all")
+
+
+def test_needs_a_process_group():
+    mesh = DeviceMesh.__new__(DeviceMesh)
+    with pytest.raises(RuntimeError, match="^mesh: got no process group, allowed: .*torchrun"):
+        ExpertParallel()._apply(None, mesh)
+
+
+def test_not_imported_by_sonicmoe():
+    code = "import sys, sonicmoe; sys.exit('sonicmoe.distributed' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
