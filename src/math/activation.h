@@ -204,8 +204,8 @@ struct GluClampedAfter {
 
 /// a = alpha tanh(g / alpha) sigmoid(g) beta tanh(u / beta).
 ///
-/// tanh |x| = n / (2 - n) with n = 1 - e^-2|x|, so that one reciprocal serves both tanh and the
-/// sigmoid, and small |x| keep their relative accuracy. 2 sigmoid(2x) - 1 would lose it.
+/// tanh |x| = n / (2 - n) with n = 1 - e^-2|x|, so that small |x| keep their relative accuracy.
+/// 2 sigmoid(2x) - 1 would lose it.
 struct SituGlu {
   static constexpr bool kIsGlu = true;
   float alpha, beta;
@@ -218,45 +218,29 @@ struct SituGlu {
   }
 
   SONICMOE_HD float forward(float gate, float up) const {
-    const Parts p = parts(gate, up);
-    return product(p, fast_reciprocal(p.denominator()), gate, up);
+    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
+    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
+    // One reciprocal for both tanh and the sigmoid. A gate far below 0 makes it 0.
+    const float r = fast_reciprocal((2.0f - n_g) * (2.0f - n_u) * (1.0f + fast_exp(-gate)));
+    return with_sign(n_g * n_u * (alpha * beta) * r, bits(gate) ^ bits(up));
   }
-  SONICMOE_HD float forward_by_newton(float gate, float up) const {
-    const Parts p = parts(gate, up);
-    return product(p, reciprocal_by_newton(p.denominator()), gate, up);
-  }
+  /// Three exponentials and one reciprocal take the special function unit as long as the rest takes
+  /// the others: Newton's method would not help.
+  SONICMOE_HD float forward_by_newton(float gate, float up) const { return forward(gate, up); }
   SONICMOE_HD Gradients backward(float gate, float up, float da) const {
-    const Parts p = parts(gate, up);
-    const float r = fast_reciprocal(p.denominator());
-    const float of_gate = p.up_bottom * r, of_up = p.gate_bottom * r;
-    const float s = p.gate_bottom * of_gate;
-    const float tanh_g = with_sign(p.n_g * (of_gate * p.sigmoid_bottom), bits(gate));
-    const float tanh_u = with_sign(p.n_u * (of_up * p.sigmoid_bottom), bits(up));
+    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
+    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
+    const float bottom_g = 2.0f - n_g, bottom_u = 2.0f - n_u;
+    const float r = fast_reciprocal(bottom_g * bottom_u), s = sigmoid(gate);
+    const float tanh_g = with_sign(n_g * (bottom_u * r), bits(gate));
+    const float tanh_u = with_sign(n_u * (bottom_g * r), bits(up));
     const float g = alpha * tanh_g, u = beta * tanh_u, v = g * s;
     // d(g s) = (1 - tanh^2) s + g s (1 - s)
     const float slope = s * fma(g, 1.0f - s, fma(-tanh_g, tanh_g, 1.0f));
-    // product() and not v u, which has a dozen roundings: dS shows them.
-    return {product(p, r, gate, up), da * u * slope, da * v * fma(-tanh_u, tanh_u, 1.0f)};
+    return {v * u, da * u * slope, da * v * fma(-tanh_u, tanh_u, 1.0f)};
   }
 
  private:
-  /// tanh |g / alpha| = n_g / gate_bottom, tanh |u / beta| = n_u / up_bottom, and the sigmoid of g
-  /// is 1 / sigmoid_bottom.
-  struct Parts {
-    float n_g, n_u, gate_bottom, up_bottom, sigmoid_bottom;
-    SONICMOE_HD float denominator() const { return gate_bottom * up_bottom * sigmoid_bottom; }
-  };
-  /// Any gate below -84 counts as that, see Silu::value_by_newton(). The bound keeps the
-  /// denominator below 2^125.
-  SONICMOE_HD Parts parts(float gate, float up) const {
-    gate = at_least(gate, -84.0f);
-    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
-    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
-    return {n_g, n_u, 2.0f - n_g, 2.0f - n_u, 1.0f + fast_exp(-gate)};
-  }
-  SONICMOE_HD float product(const Parts& p, float reciprocal, float gate, float up) const {
-    return with_sign(alpha * p.n_g * (beta * p.n_u) * reciprocal, bits(gate) ^ bits(up));
-  }
   static SONICMOE_HD float with_sign(float x, std::uint32_t sign) {
     return from_bits(bits(x) ^ (sign & 0x80000000u));
   }
