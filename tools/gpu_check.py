@@ -48,7 +48,8 @@ RECEIPT = ROOT / "receipts" / "h200.json"
 UNTIMED = ROOT / "receipts" / "h100.json"
 RENAMED = ROOT / "receipts" / "renamed.json"
 PENDING = ROOT / "receipts" / "pending.md"
-PROGRAMS = ("bin/gpu_test", "bin/sonicmoe")
+EXAMPLE = "bin/cuda_layer"
+PROGRAMS = ("bin/gpu_test", "bin/sonicmoe", EXAMPLE)
 EXTENSION = "python/sonicmoe/lib/libsonicmoe_torch.so"
 # Built into the same programs, or beside them, but judged without a GPU.
 NOT_ON_GPU = ("src/cpu/", "cli/tests/")
@@ -59,6 +60,7 @@ GPU_PYTHON_TESTS = (
     "python/tests/test_cuda_grouped.py",
     "python/tests/test_cuda_losses.py",
     "python/tests/test_cuda_original.py",
+    "python/tests/test_cuda_recompute.py",
     "python/tests/test_cuda_router.py",
     "python/tests/test_cuda_shapes.py",
 )
@@ -68,6 +70,7 @@ BESIDE = (
     "python/tests/test_experts.py",
     "python/tests/test_grouped.py",
     "python/tests/test_losses.py",
+    "python/tests/test_recompute.py",
     "python/tests/test_router.py",
     "benchmarks/arguments.py",
     "benchmarks/dense_bound.py",
@@ -418,6 +421,8 @@ class Run:
             self.gtest(f"-{ALONE}", SHARDS)
             pytest_exit = pytest.result()
         self.gtest(ALONE)
+        example = self.command("example", self.folder / Path(EXAMPLE).name)
+        self.tests["examples::cuda_layer"] = "failed" if example else "passed"
         errors, python = self.errors()
         states = list(self.tests.values())
         summary = {state: states.count(state) for state in ("passed", "failed", "skipped")}
