@@ -162,6 +162,19 @@ def padding_mask(mask: torch.Tensor, device: torch.device, name_of_x: str = "x")
     on_device("padding_mask", mask, device, name_of_x)
 
 
+def mask_of_tokens(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The mask as (T) beside x (..., d)."""
+    if mask is None:
+        return None
+    padding_mask(mask, x.device)
+    if mask.shape not in (x.shape[:-1], (x.shape[:-1].numel(),)):
+        raise ValueError(
+            f"padding_mask: got shape {tuple(mask.shape)}, allowed: {tuple(x.shape[:-1])}, that of "
+            "x without its last dimension, or (T)"
+        )
+    return mask.reshape(-1)
+
+
 def memory(name: str, value: torch.Tensor | None, rows: torch.Tensor) -> None:
     """Memory of the caller's for a result like `rows`, or None."""
     if value is None:

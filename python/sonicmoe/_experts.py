@@ -1,5 +1,7 @@
 """The experts' weights as a module, and as the layer takes them."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -23,12 +25,13 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        draw = functools.partial(nn.init.normal_, mean=0.0, std=self.std)
         if _check.is_dtensor(self.weight):
-            from .distributed._draw import normal_  # imports torch.distributed, which is slow
+            from .distributed._draw import draw_experts_  # imports torch.distributed: slow
 
-            normal_(self.weight, self.std)
+            draw_experts_(self.weight, draw)
         else:
-            nn.init.normal_(self.weight, mean=0.0, std=self.std)
+            draw(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

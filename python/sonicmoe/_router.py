@@ -1,5 +1,6 @@
 """The router as a module: its product, tensors that stay fp32, and the count of tokens."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _autograd
+from . import _autograd, _check
 from .reference_routing import project
 from .router import RouterConfig
 
@@ -54,7 +55,13 @@ class Router(nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        draw = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+        if _check.is_dtensor(self.weight):
+            from .distributed._draw import draw_  # imports torch.distributed, which is slow
+
+            draw_(self.weight, draw)
+        else:
+            draw(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -1,5 +1,6 @@
 """The MoE module."""
 
+import functools
 import math
 import numbers
 import warnings
@@ -119,9 +120,6 @@ class MoE(nn.Module):
     `zero_out_wgrad` is true. Where `overwrite_main_grad` is true, backward overwrites `main_grad`.
     """
 
-    #: Set by sonicmoe.distributed.ExpertParallel: how tokens reach the experts of other ranks.
-    parallel = None
-
     def __init__(
         self,
         num_experts: int,
@@ -190,6 +188,8 @@ class MoE(nn.Module):
         self.tile = tile
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.recompute = _check.recompute("recompute", recompute)
+        #: Set by sonicmoe.distributed.ExpertParallel: how tokens reach the experts of other ranks.
+        self.parallel = None
 
         width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
         self.router = Router(hidden_size, num_experts, config.logit_bias, config.logits == "f32")
@@ -280,20 +280,16 @@ class MoE(nn.Module):
             raise TypeError(f"x: got {type(x).__name__}, allowed: a tensor")
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
-        for name in ("router", "c_fc", "c_proj"):
-            _check.not_sharded_alone(name, getattr(self, name))
-        if self.parallel is not None:
-            backend = backend._replace(layer=self.parallel.layer(kernel_backend_moe))
-        mask = _mask_of_tokens(padding_mask, x)
+        mask = _check.mask_of_tokens(padding_mask, x)
         tokens = x.reshape(-1, self.hidden_size)
-        experts, named, main_grads = self._experts(
-            tokens, backend.layer, kernel_backend_moe, is_inference_mode
-        )
-        if self.routing == "token_rounding" and self.training and not is_inference_mode:
-            out, logits, counts = self._rounded(backend.layer, tokens, experts, named)
+        if self.parallel is None:
+            for name in ("router", "c_fc", "c_proj"):
+                _check.not_sharded_alone(name, getattr(self, name))
+            run = self._run
         else:
-            out, logits, counts = self._top_k(backend.layer, tokens, experts, named)
-        main_grads.zero_before(out)
+            backend = backend._replace(layer=self.parallel.layer(self, kernel_backend_moe))
+            run = functools.partial(self.parallel, self._run)
+        out, logits, counts = run(tokens, backend.layer, kernel_backend_moe, is_inference_mode)
         aux_loss = None
         if not is_inference_mode:
             # Sequences of x (B, S, d); another x is one sequence, or as many as all but S say.
@@ -304,6 +300,23 @@ class MoE(nn.Module):
         # A view of two dimensions could not be detached in place, as pipelines do with outputs.
         out = out if x.dim() == 2 else out.view(x.shape)
         return _as_x(x, out), _as_x(x, aux_loss)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        backend: ModuleType,
+        kernel_backend_moe: KernelBackendMoE,
+        is_inference_mode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The output, the logits and the counts of x (T, d)."""
+        experts, named, main_grads = self._experts(
+            x, backend, kernel_backend_moe, is_inference_mode
+        )
+        rounds = self.routing == "token_rounding" and self.training and not is_inference_mode
+        layer = self._rounded if rounds else self._top_k
+        out, logits, counts = layer(backend, x, experts, named)
+        main_grads.zero_before(out)
+        return out, logits, counts
 
     def _losses(
         self,
@@ -465,19 +478,6 @@ class MoE(nn.Module):
 def _no_loss(logits: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return torch.zeros((), dtype=dtype, device=logits.device)
-
-
-def _mask_of_tokens(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """The mask as (T) beside x (..., d)."""
-    if mask is None:
-        return None
-    _check.padding_mask(mask, x.device)
-    if mask.shape not in (x.shape[:-1], (x.shape[:-1].numel(),)):
-        raise ValueError(
-            f"padding_mask: got shape {tuple(mask.shape)}, allowed: {tuple(x.shape[:-1])}, that of "
-            "x without its last dimension, or (T)"
-        )
-    return mask.reshape(-1)
 
 
 def _unavailable(backend: object) -> Exception:

@@ -1,5 +1,6 @@
 """ExpertParallel: the experts of a :class:`sonicmoe.MoE` over the ranks of a mesh."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,15 +123,40 @@ def _checked_module(module: nn.Module, ranks: int) -> None:
                 )
 
 
-class _Parallel:
-    """What a MoE's forward does otherwise when its experts lie on several ranks."""
+def _checked_unit(name: str, part: nn.Module) -> None:
+    """fully_shard marks all modules whose parameters are in its group, for Dynamo."""
+    if getattr(part, "_is_fsdp_managed_module", False):
+        raise ValueError(
+            f"{name}: got experts in a group of fully_shard, which averages the gradients of other "
+            "parameters there over too few ranks, or frees the experts before their use, allowed: "
+            "sonicmoe.distributed.fully_shard_experts first, or ignored_params"
+        )
+
+
+class _Parallel(nn.Module):
+    """What a MoE's forward does otherwise when its experts lie on several ranks.
+
+    A module without parameters: the calls of c_fc and c_proj, and all that uses their weights, lie
+    inside its own. FSDP2 shards the three as one group (:func:`fully_shard_experts`).
+    """
 
     def __init__(self, mesh: DeviceMesh, transport: Transport, loss_counts: str) -> None:
+        super().__init__()
         self.mesh, self.transport, self.loss_counts = mesh, transport, loss_counts
         self.group = group_of(mesh.get_group())
+        self.is_sharded = False  # by fully_shard_experts
 
     def __deepcopy__(self, memo: dict) -> "_Parallel":
-        return self  # constants, and a mesh that is bound to this process
+        return type(self)(self.mesh, self.transport, self.loss_counts)  # one mesh a process
+
+    def forward(self, run: Callable[..., tuple], x: torch.Tensor, *rest: Any) -> tuple:
+        return run(x, *rest)
+
+    def extra_repr(self) -> str:
+        return (
+            f"ranks={self.group.size}, transport={self.transport}, "
+            f"loss_counts={self.loss_counts!r}, is_sharded={self.is_sharded}"
+        )
 
     def local(self, made: tuple[tuple, tuple], x: torch.Tensor) -> list[tuple]:
         """This rank's experts, (weight, bias) of c_fc and c_proj; gradients become DTensors."""
@@ -168,12 +194,16 @@ class _Parallel:
         """What the switch loss takes of this rank's counts (E)."""
         return summed(counts, self.group) if self.loss_counts == "global" else counts
 
-    def layer(self, kernel_backend_moe: KernelBackendMoE) -> "_Layer":
+    def layer(self, module: MoE, kernel_backend_moe: KernelBackendMoE) -> "_Layer":
         if kernel_backend_moe is not KernelBackendMoE.sonicmoe:
             raise ValueError(
                 f"kernel_backend_moe: got {kernel_backend_moe}, allowed: "
                 "KernelBackendMoE.sonicmoe, under ExpertParallel"
             )
+        _check.not_sharded_alone("router", module.router)
+        if not self.is_sharded:
+            for name in ("c_fc", "c_proj"):
+                _checked_unit(name, getattr(module, name))
         return _Layer(self)
 
 

@@ -1,0 +1,86 @@
+"""FSDP2 beside ExpertParallel: the experts' group, and the norm of gradients on several meshes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ..moe import MoE
+
+
+def fully_shard_experts(module: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
+    """FSDP2's `fully_shard` for the experts of a MoE under ExpertParallel, before its block:
+
+        fully_shard_experts(block.moe, mesh["dp"])
+        fully_shard(block, mesh=mesh["dp", "ep"]._flatten())
+
+    `mesh`: the data-parallel ranks that hold the same experts, of one dimension, or of two for
+    HSDP. The gradients of experts are divided by the number of all ranks, those of `mesh` times
+    those of ExpertParallel: that is the mean over all ranks' losses, as for all other parameters.
+
+    `options`: those of `fully_shard`.
+    """
+    parallel = _checked(module, mesh)
+    fully_shard([module.c_fc, module.c_proj, parallel], mesh=mesh, **options)
+    parallel.set_gradient_divide_factor(float(mesh.size() * parallel.group.size))
+    # gloo can sum, but not scale. Where one rank holds the shard, torch divides already, and it
+    # would divide once more.
+    parallel.set_force_sum_reduction_for_comms(mesh.size(mesh.ndim - 1) > 1)
+    parallel.is_sharded = True
+    return module
+
+
+def _checked(module: MoE, mesh: DeviceMesh) -> nn.Module:
+    """What ExpertParallel has put into the module."""
+    if not isinstance(module, MoE):
+        raise TypeError(f"module: got {type(module).__name__}, allowed: sonicmoe.MoE")
+    parallel = module.parallel
+    if parallel is None:
+        raise ValueError(
+            "module: got a MoE without ExpertParallel, allowed: one under it (parallelize_module "
+            "first); fully_shard itself is for others"
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}, allowed: a DeviceMesh")
+    for name in ("c_fc", "c_proj"):
+        for key, parameter in getattr(module, name).named_parameters():
+            of = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            if of != parallel.mesh:
+                raise ValueError(
+                    f"{name}.{key}: got a parameter on {of}, allowed: a DTensor on "
+                    f"{parallel.mesh}; fully_shard_experts comes once, before fully_shard"
+                )
+    return parallel
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for DTensors of several meshes beside plain parameters.
+
+    Returns the norm of all gradients, a plain tensor, alike on each rank. Plain gradients are to be
+    alike on each rank, too.
+    """
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    groups: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    norms = [_norm(group, norm_type) for group in groups.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    for group in groups.values():
+        clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    norm = get_total_norm([p.grad for p in parameters], norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
