@@ -285,11 +285,11 @@ class MoE(nn.Module):
         if self.parallel is None:
             for name in ("router", "c_fc", "c_proj"):
                 _check.not_sharded_alone(name, getattr(self, name))
-            run = self._run
+            run, layer = self._run, backend.layer
         else:
-            backend = backend._replace(layer=self.parallel.layer(self, kernel_backend_moe))
             run = functools.partial(self.parallel, self._run)
-        out, logits, counts = run(tokens, backend.layer, kernel_backend_moe, is_inference_mode)
+            layer = self.parallel.layer(self, kernel_backend_moe)
+        out, logits, counts = run(tokens, layer, kernel_backend_moe, is_inference_mode)
         aux_loss = None
         if not is_inference_mode:
             # Sequences of x (B, S, d); another x is one sequence, or as many as all but S say.
@@ -421,15 +421,16 @@ class MoE(nn.Module):
         named: dict[str, torch.Tensor | str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
+        plain = is_plain(self.router, (self.num_experts, self.hidden_size))
+        bias = _check.local("router.bias", self.router.bias, x) if plain else None
         routing = Routing(
             self.router_config,
+            logit_bias=_as_fp32(bias),
             selection_bias=self._selection_bias(),
             expert_scale=_as_fp32(_check.local("expert_scale", self.expert_scale, x)),
         )
-        if is_plain(self.router, (self.num_experts, self.hidden_size)):
+        if plain:
             router_w = _check.local("router.weight", self.router.weight, x)
-            bias = _as_fp32(_check.local("router.bias", self.router.bias, x))
-            routing = routing._replace(logit_bias=bias)
             x = _check.local("x", x, x)
             return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **named)
         (x,) = autocast(x)

@@ -38,8 +38,10 @@ class ExpertParallel(ParallelStyle):
     those of every other replicated parameter.
 
     `tokens_per_expert` counts this rank's tokens, and so do the losses. With `loss_counts="global"`
-    the switch loss takes the counts of all ranks, added up: the mean over ranks is then the loss of
-    all tokens, provided that each rank has as many.
+    the switch loss takes the counts of all ranks of the mesh, added up: its mean over them is then
+    the loss of all their tokens, provided that each rank has as many.
+
+    :func:`fully_shard_experts` shards experts further, over ranks that hold the same ones.
     """
 
     def __init__(
@@ -194,7 +196,8 @@ class _Parallel(nn.Module):
         """What the switch loss takes of this rank's counts (E)."""
         return summed(counts, self.group) if self.loss_counts == "global" else counts
 
-    def layer(self, module: MoE, kernel_backend_moe: KernelBackendMoE) -> "_Layer":
+    def layer(self, module: MoE, kernel_backend_moe: KernelBackendMoE) -> "_Parallel":
+        """In place of the module `_layer`, for a MoE of top-K."""
         if kernel_backend_moe is not KernelBackendMoE.sonicmoe:
             raise ValueError(
                 f"kernel_backend_moe: got {kernel_backend_moe}, allowed: "
@@ -204,16 +207,7 @@ class _Parallel(nn.Module):
         if not self.is_sharded:
             for name in ("c_fc", "c_proj"):
                 _checked_unit(name, getattr(module, name))
-        return _Layer(self)
-
-
-class _Layer:
-    """The functions of `_layer.py` that a MoE of top-K calls."""
-
-    top_k = staticmethod(_layer.top_k)
-
-    def __init__(self, parallel: _Parallel) -> None:
-        self.parallel = parallel
+        return self
 
     def topk_layer(
         self,
@@ -249,6 +243,5 @@ class _Layer:
                 selection_bias=routing.selection_bias,
                 expert_scale=routing.expert_scale,
             )
-            parallel = self.parallel
-            out = parallel.transport.run(x, ids, scores, of_experts, parallel.group)
+            out = self.transport.run(x, ids, scores, of_experts, self.group)
         return out, losses.count_choices(ids, logits.shape[1])
