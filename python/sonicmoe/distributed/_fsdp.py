@@ -16,8 +16,8 @@ from ..moe import MoE
 def fully_shard_experts(module: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
     """FSDP2's `fully_shard` for the experts of a MoE under ExpertParallel, before its block:
 
-        fully_shard_experts(block.moe, mesh["dp"])
-        fully_shard(block, mesh=mesh["dp", "ep"]._flatten())
+        fully_shard_experts(block.moe, mesh["dp"])  # mesh: ("dp", "ep")
+        fully_shard(block, mesh=all_ranks)
 
     `mesh`: the data-parallel ranks that hold the same experts, of one dimension, or of two for
     HSDP. The gradients of experts are divided by the number of all ranks, those of `mesh` times
@@ -28,8 +28,8 @@ def fully_shard_experts(module: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
     parallel = _checked(module, mesh)
     fully_shard([module.c_fc, module.c_proj, parallel], mesh=mesh, **options)
     parallel.set_gradient_divide_factor(float(mesh.size() * parallel.group.size))
-    # gloo can sum, but not scale. Where one rank holds the shard, torch divides already, and it
-    # would divide once more.
+    # gloo can sum, but not scale. With one rank in the last dimension torch divides a copy, and
+    # would divide a second time after the sum.
     parallel.set_force_sum_reduction_for_comms(mesh.size(mesh.ndim - 1) > 1)
     parallel.is_sharded = True
     return module
@@ -47,6 +47,12 @@ def _checked(module: MoE, mesh: DeviceMesh) -> nn.Module:
         )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: got {type(mesh).__name__}, allowed: a DeviceMesh")
+    own = set(mesh.mesh.flatten().tolist()) & set(parallel.mesh.mesh.flatten().tolist())
+    if len(own) != 1:
+        raise ValueError(
+            f"mesh: got {mesh}, which shares {len(own)} ranks with {parallel.mesh}, that of "
+            "ExpertParallel, allowed: one that crosses it, as mesh['dp'] of ('dp', 'ep')"
+        )
     for name in ("c_fc", "c_proj"):
         for key, parameter in getattr(module, name).named_parameters():
             of = parameter.device_mesh if isinstance(parameter, DTensor) else None
