@@ -174,6 +174,28 @@ def check_function(folder):
         close(b.grad, a.grad, "dscores")
 
 
+def check_separate(folder):
+    """Gate and up rows in tensors of their own, beside one process."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    batches = [(torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).argsort(1)[:, :TOP_K])
+               for _ in range(ranks)]
+    weights = torch.rand(9, TOP_K)
+    names = ("w1", "w1_up", "w2", "b1", "b1_up", "b2")
+    shapes = ((24, HIDDEN), (24, HIDDEN), (HIDDEN, 24), (24,), (24,), (HIDDEN,))
+    drawn = {name: torch.randn(EXPERTS, *shape) for name, shape in zip(names, shapes, strict=True)}
+    own = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+    for transport in (Transport("gather"), Transport("gather", keep_gathered=True), "all_to_all"):
+        one = {name: t.clone().requires_grad_() for name, t in drawn.items()}
+        part = {name: t[own].clone().requires_grad_() for name, t in drawn.items()}
+        want = [sonicmoe.experts(x, ids, weights, **one)[0] for x, ids in batches]
+        got = experts(*batches[rank], weights, **part, group=dist.group.WORLD, transport=transport)
+        sum(out.square().sum() for out in want).backward()
+        got.square().sum().backward()
+        close(got, want[rank], "out")
+        for name, tensor in part.items():
+            close(tensor.grad, one[name].grad[own], name)
+
+
 def check_bf16(folder):
     """In 16 bits each partial sum is rounded once more; autocast casts as without ranks."""
     batches, rank = tokens_of(even()), dist.get_rank()

@@ -43,11 +43,11 @@ class _Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, scores, ids, group, w1, b1, w2, b2, layer):
+    def forward(ctx, x, scores, ids, group, w1, b1, w2, b2, layer, w1_up, b1_up):
         o, _, preact, routing = torch.ops.sonicmoe.ids_forward(
-            gathered(x, group), ids, scores, w1, b1, w2, b2, layer
+            gathered(x, group), ids, scores, w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
         )
-        ctx.save_for_backward(x, w1, w2, b2, preact, routing)
+        ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up)
         ctx.group, ctx.layer, ctx.top_k, ctx.owns_preact = group, layer, ids.shape[1], True
         return scattered_sum(o, group)
 
@@ -58,9 +58,10 @@ class _Gathered(torch.autograd.Function):
                 "sonicmoe.distributed: got create_graph=True, allowed: False, for the experts have "
                 "no second derivative"
             )
-        x, w1, w2, b2, preact, routing = ctx.saved_tensors
-        wants_dx, wants_dscores, _, _, wants_dw1, _, wants_dw2, _, _ = ctx.needs_input_grad
-        dx, dscores, dw1, db1, dw2, db2, _, _ = torch.ops.sonicmoe.ids_backward(
+        x, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
+        wants_dx, wants_dscores, _, _, *wants = ctx.needs_input_grad
+        wants_dw1, _, wants_dw2, _, _, wants_dw1_up, _ = wants
+        dx, dscores, dw1, db1, dw2, db2, dw1_up, db1_up = torch.ops.sonicmoe.ids_backward(
             gathered(dout, ctx.group),
             gathered(x, ctx.group),
             ctx.top_k,
@@ -74,6 +75,8 @@ class _Gathered(torch.autograd.Function):
             wants_dx=wants_dx,
             wants_dw1=wants_dw1,
             wants_dw2=wants_dw2,
+            w1_up=w1_up,
+            wants_dw1_up=wants_dw1_up,
         )
         return (
             scattered_sum(dx, ctx.group) if wants_dx else None,
@@ -85,6 +88,8 @@ class _Gathered(torch.autograd.Function):
             dw2 if wants_dw2 else None,
             db2 if b2 is not None else None,
             None,
+            dw1_up if wants_dw1_up else None,
+            db1_up if w1_up is not None and b2 is not None else None,
         )
 
 
@@ -110,5 +115,6 @@ def gather_experts(
         return reduce_scatter(out, group)[:tokens]
     _ops.require()
     x, checked = experts.checked(x, scores)
-    w1, b1, w2, b2, text, *_ = checked.of_operator()
-    return _Gathered.apply(x, scores, local, group, w1, b1, w2, b2, text)[:tokens]
+    w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = checked.of_operator()
+    weights = w1, b1, w2, b2, text, w1_up, b1_up
+    return _Gathered.apply(x, scores, local, group, *weights)[:tokens]

@@ -81,11 +81,13 @@ def experts(
     transport: Transport | str = "auto",
     activation: ActivationType | str = ActivationType.SWIGLU,
     layout: str | None = None,
+    w1_up: torch.Tensor | None = None,
+    b1_up: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`sonicmoe.experts` of experts that are spread over a group: output (T, d).
 
-    Rank r of `group`, a process group, holds experts r e to (r+1) e - 1 with e = E / ranks: w1, w2,
-    b1 and b2 are theirs. x (T, d), `ids` (T, K) among all E experts and `weights` (T, K) are this
+    Rank r of `group`, a process group, holds experts r e to (r+1) e - 1 with e = E / ranks: weights
+    and biases are theirs. x (T, d), `ids` (T, K) among all E experts and `weights` (T, K) are this
     rank's tokens. Ids below 0 or from E on are sentinels; a token has each expert once at most. All
     ranks call forward and backward together.
     """
@@ -95,7 +97,7 @@ def experts(
             "init_process_group"
         )
     of_experts = functional._expert_args(
-        x, activation, layout, w1, b1, w2, b2, None, None, None, None, None, "none"
+        x, activation, layout, w1, b1, w2, b2, None, None, w1_up, b1_up, None, "none"
     )
     _check.ids("ids", ids)
     _check.scores("weights", weights)
