@@ -1,12 +1,13 @@
 """The experts of torchtitan's gpt-oss: one interleaved tensor of gate and up, biases, a clamp."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 
-from .torchtitan import local, on_rows
+from .torchtitan import local, run
 
 
 class SonicGptOssGroupedExperts(GptOssGroupedExperts):
@@ -32,9 +33,12 @@ class SonicGptOssGroupedExperts(GptOssGroupedExperts):
         }
 
     def forward(
-        self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor
+        self,
+        x_RD: torch.Tensor,
+        num_tokens_per_expert_E: torch.Tensor,
+        layer: Callable | None = None,
     ) -> torch.Tensor:
-        return on_rows(self, x_RD, num_tokens_per_expert_E)
+        return run(self, x_RD, num_tokens_per_expert_E, layer)
 
 
 def of(config: type) -> type | None:

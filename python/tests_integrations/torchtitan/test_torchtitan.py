@@ -1,41 +1,39 @@
 """torchtitan's MoE with its experts replaced, beside its own."""
 
 import copy
-import sys
-import types
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import pytest
 import snippets
 import torch
-import torch.nn.functional as F
-import torchtitan
+from small import (
+    KINDS,
+    B,
+    D,
+    E,
+    GptOssGroupedExperts,
+    K,
+    L,
+    N,
+    built,
+    expect_twice_as_near,
+    gradients,
+    in_fp64,
+    moe_config,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torchtitan.config import OverrideConfig, apply_overrides
-from torchtitan.models.common.config_utils import make_routed_experts_config
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher, TorchAOTokenDispatcher
 from torchtitan.protocols.module import Module
 
 from sonicmoe import functional
 from sonicmoe.integrations import torchtitan as ours
-
-# Importing a model of torchtitan 0.3 needs a later torch than its MoE does: gpt-oss's experts alone.
-_package = types.ModuleType("torchtitan.models.gpt_oss")
-_package.__path__ = [str(Path(torchtitan.__file__).parent / "models" / "gpt_oss")]
-sys.modules.setdefault("torchtitan.models.gpt_oss", _package)
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
-
-B, L, D, N, E, K = 2, 24, 32, 40, 8, 2
-INIT = partial(nn.init.normal_, std=0.2)
-KINDS = ["swiglu", "gpt_oss"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,83 +48,11 @@ class ModelConfig(Module.Config):
     layers: list
 
 
-def moe_config(kind="swiglu", router=None, **changes):
-    names = ("w1_EFD", "w2_EDF", "w3_EFD")
-    if kind == "gpt_oss":
-        names = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")
-    routed = make_routed_experts_config(
-        dim=D, hidden_dim=N, num_experts=E, top_k=K, comm_backend="standard",
-        param_init=dict.fromkeys(names, INIT),
-    )  # fmt: skip
-    if kind == "gpt_oss":
-        routed.inner_experts = GptOssGroupedExperts.Config(
-            dim=D, hidden_dim=N, num_experts=E, swiglu_limit=1.5,
-            param_init=routed.inner_experts.param_init,
-        )  # fmt: skip
-    for name, value in changes.items():
-        setattr(routed, name, value)
-    gate = Linear.Config(in_features=D, out_features=E, param_init={"weight": INIT})
-    return MoE.Config(
-        num_experts=E,
-        routed_experts=routed,
-        router=TokenChoiceTopKRouter.Config(num_experts=E, gate=gate, top_k=K, **(router or {})),
-    )
-
-
 def pair(kind="swiglu", **changes):
     """torchtitan's own MoE and ours, with the same weights."""
     stock, config = moe_config(kind, **changes), moe_config(kind, **changes)
     assert ours.replace_experts(config) == 1
-    built = stock.build(), config.build()
-    for moe in built:
-        torch.manual_seed(1)
-        moe.init_states()
-    # Its gpt-oss experts return bf16 beside an fp32 x, which its combine refuses.
-    experts = built[0].routed_experts.inner_experts
-    experts.register_forward_hook(lambda _, inputs, out: out.type_as(inputs[0]))
-    return built
-
-
-def in_fp64(moe, x):
-    """The routed experts by plain PyTorch, from the router's own choice."""
-    scores, ids, _ = moe.router(x, moe.expert_bias_E)
-    experts, x = moe.routed_experts.inner_experts, x.double().flatten(0, 1)
-    weights = {name: p.bfloat16().double() for name, p in experts.named_parameters()}
-    out = torch.zeros_like(x)
-    scores, ids = scores.double().flatten(0, 1), ids.flatten(0, 1)
-    x = x.bfloat16().double()
-    for e in range(E):
-        w = {name: p[e] for name, p in weights.items()}
-        if "w1_EFD" in w:
-            a = F.silu(x @ w["w1_EFD"].T) * (x @ w["w3_EFD"].T)
-            y = a @ w["w2_EDF"].T
-        else:
-            h = x @ w["mlp1_weight_EGD"].T + w["mlp1_bias_EG"]
-            g, u = h[:, ::2].clamp(max=1.5), h[:, 1::2].clamp(-1.5, 1.5)
-            y = g * torch.sigmoid(1.702 * g) * (u + 1) @ w["mlp2_weight_EDF"].T + w["mlp2_bias_ED"]
-        out = out + (scores * (ids == e)).sum(1, keepdim=True) * y
-    return out.view(B, L, D)
-
-
-def gradients(run, moe, x):
-    """The output and every gradient, by name."""
-    moe.zero_grad()
-    x = x.clone().requires_grad_()
-    out = run(moe, x)
-    (out.double() * WEIGHTS[: out.shape[0]]).sum().backward()
-    made = {"out": out.detach(), "x": x.grad}
-    return made | {name: p.grad for name, p in moe.named_parameters()}
-
-
-WEIGHTS = torch.randn(B, L, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-
-def expect_twice_as_near(mine, stock, exact):
-    """No tensor is farther from fp64 than twice torchtitan's own."""
-    for name, truth in exact.items():
-        error, of_stock = ((made[name].double() - truth).norm() for made in (mine, stock))
-        assert error <= 2 * of_stock + 1e-12 * truth.norm(), name
-        assert of_stock < 0.03 * truth.norm(), name
+    return built(stock), built(config)
 
 
 def by_rows(routed):
@@ -299,6 +225,22 @@ def test_the_override_of_a_trainer():
     assert ours.replace_experts(config) == 2  # nothing to do again
 
 
+def test_a_transport_by_name():
+    config = ModelConfig(layers=[moe_config()])
+    name = "sonicmoe.integrations.torchtitan.experts"
+    apply_overrides(OverrideConfig(imports=[(name, {"transport": "gather"})]), config)
+    (layer,) = config.layers
+    assert layer.routed_experts.transport == "gather"
+    ours.replace_experts(config, "all_to_all")
+    assert layer.routed_experts.transport == "all_to_all"
+    ours.replace_experts(config)  # says nothing about it
+    assert layer.build().routed_experts.transport == "all_to_all"
+    # Without expert parallelism there is nothing to carry.
+    moe, alone = built(layer), pair()[1]
+    x = torch.randn(B, L, D)
+    assert torch.equal(moe(x), alone(x))
+
+
 def test_other_dispatchers_keep_their_rules():
     dispatcher = TorchAOTokenDispatcher.Config(num_experts=E, top_k=K, pad_multiple=8)
     config = moe_config(token_dispatcher=dispatcher)
@@ -331,6 +273,11 @@ def test_refusals():
     odd = moe_config(inner_experts=GroupedExperts.Config(dim=D, hidden_dim=12, num_experts=E))
     with pytest.raises(ValueError, match="^intermediate: got 12, allowed: multiples of 8"):
         ours.replace_experts(odd)
+    with pytest.raises(ValueError, match="^transport: got 'ring', allowed: 'auto', 'gather'"):
+        ours.replace_experts(moe_config(), "ring")
+    padded = TorchAOTokenDispatcher.Config(num_experts=E, top_k=K, pad_multiple=8)
+    with pytest.raises(TypeError, match="^routed_experts.token_dispatcher: got TorchAOTokenDisp"):
+        ours.replace_experts(moe_config(token_dispatcher=padded), "gather")
     with pytest.raises(ValueError, match="^config: got Linear.Config, allowed: the configuration"):
         ours.replace_experts(Linear.Config(in_features=8, out_features=8))
 
@@ -344,7 +291,10 @@ def test_typechecking_is_refused(monkeypatch):
 
 
 def test_the_documented_lines():
-    (block,) = snippets.of_section("torchtitan")
+    first, second = snippets.of_section("torchtitan")
     config = ModelConfig(layers=[moe_config()])
-    exec(block, {"model_config": config})
+    exec(first, {"model_config": config})
     assert type(config.layers[0].routed_experts) is ours.SonicRoutedExperts.Config
+    assert config.layers[0].routed_experts.transport is None
+    exec(first + second, {"model_config": config})
+    assert config.layers[0].routed_experts.transport == "gather"
