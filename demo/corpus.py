@@ -45,7 +45,7 @@ def _read_text(path):
     return b"" if b"\0" in data else data
 
 
-def load_corpus(path, context):
+def load_corpus(path, context, max_bytes=MAX_BYTES):
     """Reads `path` (a file or folder), or Python's own standard library where it is None."""
     if path is None:
         path = Path(sysconfig.get_path("stdlib"))
@@ -63,9 +63,9 @@ def load_corpus(path, context):
     for file in files:
         data = _read_text(file)
         if data:
-            parts.append(data[: MAX_BYTES - total])
+            parts.append(data[: max_bytes - total])
             total += len(parts[-1])
-        if total >= MAX_BYTES:
+        if total >= max_bytes:
             break
     if not parts:
         raise CorpusError(f"--text {path}: no text in it (UTF-8, not empty)")

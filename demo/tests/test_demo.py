@@ -81,6 +81,11 @@ def test_a_folder_without_enough_text_is_refused(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
+def test_no_more_is_read_than_asked_for(text):
+    corpus = load_corpus(text, context=16, max_bytes=1000)
+    assert (len(corpus.train), len(corpus.held_out)) == (900, 100)
+
+
 def test_files_are_held_out_whole(tmp_path):
     for i in range(20):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes([65 + i]) * 100)
