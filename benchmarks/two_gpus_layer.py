@@ -370,13 +370,15 @@ def parts_of_all_to_all(
     plan = _plan(ids, count, group)
     there = plan.received, plan.sent, group
     back = plan.sent, plan.received, group
-    sent = x.detach()[plan.token_of_row], scores.detach()[plan.token_of_row]
-    mine = ids[plan.token_of_row] - (plan.rank_of_row * count).unsqueeze(1).to(ids.dtype)
-    rows, row_scores, row_ids = (exchanged(tensor, *there) for tensor in (*sent, mine))
-    places = _places(((row_ids >= 0) & (row_ids < count)).flatten(), plan.pairs)
-    pair_scores = row_scores.flatten()[places]
-    pair_tokens, pair_ids = (places // top_k).int(), row_ids.flatten()[places]
-    row_dout = exchanged(dout[plan.token_of_row], *there)
+    sent = x.detach()[plan.tokens], torch.cat((ids, scores.detach().view(ids.dtype)), 1)[plan.tokens]
+    rows, choices = (exchanged(tensor, *there) for tensor in sent)
+    row_ids, row_scores = choices[:, :top_k] - group.rank * count, choices[:, top_k:].contiguous()
+    mine = ((row_ids >= 0) & (row_ids < count)).flatten()
+    numbers = torch.arange(len(mine), device=x.device)
+    places = _places(mine, mine.cumsum(0), numbers)[: plan.pairs]
+    pair_scores = row_scores.view(torch.float32).flatten()[places]
+    pair_tokens, pair_ids = places // top_k, row_ids.flatten()[places]
+    row_dout = exchanged(dout[plan.tokens], *there)
     leaves = [rows.requires_grad_(), pair_scores.requires_grad_(), w1, w2]
 
     def of_experts() -> tuple:
@@ -393,8 +395,7 @@ def parts_of_all_to_all(
         "experts on the rows that arrive": of_experts,
         "counts": lambda: exchanged(counts, ones, ones, group),
         "x there": lambda: exchanged(sent[0], *there),
-        "scores there": lambda: exchanged(sent[1], *there),
-        "ids there": lambda: exchanged(mine, *there),
+        "ids and scores there": lambda: exchanged(sent[1], *there),
         "out back": lambda: exchanged(row_dout, *back),
         "dscores back": lambda: exchanged(row_scores, *back),
     }, [check("pairs computed", sum(pairs), f"{total}, all of them", sum(pairs) == total)]

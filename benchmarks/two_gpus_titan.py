@@ -136,14 +136,16 @@ def differences(world: World, step: Callable, stock: Callable) -> list[float]:
 
 
 def compiled(world: World, step: Callable) -> str:
-    """Runs a compiled step for the first time, and says why it does not work."""
+    """Runs a compiled step a few times, and says why it does not work. Code that torchtitan compiled
+    for its first numbers of rows may refuse the next ones."""
     if world.seconds() > SPENT:
         return f"not compiled: {SPENT:.0f} s of the run were over"
     torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan has it
     text = ""
     try:
-        step()
-        world.synchronize()
+        for _ in range(3):
+            step()
+            world.synchronize()
     except Exception:
         text = traceback.format_exc()[-600:]
     texts = [t for t in world.exchange(text) if t]

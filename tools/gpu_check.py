@@ -69,6 +69,7 @@ BESIDE = (
     "python/tests/helpers.py",
     "python/tests/test_experts.py",
     "python/tests/test_grouped.py",
+    "python/tests/test_lists.py",
     "python/tests/test_losses.py",
     "python/tests/test_recompute.py",
     "python/tests/test_router.py",

@@ -107,6 +107,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "token_rounding_backward(Tensor dscores, Tensor logits, Tensor token_ids, "
       "Tensor expert_ids, str layer) -> Tensor");
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
+  library.def(
+      "combine(Tensor rows, Tensor slot_rows, Tensor token_slots, Tensor token_offsets) -> Tensor");
   library.def("info() -> str");
   library.def("build_version() -> str");
 }
@@ -133,6 +135,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("token_rounding", TORCH_BOX(&python::token_rounding));
   library.impl("token_rounding_backward", TORCH_BOX(&python::token_rounding_backward));
   library.impl("count_cumsum", TORCH_BOX(&python::count_cumsum));
+  library.impl("combine", TORCH_BOX(&python::combine));
 }
 
 }  // namespace

@@ -130,4 +130,29 @@ std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts) {
   return {counts, torch::stable::clone(torch::stable::narrow(inclusive, 0, 1, experts))};
 }
 
+Tensor combine(Tensor rows, Tensor slot_rows, Tensor token_slots, Tensor token_offsets) {
+  static PlanCache<CombineDesc, CombinePlan> plans;
+  check_dims("rows", rows, 2, "(R, d)");
+  check_dims("token_offsets", token_offsets, 1, "(T+1)");
+  const CombineDesc desc{.tokens = token_offsets.size(0) - 1,
+                         .rows = rows.size(0),
+                         .hidden = rows.size(1),
+                         .dtype = dtype_of("rows", rows),
+                         .inference = true};
+  const auto plan = plans.get(desc, rows);
+  check_tensor("rows", rows, rows, rows.scalar_type(), {desc.rows, desc.hidden}, "(R, d)");
+  check_tensor("slot_rows", slot_rows, rows, ScalarType::Int, {desc.rows}, "(R)");
+  check_tensor("token_slots", token_slots, rows, ScalarType::Int, {desc.rows}, "(R)");
+  check_tensor("token_offsets", token_offsets, rows, ScalarType::Int, {desc.tokens + 1}, "(T+1)");
+  rows = aligned(rows);
+  const Tensor out = empty(rows, {desc.tokens, desc.hidden}, rows.scalar_type());
+  check(plan.forward({.rows = input<void>(rows),
+                      .slot_rows = input<std::int32_t>(slot_rows),
+                      .token_offsets = input<std::int32_t>(token_offsets),
+                      .token_slots = input<std::int32_t>(token_slots),
+                      .out = output<void>(out)},
+                     Scratch(rows, plan.workspace_bytes()), stream_of(rows)));
+  return out;
+}
+
 }  // namespace sonicmoe::python

@@ -255,6 +255,10 @@ def _count_cumsum_fake(ids, experts):
     return _empty(ids, experts), _empty(ids, experts)
 
 
+def _combine_fake(rows, slot_rows, token_slots, token_offsets):
+    return _empty(rows, token_offsets.shape[0] - 1, rows.shape[1])
+
+
 def _token_rounding_fake(logits, draws, layer):
     options = options_of(layer)
     tokens, experts = logits.shape
@@ -291,6 +295,7 @@ FAKES = {
     "aux_loss_backward": _aux_loss_backward_fake,
     "top_k": _top_k_fake,
     "count_cumsum": _count_cumsum_fake,
+    "combine": _combine_fake,
     "token_rounding": _token_rounding_fake,
     "token_rounding_backward": _token_rounding_backward_fake,
 }

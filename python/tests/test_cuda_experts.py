@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import NEEDS_HOPPER, ROUTERS, assert_same
 from test_experts import as_lists, backward, call, compare, data, given_functions
+from test_lists import sums_of_lists
 
 import sonicmoe
 from sonicmoe._check import TRANSPOSED_LAYOUTS
@@ -90,3 +91,9 @@ def test_count_cumsum_skips_sentinels():
     ids = torch.tensor([[0, 3, 9, -1], [3, 2**40, 1, -(2**40)]], device="cuda")
     counts, cumsum = sonicmoe.count_cumsum(ids, 4)
     assert counts.tolist() == [1, 1, 0, 2] and cumsum.tolist() == [1, 2, 2, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("tokens, rows", [(300, 1000), (1, 1), (7, 0), (0, 0)])
+def test_combine(dtype, tokens, rows):
+    assert torch.equal(*sums_of_lists(dtype, "cuda", tokens=tokens, rows=rows, hidden=136))

@@ -113,6 +113,41 @@ def test_count_cumsum_skips_sentinels_in_any_shape():
     assert counts.tolist() == [1, 1, 0, 2] and cumsum.tolist() == [1, 2, 2, 4]
 
 
+def sums_of_lists(dtype, device="cpu", tokens=50, rows=120, hidden=72):
+    """What `combine` makes of integers, whose sums are exact, and what it should."""
+    token_of_row = torch.randint(0, max(tokens, 1), (rows,))
+    token_of_row[token_of_row == 3] = 4  # token 3 has no row
+    data = torch.randint(-8, 9, (rows, hidden)).to(dtype)
+    slots = token_of_row.argsort(stable=True)
+    offsets = torch.zeros(tokens + 1, dtype=torch.int64)
+    offsets[1:] = token_of_row.bincount(minlength=tokens).cumsum(0)
+    slot_rows = torch.randperm(rows)
+    wanted = torch.zeros(tokens, hidden, dtype=torch.float64)
+    wanted.index_add_(0, token_of_row, data[slot_rows].double())
+    indices = (slot_rows, slots, offsets)
+    got = torch.ops.sonicmoe.combine(data.to(device), *(i.int().to(device) for i in indices))
+    return got.cpu(), wanted.to(dtype)
+
+
+@pytest.mark.parametrize("tokens, rows", [(50, 120), (1, 1), (7, 0), (0, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine(dtype, tokens, rows):
+    assert torch.equal(*sums_of_lists(dtype, tokens=tokens, rows=rows))
+
+
+def test_combine_refuses_other_tensors():
+    rows, slots, offsets = torch.zeros(4, 8), torch.zeros(4).int(), torch.zeros(3).int()
+    torch.ops.sonicmoe.combine(rows, slots, slots, offsets)
+    for text, arguments in (
+        ("^slot_rows: got ", (rows, slots.long(), slots, offsets)),
+        ("^token_slots: got ", (rows, slots, slots[:3], offsets)),
+        ("^token_offsets: got ", (rows, slots, slots, offsets.float())),
+        ("^hidden: got 7, allowed: ", (rows[:, :7].contiguous(), slots, slots, offsets)),
+    ):
+        with pytest.raises(ValueError, match=text):
+            torch.ops.sonicmoe.combine(*arguments)
+
+
 def test_default_activation_is_swiglu():
     layer = make_layer(tokens=TOKENS, experts=EXPERTS)
     tokens, experts = random_lists(30)

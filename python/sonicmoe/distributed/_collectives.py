@@ -30,6 +30,13 @@ def gathered(part: torch.Tensor, group: Group) -> torch.Tensor:
     return _ops.wait_tensor(made)
 
 
+def gathered_together(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """:func:`gathered` of several tensors in one exchange, which takes less time than each alone."""
+    parts = [part.contiguous() for part in parts]
+    made = _ops.all_gather_into_tensor_coalesced(parts, group.size, group.name)
+    return [_ops.wait_tensor(whole) for whole in made]
+
+
 def scattered_sum(whole: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's part of the sum over ranks, in the type of `whole`; without a history."""
     made = _ops.reduce_scatter_tensor(whole.contiguous(), "sum", group.size, group.name)

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from .. import _autograd, _layer, _ops
-from ._collectives import Group, all_gather, gathered, reduce_scatter, scattered_sum
+from ._collectives import (
+    Group,
+    all_gather,
+    gathered,
+    gathered_together,
+    reduce_scatter,
+    scattered_sum,
+)
 
 
 def padded(tensor: torch.Tensor, rows: int | None, value: float = 0) -> torch.Tensor:
@@ -33,6 +40,22 @@ def own_first(
         return ids, scores
     order = (ids < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :experts]
     return ids.gather(1, order), scores.gather(1, order)
+
+
+class _Choices(torch.autograd.Function):
+    """Everybody's ids and fp32 scores, in one exchange; gradients of scores are added up."""
+
+    @staticmethod
+    def forward(ctx, scores: torch.Tensor, ids: torch.Tensor, group: Group):
+        ctx.group = group
+        both = gathered(torch.cat((ids, scores.view(torch.int32)), 1), group)
+        ids, bits = both.chunk(2, dim=1)
+        ctx.mark_non_differentiable(ids)
+        return bits.contiguous().view(torch.float32), ids
+
+    @staticmethod
+    def backward(ctx, dscores: torch.Tensor, _):
+        return scattered_sum(dscores, ctx.group), None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -61,9 +84,10 @@ class _Gathered(torch.autograd.Function):
         x, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
         wants_dx, wants_dscores, _, _, *wants = ctx.needs_input_grad
         wants_dw1, _, wants_dw2, _, _, wants_dw1_up, _ = wants
+        douts, xs = gathered_together((dout, x), ctx.group)
         dx, dscores, dw1, db1, dw2, db2, dw1_up, db1_up = torch.ops.sonicmoe.ids_backward(
-            gathered(dout, ctx.group),
-            gathered(x, ctx.group),
+            douts,
+            xs,
             ctx.top_k,
             w1,
             w2,
@@ -108,8 +132,8 @@ def gather_experts(
     if max_tokens is not None and tokens > max_tokens:
         raise ValueError(f"x: got {tokens} tokens, allowed: up to max_tokens ({max_tokens})")
     x, scores = padded(x, max_tokens), padded(scores, max_tokens)
-    local = local_ids(gathered(padded(ids, max_tokens, -1), group), group.rank, count)
-    local, scores = own_first(local, all_gather(scores, group), count)
+    scores, ids = _Choices.apply(scores, padded(ids, max_tokens, -1), group)
+    local, scores = own_first(local_ids(ids, group.rank, count), scores, count)
     if keep_gathered or torch.compiler.is_compiling():
         out, _ = _layer.experts(all_gather(x, group), local, scores, *experts)
         return reduce_scatter(out, group)[:tokens]
