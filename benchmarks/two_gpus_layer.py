@@ -18,7 +18,7 @@ from two_gpus_world import World, check, distance, local, measure, normal, targe
 import sonicmoe
 from sonicmoe import MoE, functional
 from sonicmoe.distributed import ExpertParallel, experts, fully_shard_experts
-from sonicmoe.distributed._all_to_all import _places, _plan
+from sonicmoe.distributed._all_to_all import _local_pairs, _plan
 from sonicmoe.distributed._collectives import exchanged, group_of
 from sonicmoe.distributed._gather import local_ids
 
@@ -372,12 +372,10 @@ def parts_of_all_to_all(
     back = plan.sent, plan.received, group
     sent = x.detach()[plan.tokens], torch.cat((ids, scores.detach().view(ids.dtype)), 1)[plan.tokens]
     rows, choices = (exchanged(tensor, *there) for tensor in sent)
-    row_ids, row_scores = choices[:, :top_k] - group.rank * count, choices[:, top_k:].contiguous()
-    mine = ((row_ids >= 0) & (row_ids < count)).flatten()
-    numbers = torch.arange(len(mine), device=x.device)
-    places = _places(mine, mine.cumsum(0), numbers)[: plan.pairs]
+    row_ids, row_scores = choices[:, :top_k], choices[:, top_k:].contiguous()
+    places, pair_ids = _local_pairs(row_ids, plan.pairs, count, world.rank)
     pair_scores = row_scores.view(torch.float32).flatten()[places]
-    pair_tokens, pair_ids = places // top_k, row_ids.flatten()[places]
+    pair_tokens = places // top_k
     row_dout = exchanged(dout[plan.tokens], *there)
     leaves = [rows.requires_grad_(), pair_scores.requires_grad_(), w1, w2]
 

@@ -108,7 +108,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor expert_ids, str layer) -> Tensor");
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
   library.def(
-      "combine(Tensor rows, Tensor slot_rows, Tensor token_slots, Tensor token_offsets) -> Tensor");
+      "sort_ids(Tensor ids, int experts) -> (Tensor counts, Tensor row_slots, Tensor slot_rows)");
+  library.def("combine(Tensor rows, Tensor slot_rows) -> Tensor");
   library.def("info() -> str");
   library.def("build_version() -> str");
 }
@@ -135,6 +136,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("token_rounding", TORCH_BOX(&python::token_rounding));
   library.impl("token_rounding_backward", TORCH_BOX(&python::token_rounding_backward));
   library.impl("count_cumsum", TORCH_BOX(&python::count_cumsum));
+  library.impl("sort_ids", TORCH_BOX(&python::sort_ids));
   library.impl("combine", TORCH_BOX(&python::combine));
 }
 

@@ -148,10 +148,13 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTenso
 /// How often each id in [0, E) occurs in ids (S) int32, and the inclusive sums: (E) int32 both.
 std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts);
 
-/// The sums (T, d) of each token's rows (R, d), in fp32 with one rounding, in the order of its slots:
-/// token_slots[i] for i from token_offsets[t] to token_offsets[t + 1] - 1, whose row is
-/// slot_rows[slot]. Slots (R) and offsets (T+1) int32 are as AggregateArgs says, and not checked.
-Tensor combine(Tensor rows, Tensor slot_rows, Tensor token_slots, Tensor token_offsets);
+/// The ids (S) int32 in [0, E) sorted, stably: counts (E), the places in ids of the sorted ones (S),
+/// -1 behind the last, and the other way round (S), -1 for ids out of range. All int32.
+std::tuple<Tensor, Tensor, Tensor> sort_ids(Tensor ids, std::int64_t experts);
+
+/// The sums (T, d) of each token's rows (R, d), in fp32 with one rounding and in the order of
+/// slot_rows (T, K) int32. Its entries are rows, or -1 for none, and are not checked.
+Tensor combine(Tensor rows, Tensor slot_rows);
 
 /// Token rounding of logits (T, E): lists scores (C) float32, token_ids and expert_ids (C) int32, C
 /// the capacity; counts after and before rounding (E) int32. draws: seed and offset, (2) int64.

@@ -107,49 +107,73 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTenso
   return {scores, ids};
 }
 
-std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts) {
+namespace {
+
+struct Sorted {
+  Tensor counts;  ///< (E)
+  Tensor sums;    ///< (E+1): 0, c0, c0+c1, ...
+  Tensor rows;    ///< (3, S): row_tokens, row_slots, slot_rows
+};
+
+Sorted sorted(const Tensor& ids, std::int64_t experts) {
   static PlanCache<MetadataDesc> plans;
   check_dims("ids", ids, 1, "(S)");
   // One id per token, so that slots are ids.
   const MetadataDesc desc{.tokens = ids.size(0), .experts = experts, .top_k = 1};
   const auto plan = plans.get(desc, ids);
   check_tensor("ids", ids, ids, ScalarType::Int, {desc.tokens}, "(S)");
-  const Tensor counts = empty(ids, {experts}, ScalarType::Int);
-  const Tensor offsets = empty(ids, {experts + 1}, ScalarType::Int);
-  const Tensor rows = empty(ids, {3, desc.tokens}, ScalarType::Int);  // made, but not asked for
-  std::int32_t* const row = output<std::int32_t>(rows);
+  const Sorted made{empty(ids, {experts}, ScalarType::Int),
+                    empty(ids, {experts + 1}, ScalarType::Int),
+                    empty(ids, {3, desc.tokens}, ScalarType::Int)};
+  std::int32_t* const row = output<std::int32_t>(made.rows);
   check(plan.run({.slot_experts = input<std::int32_t>(ids),
-                  .counts = output<std::int32_t>(counts),
-                  .offsets = output<std::int32_t>(offsets),
+                  .counts = output<std::int32_t>(made.counts),
+                  .offsets = output<std::int32_t>(made.sums),
                   .row_tokens = row,
                   .row_slots = row + desc.tokens,
                   .slot_rows = row + 2 * desc.tokens},
                  Scratch(ids, plan.workspace_bytes()), stream_of(ids)));
-  // offsets are the exclusive sums 0, c0, c0+c1, ...
-  Tensor inclusive = offsets;
-  return {counts, torch::stable::clone(torch::stable::narrow(inclusive, 0, 1, experts))};
+  return made;
 }
 
-Tensor combine(Tensor rows, Tensor slot_rows, Tensor token_slots, Tensor token_offsets) {
+/// A copy of row i: what an operator returns shares no memory.
+Tensor row_of(const Tensor& matrix, std::int64_t i) {
+  Tensor view = matrix;
+  return torch::stable::clone(torch::stable::select(view, 0, i));
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts) {
+  auto [counts, sums, rows] = sorted(ids, experts);
+  return {counts, torch::stable::clone(torch::stable::narrow(sums, 0, 1, experts))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> sort_ids(Tensor ids, std::int64_t experts) {
+  const Sorted made = sorted(ids, experts);
+  return {made.counts, row_of(made.rows, 1), row_of(made.rows, 2)};
+}
+
+Tensor combine(Tensor rows, Tensor slot_rows) {
   static PlanCache<CombineDesc, CombinePlan> plans;
   check_dims("rows", rows, 2, "(R, d)");
-  check_dims("token_offsets", token_offsets, 1, "(T+1)");
-  const CombineDesc desc{.tokens = token_offsets.size(0) - 1,
-                         .rows = rows.size(0),
+  check_dims("slot_rows", slot_rows, 2, "(T, K)");
+  const CombineDesc desc{.tokens = slot_rows.size(0),
+                         .rows = slot_rows.size(0) * slot_rows.size(1),  // some may not exist
                          .hidden = rows.size(1),
+                         .top_k = slot_rows.size(1),
                          .dtype = dtype_of("rows", rows),
                          .inference = true};
   const auto plan = plans.get(desc, rows);
-  check_tensor("rows", rows, rows, rows.scalar_type(), {desc.rows, desc.hidden}, "(R, d)");
-  check_tensor("slot_rows", slot_rows, rows, ScalarType::Int, {desc.rows}, "(R)");
-  check_tensor("token_slots", token_slots, rows, ScalarType::Int, {desc.rows}, "(R)");
-  check_tensor("token_offsets", token_offsets, rows, ScalarType::Int, {desc.tokens + 1}, "(T+1)");
+  check_tensor("rows", rows, rows, rows.scalar_type(), {rows.size(0), desc.hidden}, "(R, d)");
+  check_tensor("slot_rows", slot_rows, rows, ScalarType::Int, {desc.tokens, desc.top_k}, "(T, K)");
   rows = aligned(rows);
+  slot_rows = aligned(slot_rows);
   const Tensor out = empty(rows, {desc.tokens, desc.hidden}, rows.scalar_type());
-  check(plan.forward({.rows = input<void>(rows),
+  // Without rows no slot has one, and `out` stands for memory that nobody reads.
+  const Tensor& read = rows.size(0) > 0 ? rows : out;
+  check(plan.forward({.rows = input<void>(read),
                       .slot_rows = input<std::int32_t>(slot_rows),
-                      .token_offsets = input<std::int32_t>(token_offsets),
-                      .token_slots = input<std::int32_t>(token_slots),
                       .out = output<void>(out)},
                      Scratch(rows, plan.workspace_bytes()), stream_of(rows)));
   return out;

@@ -255,8 +255,12 @@ def _count_cumsum_fake(ids, experts):
     return _empty(ids, experts), _empty(ids, experts)
 
 
-def _combine_fake(rows, slot_rows, token_slots, token_offsets):
-    return _empty(rows, token_offsets.shape[0] - 1, rows.shape[1])
+def _sort_ids_fake(ids, experts):
+    return _empty(ids, experts), _empty(ids, *ids.shape), _empty(ids, *ids.shape)
+
+
+def _combine_fake(rows, slot_rows):
+    return _empty(rows, slot_rows.shape[0], rows.shape[1])
 
 
 def _token_rounding_fake(logits, draws, layer):
@@ -295,6 +299,7 @@ FAKES = {
     "aux_loss_backward": _aux_loss_backward_fake,
     "top_k": _top_k_fake,
     "count_cumsum": _count_cumsum_fake,
+    "sort_ids": _sort_ids_fake,
     "combine": _combine_fake,
     "token_rounding": _token_rounding_fake,
     "token_rounding_backward": _token_rounding_backward_fake,

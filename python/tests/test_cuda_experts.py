@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import NEEDS_HOPPER, ROUTERS, assert_same
 from test_experts import as_lists, backward, call, compare, data, given_functions
-from test_lists import sums_of_lists
+from test_lists import SUMS, sums_of_rows
 
 import sonicmoe
 from sonicmoe._check import TRANSPOSED_LAYOUTS
@@ -94,6 +94,7 @@ def test_count_cumsum_skips_sentinels():
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("tokens, rows", [(300, 1000), (1, 1), (7, 0), (0, 0)])
-def test_combine(dtype, tokens, rows):
-    assert torch.equal(*sums_of_lists(dtype, "cuda", tokens=tokens, rows=rows, hidden=136))
+@pytest.mark.parametrize("tokens, rows, top_k", SUMS)
+def test_combine(dtype, tokens, rows, top_k):
+    sizes = {"tokens": tokens, "rows": rows, "hidden": 136, "top_k": top_k}
+    assert torch.equal(*sums_of_rows(dtype, "cuda", **sizes))

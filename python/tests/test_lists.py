@@ -113,39 +113,50 @@ def test_count_cumsum_skips_sentinels_in_any_shape():
     assert counts.tolist() == [1, 1, 0, 2] and cumsum.tolist() == [1, 2, 2, 4]
 
 
-def sums_of_lists(dtype, device="cpu", tokens=50, rows=120, hidden=72):
+def sums_of_rows(dtype, device="cpu", tokens=50, rows=120, hidden=72, top_k=4):
     """What `combine` makes of integers, whose sums are exact, and what it should."""
-    token_of_row = torch.randint(0, max(tokens, 1), (rows,))
-    token_of_row[token_of_row == 3] = 4  # token 3 has no row
     data = torch.randint(-8, 9, (rows, hidden)).to(dtype)
-    slots = token_of_row.argsort(stable=True)
-    offsets = torch.zeros(tokens + 1, dtype=torch.int64)
-    offsets[1:] = token_of_row.bincount(minlength=tokens).cumsum(0)
-    slot_rows = torch.randperm(rows)
+    slot_rows = torch.randint(-1, rows, (tokens, top_k), dtype=torch.int32)
+    slot_rows[:1] = -1  # a token without rows
     wanted = torch.zeros(tokens, hidden, dtype=torch.float64)
-    wanted.index_add_(0, token_of_row, data[slot_rows].double())
-    indices = (slot_rows, slots, offsets)
-    got = torch.ops.sonicmoe.combine(data.to(device), *(i.int().to(device) for i in indices))
+    token, slot = (slot_rows >= 0).nonzero(as_tuple=True)
+    wanted.index_add_(0, token, data[slot_rows[token, slot].long()].double())
+    got = torch.ops.sonicmoe.combine(data.to(device), slot_rows.to(device))
     return got.cpu(), wanted.to(dtype)
 
 
-@pytest.mark.parametrize("tokens, rows", [(50, 120), (1, 1), (7, 0), (0, 0)])
+SUMS = [(50, 120, 4), (50, 9, 1), (1, 1, 3), (7, 0, 2), (0, 0, 2)]
+
+
+@pytest.mark.parametrize("tokens, rows, top_k", SUMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_combine(dtype, tokens, rows):
-    assert torch.equal(*sums_of_lists(dtype, tokens=tokens, rows=rows))
+def test_combine(dtype, tokens, rows, top_k):
+    assert torch.equal(*sums_of_rows(dtype, tokens=tokens, rows=rows, top_k=top_k))
 
 
 def test_combine_refuses_other_tensors():
-    rows, slots, offsets = torch.zeros(4, 8), torch.zeros(4).int(), torch.zeros(3).int()
-    torch.ops.sonicmoe.combine(rows, slots, slots, offsets)
+    rows, slots = torch.zeros(4, 8), torch.zeros(3, 2, dtype=torch.int32)
     for text, arguments in (
-        ("^slot_rows: got ", (rows, slots.long(), slots, offsets)),
-        ("^token_slots: got ", (rows, slots, slots[:3], offsets)),
-        ("^token_offsets: got ", (rows, slots, slots, offsets.float())),
-        ("^hidden: got 7, allowed: ", (rows[:, :7].contiguous(), slots, slots, offsets)),
+        ("^slot_rows: got ", (rows, slots.long())),
+        ("^slot_rows: got ", (rows, slots[0])),
+        ("^hidden: got 7, allowed: ", (rows[:, :7].contiguous(), slots)),
     ):
         with pytest.raises(ValueError, match=text):
             torch.ops.sonicmoe.combine(*arguments)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000])
+@pytest.mark.parametrize("experts", [1, 5])
+def test_sort_ids(experts, size):
+    ids = torch.randint(-2, experts + 2, (size,), dtype=torch.int32)
+    counts, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(ids, experts)
+    is_id = (ids >= 0) & (ids < experts)
+    order = torch.where(is_id, ids, experts).argsort(stable=True)[: int(is_id.sum())]
+    assert torch.equal(counts.long(), ids[is_id].bincount(minlength=experts))
+    assert torch.equal(row_slots[: len(order)].long(), order)
+    assert (row_slots[len(order) :] == -1).all()
+    wanted = torch.full((size,), -1).index_put((order,), torch.arange(len(order)))
+    assert torch.equal(slot_rows.long(), wanted)
 
 
 def test_default_activation_is_swiglu():

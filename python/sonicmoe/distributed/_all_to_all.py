@@ -19,64 +19,48 @@ class _Plan(NamedTuple):
     """Who sends what. Rows are sent in the order of ranks, then of tokens."""
 
     tokens: torch.Tensor  # int32: of each row
-    order: torch.Tensor  # int32: the rows again, by tokens and then by ranks
-    token_offsets: torch.Tensor  # (T+1) int32: where a token's rows begin in `order`
-    row_of_pair: torch.Tensor  # (T, K): of the row that takes the pair along; of none, anything
-    is_pair: torch.Tensor  # (T, K): the others are sentinels
+    owner: torch.Tensor  # (T, K) int32: the pair's rank, out of range for sentinels
+    rows: torch.Tensor  # (T, K) int32: the row of the first pair of a token and rank; else -1
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
     pairs: int  # (token, expert) pairs that this rank computes
 
 
-def _places(wanted: torch.Tensor, ends: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The `values` where `wanted`, flat, is true, int32; behind them anything. `ends` is the
-    cumulative sum of `wanted`. Unlike nonzero this waits for nothing."""
-    kept = values.new_empty(len(wanted) + 1, dtype=torch.int32)
-    slot = torch.where(wanted, ends - 1, len(wanted))
-    return kept.scatter_(0, slot, values.to(torch.int32))
+def _same_rank(owner: torch.Tensor) -> torch.Tensor:
+    """(T, K, K): do a token's two pairs go to one rank?"""
+    return owner.unsqueeze(2) == owner.unsqueeze(1)
 
 
 def _plan(ids: torch.Tensor, experts: int, group: Group) -> _Plan:
-    """Of ids (T, K) among all experts, `experts` of them on each rank. One host read."""
-    tokens, device = ids.shape[0], ids.device
+    """Of ids (T, K) int32 among all experts, `experts` of them on each rank. One host read."""
     owner = ids.div(experts, rounding_mode="floor")
-    ranks = torch.arange(group.size, device=device, dtype=owner.dtype)
-    owned = owner == ranks.view(-1, 1, 1)  # (ranks, T, K)
-    goes = owned.any(2)
-    sent = torch.stack((goes.sum(1), owned.sum((1, 2))), 1)  # rows and pairs, of each rank
-    one = [1] * group.size
+    first = owner.masked_fill(_same_rank(owner).tril(-1).any(2), -1)
+    rows, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(first.flatten(), group.size)
+    pairs, _ = torch.ops.sonicmoe.count_cumsum(owner.flatten(), group.size)
+    sent, one = torch.stack((rows, pairs), 1), [1] * group.size
     counts = torch.cat((sent, exchanged(sent, one, one, group)), 1)
-
-    by_rank = goes.flatten()
-    ends = by_rank.cumsum(0)
-    row = (ends - 1).view(goes.shape)
-    of_tokens = _places(by_rank, ends, torch.arange(tokens, device=device).repeat(group.size))
-    by_token = goes.T.flatten()
-    token_ends = by_token.cumsum(0)
-    order = _places(by_token, token_ends, row.T.flatten())
-    token_offsets = torch.zeros(tokens + 1, dtype=torch.int32, device=device)
-    token_offsets[1:] = token_ends.view(tokens, group.size)[:, -1]
-    is_pair = (owner >= 0) & (owner < group.size)
-    row_of_pair = row.T.gather(1, owner.clamp(0, group.size - 1).long())
+    tokens = row_slots.div(ids.shape[1], rounding_mode="floor")
 
     read = counts.tolist()  # the wait
-    rows = [line[0] for line in read]
+    sent = [line[0] for line in read]
     return _Plan(
-        of_tokens[: sum(rows)],
-        order[: sum(rows)],
-        token_offsets,
-        row_of_pair,
-        is_pair,
-        rows,
+        tokens[: sum(sent)],
+        owner,
+        slot_rows.view(ids.shape),
+        sent,
         [line[2] for line in read],
         sum(line[3] for line in read),
     )
 
 
-def _added(rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """The sums (T, d) of each token's rows, in fp32 and in the order of ranks."""
-    slots = torch.arange(len(plan.order), dtype=torch.int32, device=rows.device)
-    return torch.ops.sonicmoe.combine(rows, plan.order, slots, plan.token_offsets)
+def _local_pairs(
+    id_rows: torch.Tensor, pairs: int, experts: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where this rank's `pairs` lie in the ids (M, K) that arrived, flat, and their local ids."""
+    ids = id_rows.flatten() - rank * experts
+    key = ids.div(experts, rounding_mode="floor")  # 0 for this rank's
+    places = torch.ops.sonicmoe.sort_ids(key, 1)[1][:pairs]
+    return places, ids.index_select(0, places)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -96,16 +80,15 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, dx_rows, dscore_rows, _):
         plan, group = ctx.plan, ctx.group
         back = plan.sent, plan.received, group
-        dx = _added(exchanged(dx_rows, *back), plan) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None, None, None
-        rows = exchanged(dscore_rows, *back)
-        # Of a pair that no rank computes, the place is anything in range, if there is a row.
-        dscores = rows.new_zeros(plan.is_pair.shape)
-        if len(rows):
-            row = plan.row_of_pair.clamp(0, len(rows) - 1)
-            columns = torch.arange(rows.shape[1], device=rows.device)
-            dscores = torch.where(plan.is_pair, rows[row, columns], dscores)
+        dx = dscores = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.ops.sonicmoe.combine(exchanged(dx_rows, *back), plan.rows)
+        if ctx.needs_input_grad[1]:
+            rows = exchanged(dscore_rows, *back)
+            row = torch.where(_same_rank(plan.owner), plan.rows.unsqueeze(1), -1).amax(2)
+            # Sentinels have no row: theirs is the one of zeros behind the last.
+            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+            dscores = rows.gather(0, torch.where(row < 0, len(rows) - 1, row).long())
         return dx, dscores, None, None, None
 
 
@@ -115,7 +98,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
         ctx.plan = plan
-        return _added(rows, plan)
+        return torch.ops.sonicmoe.combine(rows, plan.rows)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -136,16 +119,12 @@ def all_to_all_experts(
     count = experts.w2.shape[0]
     plan = _plan(ids, count, group)
     x_rows, score_rows, id_rows = _Dispatch.apply(x, scores, ids, plan, group)
-    id_rows = (id_rows - group.rank * count).flatten()
-
-    mine = (id_rows >= 0) & (id_rows < count)
-    numbers = torch.arange(len(mine), device=x.device)
-    places = _places(mine, mine.cumsum(0), numbers)[: plan.pairs]
+    places, local_ids = _local_pairs(id_rows, plan.pairs, count, group.rank)
     out, _ = _layer.routed_layer(
         x_rows,
         score_rows.flatten().index_select(0, places),
         places.div(ids.shape[1], rounding_mode="floor"),
-        id_rows.index_select(0, places),
+        local_ids,
         *experts,
     )
     return _Combine.apply(all_to_all(out, plan.sent, plan.received, group), plan)

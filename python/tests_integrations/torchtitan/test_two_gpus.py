@@ -23,7 +23,7 @@ def test_small(tmp_path):
     sections = json.loads(receipt.read_text())["sections"]
     assert all(check["passed"] for check in sections["titan"]["checks"])
     assert len(sections["titan"]["checks"]) == 2
-    assert len(sections["titan"]["milliseconds"]) == 7
+    assert len(sections["titan"]["milliseconds"]) == 6
     assert sections["minimal_async_ep"]["notes"] == [
         "not run: MinimalAsyncEP has CUDA kernels alone"
     ]
