@@ -152,22 +152,18 @@ def compiled(world: World, step: Callable) -> str:
     return f"not compiled: {texts[0]}" if texts else ""
 
 
-def rehearsed(world: World, *sides: dict[str, Callable]) -> list[str]:
-    """Runs all calls in turn, as they are timed, and takes out those that fail, with a note each."""
-    notes = []
-    for _ in range(2):
-        for side in sides:
-            for name in list(side):
-                text = ""
-                try:
-                    side[name]()
-                    world.synchronize()
-                except Exception:
-                    text = traceback.format_exc()[-600:]
-                if texts := [t for t in world.exchange(text) if t]:
-                    notes.append(f"{name}: fails between the others: {texts[0]}")
-                    del side[name]
-    return notes
+def compiled_calls(
+    world: World, of_compiled: Callable
+) -> tuple[list[dict[str, Callable]], list[str]]:
+    """Of torchtitan and of ours what can be compiled, by their names; notes on what cannot."""
+    made, notes = [], []
+    for title, name in (("torchtitan, compiled", None), ("gather, compiled", "gather")):
+        step = of_compiled(name)
+        text = compiled(world, step)
+        made.append({} if text else {title: step})
+        if text:
+            notes.append(f"{title}: {text}")
+    return made, notes
 
 
 def titan(world: World) -> dict[str, Any]:
@@ -192,17 +188,15 @@ def titan(world: World) -> dict[str, Any]:
         "torchtitan, eager, plain scatter_add": plain(steps[None]),
     }
     ours = {f"{name}, eager": steps[name] for name in ("gather", "all_to_all")}
-    for side, title, step in (
-        (ours, "gather, compiled", of_compiled("gather")),
-        (theirs, "torchtitan, compiled", of_compiled(None)),
-    ):
-        text = compiled(world, step)
-        if text:
-            notes.append(f"{title}: {text}")
-        else:
-            side[title] = step
-    notes += rehearsed(world, theirs, ours)
     made = measure(world, theirs | ours)
+    more, found = compiled_calls(world, of_compiled)
+    notes += found
+    for side, names in zip((theirs, ours), more, strict=True):
+        try:
+            made |= measure(world, names)
+            side |= names
+        except Exception:
+            notes.append(f"{', '.join(names)}: {traceback.format_exc()[-600:]}")
     fastest = [min(side, key=lambda name: made[name]["median"]) for side in (theirs, ours)]
     ratio = made[fastest[0]]["median"] / made[fastest[1]]["median"]
     eager = min(made[name]["median"] for name in ours if name.endswith("eager"))
