@@ -115,6 +115,10 @@ refused "an nvcc in CUDACXX that is none" "CUDACXX: got /nonexistent" "$cpu_alon
   CUDACXX=/nonexistent
 refused "a version that the build does not match" "is to be $version, but CMake builds $version+cpu" \
   "$cpu_alone" -- CUDACXX="$work/99.0/nvcc" CMAKE_ARGS=-DSONICMOE_CUDA=OFF
+mkdir "$work/alone"
+printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v python)" >"$work/alone/python"
+chmod +x "$work/alone/python"
+refused "no compiler" "there is no C++ compiler" "apt-get install g++" -- PATH="$work/alone"
 libraries=$(g++ -print-multiarch)
 # The folders where it could lie are ignored; FindOpenMP would look there for pthread.
 refused "no OpenBLAS" "libopenblas.a is missing" "apt-get install libopenblas-serial-dev" -- \
