@@ -148,8 +148,8 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTenso
 /// How often each id in [0, E) occurs in ids (S) int32, and the inclusive sums: (E) int32 both.
 std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts);
 
-/// The ids (S) int32 in [0, E) sorted, stably: counts (E), the places in ids of the sorted ones (S),
-/// -1 behind the last, and the other way round (S), -1 for ids out of range. All int32.
+/// The ids (S) int32 in [0, E) sorted, stably: counts (E), the places in ids of the sorted ones
+/// (S), -1 behind the last, and the other way round (S), -1 for ids out of range. All int32.
 std::tuple<Tensor, Tensor, Tensor> sort_ids(Tensor ids, std::int64_t experts);
 
 /// The sums (T, d) of each token's rows (R, d), in fp32 with one rounding and in the order of
