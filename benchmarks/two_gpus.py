@@ -132,8 +132,9 @@ def run(world: World, receipt: Receipt, names: list[str]) -> None:
         try:
             result = SECTIONS[name](world)
             world.synchronize()
-        except Exception:
-            error = traceback.format_exc()
+        except Exception as problem:
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
+            error = repr(problem)  # a traceback has paths of this machine
         try:
             errors = world.exchange(error)
         except Exception:  # the other rank has not come here in time: torchrun ends it

@@ -6,7 +6,6 @@ torchtitan 0.3.0, spmd_types 0.2.3, tyro 1.0.17, docstring_parser 0.18.0, all of
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,8 +145,8 @@ def compiled(world: World, step: Callable) -> str:
         for _ in range(3):
             step()
             world.synchronize()
-    except Exception:
-        text = traceback.format_exc()[-600:]
+    except Exception as problem:
+        text = repr(problem)[:600]
     texts = [t for t in world.exchange(text) if t]
     return f"not compiled: {texts[0]}" if texts else ""
 
@@ -195,8 +194,8 @@ def titan(world: World) -> dict[str, Any]:
         try:
             made |= measure(world, names)
             side |= names
-        except Exception:
-            notes.append(f"{', '.join(names)}: {traceback.format_exc()[-600:]}")
+        except Exception as problem:
+            notes.append(f"{', '.join(names)}: {problem!r}")
     fastest = [min(side, key=lambda name: made[name]["median"]) for side in (theirs, ours)]
     ratio = made[fastest[0]]["median"] / made[fastest[1]]["median"]
     eager = min(made[name]["median"] for name in ours if name.endswith("eager"))
@@ -230,8 +229,8 @@ def minimal_async_ep(world: World) -> dict[str, Any]:
         step = step_of(world, shape, wrapped, minimal)
         step()
         world.synchronize()
-    except Exception:
-        error = traceback.format_exc()[-1500:]
+    except Exception as problem:
+        error = repr(problem)[:1500]
     errors = [text for text in world.exchange(error) if text]
     if errors:
         return {"notes": [f"not run: {errors[0]}"]}

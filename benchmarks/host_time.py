@@ -1,0 +1,96 @@
+"""Host time of an eager MoE: what Python, PyTorch and the library take to queue a step on a GPU.
+
+    python benchmarks/host_time.py
+    python benchmarks/host_time.py --thiek 512,1536,256,128,8 --json FILE
+
+The first step of a fresh process comes first: torch is imported and the CUDA context made before;
+importing sonicmoe, loading its kernels, making plans and the step itself are inside. Then bursts of
+steps run without a synchronisation inside. A burst is short enough that the queue of the device
+never fills up, so that the host waits for nothing.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from arguments import positive, sizes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+
+
+BURST = 20  # steps of some 30 launches each: a queue holds 1024
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def step_of(thiek: list[int]) -> Callable[[], None]:
+    from sonicmoe import MoE
+
+    tokens, hidden, intermediate, experts, top_k = thiek
+    with torch.device("cuda"):
+        moe = MoE(experts, top_k, hidden, intermediate, "swiglu", False, 0.02).bfloat16()
+    x = 0.2 * torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
+    x.requires_grad_()
+    dout = 0.2 * torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
+
+    def step() -> None:
+        out, _ = moe(x)
+        out.backward(dout)
+        # Gradients are dropped as zero_grad() does: nothing is added to them.
+        x.grad = None
+        for parameter in moe.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), default=[512, 1536, 256, 128, 8])
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="results as JSON")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
+    torch.randn(1, device="cuda").sum().item()  # the context
+
+    began = time.perf_counter()
+    step = step_of(options.thiek)
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+
+    times = []
+    while len(times) < BURST + options.steps:
+        torch.cuda.synchronize()
+        for _ in range(BURST):
+            began = time.perf_counter()
+            step()
+            times.append(1e6 * (time.perf_counter() - began))
+    times = times[BURST:]  # the first burst warms up
+    median, lowest = statistics.median(times), min(times)
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {processor()}")
+    print(f"first step, import of sonicmoe included: {first:.3f} s")
+    print(f"host time of forward + backward: median {median:.0f} us, least {lowest:.0f} us, of "
+          f"{len(times)} steps")  # fmt: skip
+    if options.json:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                 "processor": processor(), "thiek": options.thiek, "steps": options.steps,
+                 "first_step_s": first, "host_us": median, "least_host_us": lowest}  # fmt: skip
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
