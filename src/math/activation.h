@@ -213,6 +213,8 @@ struct SituGlu {
 
   static SONICMOE_HD SituGlu of(float alpha, float beta) {
     constexpr float kTwoLog2E = 2.8853900817779268f, kLargest = 3.40282347e38f;
+    // Keeps alpha beta finite. In fp32 alpha tanh(g / alpha) is g there for |g| up to 2^50.
+    alpha = at_most(alpha, 0x1p62f), beta = at_most(beta, 0x1p62f);
     // The bound keeps the rate of the smallest scales finite, so that a gate of 0 gives 0.
     return {alpha, beta, at_most(kTwoLog2E / alpha, kLargest), at_most(kTwoLog2E / beta, kLargest)};
   }
