@@ -342,6 +342,11 @@ TEST(Activation, ParametersAtTheEndsOfTheRange) {
   const math::SituGlu identity = math::SituGlu::of(1e30f, 1e30f);
   EXPECT_NEAR(identity.forward(1.5f, -2.0f), -2 * kSilu.value(1.5), 1e-6);
   EXPECT_NEAR(identity.forward_by_newton(1.5f, -2.0f), -2 * kSilu.value(1.5), 1e-6);
+  for (const float x : {1e-4f, 1e-2f, 100.0f, 1e5f}) {
+    const double exact = x * kSilu.value(x);
+    EXPECT_NEAR(identity.forward(x, x), exact, 1e-6 * exact) << x;
+    EXPECT_NEAR(identity.backward(x, x, 1.0f).dup, kSilu.value(x), 1e-6 * kSilu.value(x)) << x;
+  }
 }
 
 // Without a limit it is the object, and so the kernel, that it always was.

@@ -205,7 +205,7 @@ struct GluClampedAfter {
 /// a = alpha tanh(g / alpha) sigmoid(g) beta tanh(u / beta).
 ///
 /// tanh |x| = n / (2 - n) with n = 1 - e^-2|x|, so that small |x| keep their relative accuracy.
-/// 2 sigmoid(2x) - 1 would lose it.
+/// 2 sigmoid(2x) - 1 would lose it. In forward one reciprocal serves both tanh and the sigmoid.
 struct SituGlu {
   static constexpr bool kIsGlu = true;
   float alpha, beta;
@@ -213,22 +213,19 @@ struct SituGlu {
 
   static SONICMOE_HD SituGlu of(float alpha, float beta) {
     constexpr float kTwoLog2E = 2.8853900817779268f, kLargest = 3.40282347e38f;
-    // Keeps alpha beta finite. In fp32 alpha tanh(g / alpha) is g there for |g| up to 2^50.
-    alpha = at_most(alpha, 0x1p62f), beta = at_most(beta, 0x1p62f);
     // The bound keeps the rate of the smallest scales finite, so that a gate of 0 gives 0.
     return {alpha, beta, at_most(kTwoLog2E / alpha, kLargest), at_most(kTwoLog2E / beta, kLargest)};
   }
 
   SONICMOE_HD float forward(float gate, float up) const {
-    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
-    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
-    // One reciprocal for both tanh and the sigmoid. A gate far below 0 makes it 0.
-    const float r = fast_reciprocal((2.0f - n_g) * (2.0f - n_u) * (1.0f + fast_exp(-gate)));
-    return with_sign(n_g * n_u * (alpha * beta) * r, bits(gate) ^ bits(up));
+    const Parts p = parts(gate, up);
+    return product(p, fast_reciprocal(p.denominator()), gate, up);
   }
-  /// Three exponentials and one reciprocal take the special function unit as long as the rest takes
-  /// the others: Newton's method would not help.
-  SONICMOE_HD float forward_by_newton(float gate, float up) const { return forward(gate, up); }
+  SONICMOE_HD float forward_by_newton(float gate, float up) const {
+    const Parts p = parts(gate, up);
+    return product(p, reciprocal_by_newton(p.denominator()), gate, up);
+  }
+  /// By two reciprocals: one for all three bottoms would take nine multiplications to take apart.
   SONICMOE_HD Gradients backward(float gate, float up, float da) const {
     const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
     const float n_u = one_minus_exp2(fabsf(up) * up_rate);
@@ -243,6 +240,23 @@ struct SituGlu {
   }
 
  private:
+  /// tanh |g / alpha| = n_g / gate_bottom, tanh |u / beta| = n_u / up_bottom, and the sigmoid of g
+  /// is 1 / sigmoid_bottom.
+  struct Parts {
+    float n_g, n_u, gate_bottom, up_bottom, sigmoid_bottom;
+    SONICMOE_HD float denominator() const { return gate_bottom * up_bottom * sigmoid_bottom; }
+  };
+  /// Any gate below -84 counts as that, see Silu::value_by_newton(). The bound keeps the
+  /// denominator below 2^125.
+  SONICMOE_HD Parts parts(float gate, float up) const {
+    gate = at_least(gate, -84.0f);
+    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
+    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
+    return {n_g, n_u, 2.0f - n_g, 2.0f - n_u, 1.0f + fast_exp(-gate)};
+  }
+  SONICMOE_HD float product(const Parts& p, float reciprocal, float gate, float up) const {
+    return with_sign(alpha * p.n_g * (beta * p.n_u) * reciprocal, bits(gate) ^ bits(up));
+  }
   static SONICMOE_HD float with_sign(float x, std::uint32_t sign) {
     return from_bits(bits(x) ^ (sign & 0x80000000u));
   }

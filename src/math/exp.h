@@ -82,12 +82,7 @@ SONICMOE_HD float one_minus_exp2(float t) {
   q = fma(q, t, 0x1.c51d96p-5f);
   q = fma(q, t, -0x1.ebf4ccp-3f);
   q = fma(q, t, 0x1.62e42ap-1f);
-  // A multiplication under a predicate, where the compiler would select between two results.
-  float n = 1.0f - e;
-  asm("{ .reg .pred small; setp.lt.f32 small, %1, 0f3EB33333; @small mul.f32 %0, %2, %1; }"
-      : "+f"(n)
-      : "f"(t), "f"(q));
-  return n;
+  return t < 0.35f ? q * t : 1.0f - e;
 #else
   // t = k + f with |f| <= 1/2, and 1 - 2^-f is a polynomial of degree 6 (fitted alike, 2^-26.5).
   // Beyond 30 the result is 1.
