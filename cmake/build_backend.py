@@ -8,7 +8,6 @@ A source archive has no label. pip takes one that is named, and refuses one that
 index when the version then gets a label.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -55,23 +54,21 @@ def _version() -> str:
     return re.search(r"project\(sonicmoe VERSION ([0-9.]+)", text).group(1) + _label
 
 
-def _want_compiler(settings: Settings) -> None:
-    """CMake would name a compiler that this Python was built with, and no package."""
-    if "CXX" in os.environ or "cmake.define.CMAKE_CXX_COMPILER" in (settings or {}):
-        return
+def _look_for_compiler() -> None:
+    """Where there is none, CMake names one that this Python was built with, and no package. It may
+    also know one that is named elsewhere, so it has the last word."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print(
-            "*** sonicmoe: there is no C++ compiler: got no c++, g++ or clang++ in PATH.\n"
+            "*** sonicmoe: there is no C++ compiler c++, g++ or clang++ in PATH.\n"
             "*** On Debian and Ubuntu: apt-get install g++",
             file=sys.stderr,
             flush=True,
         )
-        raise SystemExit(1)
 
 
 def _choose_label(settings: Settings) -> None:
     global _label
-    _want_compiler(settings)
+    _look_for_compiler()
     cmake = CMake.default_search(version=SpecifierSet(">=3.28"))
     command = [str(cmake.cmake_path)]
     for name in ("SONICMOE_CUDA", "CMAKE_CUDA_COMPILER"):
