@@ -62,6 +62,8 @@ def save(
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and moments. The optimizer keeps its options, which may differ from the saved ones."""
+    options = [{**group, "params": None} for group in optimizer.param_groups]
     tensors = _tensors(model, optimizer)
     dcp.load(tensors, checkpoint_id=folder)
     set_state_dict(
@@ -71,3 +73,5 @@ def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
         optim_state_dict=tensors["optimizer"],
         options=_OPTIONS,
     )
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group |= {**own, "params": group["params"]}

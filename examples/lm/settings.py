@@ -37,7 +37,7 @@ def path(text: str) -> Path:
 def _option(default: Any, about: str, **argument: Any) -> Any:
     """A field; `argument` as argparse takes it, where the default does not tell."""
     if isinstance(default, bool):
-        argument = {"action": "store_true"}
+        argument = {"action": argparse.BooleanOptionalAction}
     elif not argument:
         argument = {"type": whole(1) if isinstance(default, int) else number}
     return field(default=default, metadata={"help": about, **argument})

@@ -164,6 +164,19 @@ def test_draws_go_on_where_they_stopped(text, tmp_path):
     assert losses[0][0]["validation_loss"] == losses[1][0]["validation_loss"]
 
 
+def test_a_resumed_run_takes_other_options(text, tmp_path):
+    want = train(text, tmp_path / "whole", *TWO, "--activation-checkpointing")
+    logs = {}
+    for decay in ("0.1", "90"):
+        out = half(tmp_path / "whole", tmp_path / decay)
+        options = ["--weight-decay", decay, "--no-activation-checkpointing"]
+        assert train_lm.main(["--out", str(out), "--resume", *options]) == 0
+        logs[decay] = report.read(out / "log.jsonl")
+    same(logs["0.1"], want)
+    same(logs["90"][:6], want[:6])  # the decay of step 6 shows in the loss of the next
+    assert logs["90"][-1]["loss"] > 1.01 * want[-1]["loss"]
+
+
 def test_the_steps_are_those_of_plain_pytorch(text, tmp_path):
     """The model without FSDP2, its gradients and AdamW by the book."""
     options = [*COMMON, "--steps", "4", "--accumulate", "2", "--out", str(tmp_path / "a")]

@@ -282,6 +282,10 @@ def check_refusals(folder):
     with pytest.raises(ValueError, match="^c_fc.weight: got a DTensor on .*ExpertParallel"):
         spread(torch.randn(4, HIDDEN))
     spread = parallelize_module(make(), mesh, ExpertParallel(Transport("gather", max_tokens=2)))
+    nothing = torch.zeros(4, 0)
+    w1, w2 = torch.zeros(1, 16, 8), torch.zeros(1, 8, 8)
+    with pytest.raises(ValueError, match=r"^ids: got shape \(4, 0\), allowed: .*K at least 1"):
+        experts(torch.zeros(4, 8), nothing.int(), nothing, w1, w2, group=dist.group.WORLD)
     with pytest.raises(ValueError, match="^x: got 4 tokens, allowed: up to max_tokens"):
         spread(torch.randn(4, HIDDEN))
 

@@ -451,6 +451,9 @@ def check_refusals(folder):
         fully_shard_experts(moe, "dp")
     with pytest.raises(ValueError, match="^mesh: got .*ep.*allowed: "):
         fully_shard_experts(moe, mesh["ep"])
+    half = MixedPrecisionPolicy(torch.float16)
+    with pytest.raises(ValueError, match="^mp_policy: got gradients .* torch.float16, allowed: "):
+        fully_shard_experts(moe, mesh["dp"], mp_policy=half)
     fully_shard_experts(moe, mesh["dp"])
     with pytest.raises(ValueError, match="^c_fc.weight: got a parameter on .*comes once"):
         fully_shard_experts(moe, mesh["dp"])

@@ -119,6 +119,9 @@ def all_to_all_experts(
     count = experts.w2.shape[0]
     plan = _plan(ids, count, group)
     x_rows, score_rows, id_rows = _Dispatch.apply(x, scores, ids, plan, group)
+    # The rows that arrive have a history if either has one: the experts are to see which.
+    x_rows = x_rows if x.requires_grad else x_rows.detach()
+    score_rows = score_rows if scores.requires_grad else score_rows.detach()
     places, local_ids = _local_pairs(id_rows, plan.pairs, count, group.rank)
     out, _ = _layer.routed_layer(
         x_rows,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -26,6 +26,7 @@ def fully_shard_experts(module: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
     `options`: those of `fully_shard`.
     """
     parallel = _checked(module, mesh)
+    _checked_reduction(module, mesh, options.get("mp_policy"))
     fully_shard([module.c_fc, module.c_proj, parallel], mesh=mesh, **options)
     parallel.set_gradient_divide_factor(float(mesh.size() * parallel.group.size))
     # gloo can sum, but not scale. With one rank in the last dimension torch divides a copy, and
@@ -62,6 +63,17 @@ def _checked(module: MoE, mesh: DeviceMesh) -> nn.Module:
                     f"{parallel.mesh}; fully_shard_experts comes once, before fully_shard"
                 )
     return parallel
+
+
+def _checked_reduction(module: MoE, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> None:
+    """torch divides fp16 gradients before and after the sum, and with one rank once more."""
+    dtypes = (policy.reduce_dtype, policy.param_dtype) if policy is not None else ()
+    dtype = next(filter(None, dtypes), module.c_fc.weight.dtype)
+    if dtype == torch.float16 and mesh.size(mesh.ndim - 1) == 1:
+        raise ValueError(
+            "mp_policy: got gradients that are reduced in torch.float16, allowed: "
+            "reduce_dtype=torch.float32 where the last dimension of mesh has one rank"
+        )
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ def experts(
     Rank r of `group`, a process group, holds experts r e to (r+1) e - 1 with e = E / ranks: weights
     and biases are theirs. x (T, d), `ids` (T, K) among all E experts and `weights` (T, K) are this
     rank's tokens. Ids below 0 or from E on are sentinels; a token has each expert once at most. All
-    ranks call forward and backward together.
+    ranks call forward and backward together, and what requires a gradient is alike on each.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -103,9 +103,10 @@ def experts(
     _check.scores("weights", weights)
     for name, tensor in (("ids", ids), ("weights", weights)):
         _check.on_device(name, tensor, x.device)
-        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape != ids.shape:
+        shape = tuple(tensor.shape)
+        if len(shape) != 2 or shape[0] != x.shape[0] or shape[1] == 0 or shape != ids.shape:
             raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, allowed: (T, K), T = {x.shape[0]}"
+                f"{name}: got shape {shape}, allowed: (T, K), T = {x.shape[0]}, K at least 1"
             )
     if not isinstance(transport, Transport):
         transport = Transport(transport)
