@@ -119,7 +119,9 @@ class Receipt:
         self.content["sections"][name] = result
         if self.writes:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+            part = self.path.with_suffix(".part")  # torchrun may end this process at any time
+            part.write_text(json.dumps(self.content, indent=1) + "\n")
+            part.replace(self.path)
 
 
 def run(world: World, receipt: Receipt, names: list[str]) -> None:

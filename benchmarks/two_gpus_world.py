@@ -29,7 +29,11 @@ class World:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         else:
             torch.set_num_threads(1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", timeout=TIMEOUT)
+        # torchrun's store keeps the keys of processes that it has started again.
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        group = {"store": store, "rank": rank, "world_size": size, "timeout": TIMEOUT}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo", **group)
         self.hosts = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.timer = Timer(self)
 
