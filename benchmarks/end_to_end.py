@@ -47,7 +47,7 @@ import torch.distributed as dist
 from arguments import positive
 from end_to_end_model import Stack
 from torch.distributed.device_mesh import init_device_mesh
-from two_gpus_world import World, check
+from two_gpus_world import World, add_names, check, check_names, check_two
 
 from sonicmoe.distributed import clip_grad_norm_
 
@@ -264,9 +264,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small shapes, few steps")
-    for name, known in (("stacks", stacks.STACKS), ("variants", stacks.VARIANTS)):
-        parser.add_argument(f"--{name}", default=",".join(known), metavar="NAME,NAME",
-                            help="default: %(default)s")  # fmt: skip
+    add_names(parser, "stacks", stacks.STACKS)
+    add_names(parser, "variants", stacks.VARIANTS)
     parser.add_argument("--layers", type=positive, help="default: as many as 80 GB hold")
     parser.add_argument("--sequences", type=positive, help="of a rank in a step; default: 4")
     parser.add_argument("--checkpoint", choices=("block", "attention"), default="block",
@@ -276,16 +275,8 @@ def parsed() -> argparse.Namespace:
                         help="of a GPU, for MFU; default: %(default)s (H100, H200)")  # fmt: skip
     parser.add_argument("--json", type=Path, default=two_gpus.ROOT / "receipts" / "end_to_end.json")
     options = parser.parse_args()
-    for name, known in (("stacks", stacks.STACKS), ("variants", stacks.VARIANTS)):
-        chosen = getattr(options, name).split(",")
-        setattr(options, name, chosen)
-        for one in chosen:
-            if one not in known:
-                parser.error(f"--{name}: got {one!r}, allowed: {', '.join(known)}")
-    if os.environ.get("WORLD_SIZE") != "2":
-        parser.error("WORLD_SIZE: allowed: 2; start this with torchrun --nproc-per-node 2")
-    if options.device == "cuda" and torch.cuda.device_count() < 2:
-        parser.error(f"--device: got {torch.cuda.device_count()} CUDA devices, allowed: 2 and more")
+    check_names(parser, options, stacks=stacks.STACKS, variants=stacks.VARIANTS)
+    check_two(parser, options.device)
     try:
         for name in options.stacks:
             stack_of(name, options)

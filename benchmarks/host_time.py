@@ -4,7 +4,7 @@
     python benchmarks/host_time.py --thiek 512,1536,256,128,8 --json FILE
 
 The first step of a fresh process comes first: torch is imported and the CUDA context made before;
-importing sonicmoe, loading its kernels, making plans and the step itself are inside. Then bursts of
+importing sonicmoe, drawing the module's weights, loading kernels, plans and the step are inside. Then bursts of
 steps run without a synchronisation inside. A burst is short enough that the queue of the device
 never fills up, so that the host waits for nothing.
 """

@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import two_gpus_layer as layer  # noqa: E402
 import two_gpus_titan as titan  # noqa: E402
 from arguments import positive  # noqa: E402
-from two_gpus_world import World  # noqa: E402
+from two_gpus_world import World, add_names, check_names, check_two  # noqa: E402
 
 SECTIONS = {
     "agree": layer.agree,
@@ -192,19 +192,12 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small shapes, few repeats")
-    parser.add_argument("--sections", default=",".join(SECTIONS), metavar="NAME,NAME",
-                        help="default: %(default)s")  # fmt: skip
+    add_names(parser, "sections", SECTIONS)
     parser.add_argument("--repeats", type=positive, default=None, help="default: 20; small: 2")
     parser.add_argument("--json", type=Path, default=ROOT / "receipts" / "two_gpus.json")
     options = parser.parse_args()
-    options.sections = options.sections.split(",")
-    for name in options.sections:
-        if name not in SECTIONS:
-            parser.error(f"--sections: got {name!r}, allowed: {', '.join(SECTIONS)}")
-    if os.environ.get("WORLD_SIZE") != "2":
-        parser.error("WORLD_SIZE: allowed: 2; start this with torchrun --nproc-per-node 2")
-    if options.device == "cuda" and torch.cuda.device_count() < 2:
-        parser.error(f"--device: got {torch.cuda.device_count()} CUDA devices, allowed: 2 and more")
+    check_names(parser, options, sections=SECTIONS)
+    check_two(parser, options.device)
     options.repeats = options.repeats or (2 if options.small else 20)
     return options
 

@@ -1,9 +1,10 @@
 """What the sections of two_gpus.py share: two ranks, their clock, and what a section returns."""
 
+import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,28 @@ import torch.distributed as dist
 
 SLEEP = 40_000_000  # cycles, some 20 ms: longer than a host takes to queue a step
 TIMEOUT = timedelta(seconds=60)
+
+
+def add_names(parser: argparse.ArgumentParser, option: str, known: Iterable[str]) -> None:
+    parser.add_argument(f"--{option}", default=",".join(known), metavar="NAME,NAME",
+                        help="default: %(default)s")  # fmt: skip
+
+
+def check_names(parser: argparse.ArgumentParser, o: argparse.Namespace, **known: Iterable) -> None:
+    """Turns the texts of add_names into lists, or ends the program."""
+    for option, names in known.items():
+        setattr(o, option, getattr(o, option).split(","))
+        for name in getattr(o, option):
+            if name not in names:
+                parser.error(f"--{option}: got {name!r}, allowed: {', '.join(names)}")
+
+
+def check_two(parser: argparse.ArgumentParser, device: str) -> None:
+    """Ends the program unless there are two ranks and, for CUDA, two devices."""
+    if os.environ.get("WORLD_SIZE") != "2":
+        parser.error("WORLD_SIZE: allowed: 2; start this with torchrun --nproc-per-node 2")
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        parser.error(f"--device: got {torch.cuda.device_count()} CUDA devices, allowed: 2 and more")
 
 
 class World:
