@@ -20,7 +20,7 @@ from dense_bound import dense_gemms
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-from sonicmoe import ActivationType, functional, is_glu, reference  # noqa: E402
+from sonicmoe import ActivationType, functional, is_glu, reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = ("x", "router_w", "w1", "b1", "w2", "b2")

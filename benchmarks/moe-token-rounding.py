@@ -20,9 +20,9 @@ from arguments import sizes
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-from sonicmoe import ActivationType, KernelBackendMoE, MoE  # noqa: E402
-from sonicmoe._check import ROUNDING_RULES  # noqa: E402
-from sonicmoe._ops import layer_text, router_options  # noqa: E402
+from sonicmoe import ActivationType, KernelBackendMoE, MoE
+from sonicmoe._check import ROUNDING_RULES
+from sonicmoe._ops import layer_text, router_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

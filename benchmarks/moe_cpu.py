@@ -19,7 +19,7 @@ from arguments import positive, sizes
 from torch_loops import index_loop, sort_loop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-from sonicmoe import moe_TC_softmax_topk_layer  # noqa: E402
+from sonicmoe import moe_TC_softmax_topk_layer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

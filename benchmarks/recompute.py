@@ -15,7 +15,7 @@ import torch
 from arguments import positive, sizes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-from sonicmoe import experts  # noqa: E402
+from sonicmoe import experts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SETTINGS = ("none", "preact")

@@ -70,7 +70,7 @@ class DeviceTimer:
         if marks[0].query():
             raise RuntimeError("the host took longer than the device slept: raise SLEEP")
         torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:])]
+        return [begin.elapsed_time(end) for begin, end in zip(marks[:-1], marks[1:], strict=True)]
 
 
 def measure(layer, thiek: list[int], repeats: int, frozen_experts: bool) -> dict[str, float]:

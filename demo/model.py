@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 from sonicmoe import MoE
 from sonicmoe.enums import ActivationType
 

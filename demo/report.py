@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 AGREE_STEPS = 50
 AGREE_NATS = 0.01

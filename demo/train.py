@@ -53,8 +53,9 @@ def parse_options(arguments):
 
 def make_variants(backend):
     """The curves to train, by name. Another curve (say, other routing) is another entry here."""
-    from sonicmoe import KernelBackendMoE
     from training import Variant
+
+    from sonicmoe import KernelBackendMoE
 
     def run_with(kernel_backend):
         return lambda moe, x: moe(x, kernel_backend_moe=kernel_backend)

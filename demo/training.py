@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from corpus import held_out_batches, training_batches
 from model import ByteModel
+
 from sonicmoe import MoE
 
 

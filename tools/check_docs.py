@@ -17,7 +17,7 @@ SOURCES = {".h", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".txt"}
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 DEFINITION = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s|$)", re.MULTILINE)
 HTML = re.compile(r"<(?:img|a)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"")
-NAMED = re.compile(r"`((?:%s)/[\w./-]+\.\w+)(?::\d+)?`" % "|".join(CODE_DIRS))
+NAMED = re.compile(rf"`((?:{'|'.join(CODE_DIRS)})/[\w./-]+\.\w+)(?::\d+)?`")
 COMMENT = re.compile(r"\b(docs/[\w/-]+\.md(?:#[\w-]+)?)")
 
 

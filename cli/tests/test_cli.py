@@ -1,15 +1,14 @@
 """The command-line tool from outside: exit codes, messages, reports, Ctrl-C."""
 
 import json
-import shlex
 import pathlib
 import re
+import shlex
 import signal
 import subprocess
 import time
 
 import pytest
-
 from tool import BINARY, assert_refused, run
 
 SMALL = "64,32,16,8,2"
@@ -336,7 +335,7 @@ def test_layers_are_timed_beside_each_other(tmp_path):
     assert [layer["activation"] for layer in layers] == ["swiglu", "reglu", "swiglu"]
     layouts = ["concatenated", "concatenated", "transposed_interleaved"]
     assert [layer["w1_layout"] for layer in layers] == layouts
-    for one, bias in zip([report, *report["beside"]], [False, True, False]):
+    for one, bias in zip([report, *report["beside"]], [False, True, False], strict=True):
         rows = {row["what"]: row["runs"] for row in one["results"]}
         assert ("bias_grad" in rows) == bias
         assert rows["forward"] == rows["up_proj"] == 2

@@ -6,7 +6,6 @@ import struct
 
 import numpy
 import pytest
-
 from tool import assert_refused, run
 
 # Full-softmax probabilities of 8 tokens for 3 experts. With one expert a token, 5 tokens choose

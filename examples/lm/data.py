@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "demo"))
-from corpus import load_corpus, windows  # noqa: E402
+from corpus import load_corpus, windows
 
 MAX_BYTES = 1 << 30  # of each path
 PIECE = 1 << 20  # characters that a tokenizer gets at a time

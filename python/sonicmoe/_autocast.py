@@ -1,6 +1,5 @@
 import torch
 
-
 _TYPES = (torch.bfloat16, torch.float16)
 
 

@@ -49,7 +49,8 @@ def test_the_layer_is_the_torch_backend(shape, add_bias, compiled):
         torch.testing.assert_close(
             ours.float(), theirs.float(), atol=2e-2, rtol=2e-2, msg=lambda m, n=name: f"d{n}: {m}"
         )
-    for name, ours, theirs in zip(["o", *names], [o, *gradients], [expected, *of_torch]):
+    tensors = ["o", *names], [o, *gradients], [expected, *of_torch]
+    for name, ours, theirs in zip(*tensors, strict=True):
         difference = (ours.double() - theirs.double()).norm() / theirs.double().norm()
         assert difference <= limit, f"{name}: {difference}"
     torch.compiler.reset()

@@ -266,7 +266,7 @@ def test_out_and_dx_out(zero_tail, dtype):
 
 def test_out_serves_every_step():
     leaves, out = data(), torch.empty(R, D)
-    for step in range(3):
+    for _ in range(3):
         leaves["rows"].data[OWNED] = torch.randn(int(OWNED.sum()), D)
         result = call(leaves, **BOTH, out=out)
         # No history of the step before: the only tensors behind the node are the leaves.

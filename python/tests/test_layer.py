@@ -247,10 +247,11 @@ def test_logits_and_their_gradients_that_start_anywhere():
         places = (torch.clone, at_odd_address)
         leaves = [place(logits.detach()).requires_grad_() for place in places]
         values = [function(leaf) for leaf in leaves]
-        gradients = [torch.autograd.grad(v, l)[0] for v, l in zip(values, leaves, strict=True)]
+        gradients = [torch.autograd.grad(v, x)[0] for v, x in zip(values, leaves, strict=True)]
         assert torch.equal(*values) and torch.equal(*gradients)
     odd = at_odd_address(logits.detach())
-    for a, b in zip(*(torch.ops.sonicmoe.top_k(t, "top_k=2") for t in (logits.detach(), odd))):
+    both = [torch.ops.sonicmoe.top_k(t, "top_k=2") for t in (logits.detach(), odd)]
+    for a, b in zip(*both, strict=True):
         assert torch.equal(a, b)
 
 

@@ -23,8 +23,8 @@ from sonicmoe import (
     MoE,
     experts,
     grouped_experts,
-    moe_TC_softmax_topk_layer,
     moe_general_routing_inputs,
+    moe_TC_softmax_topk_layer,
 )
 
 T, D, N, E, K = 40, 24, 16, 6, 2
@@ -449,7 +449,7 @@ def test_flops_of_gradients_that_are_wanted():
         ([moe.router.weight], down + router),
     ):
         o = moe(x)[0].sum()
-        assert counted(lambda: torch.autograd.grad(o, inputs))[0] == flops  # noqa: B023
+        assert counted(lambda: torch.autograd.grad(o, inputs))[0] == flops
 
 
 @pytest.mark.parametrize("separate", [False, True])

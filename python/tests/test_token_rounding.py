@@ -8,6 +8,7 @@ fp32 softmax terms, each a few roundings from the reference's.
 import numpy
 import pytest
 import torch
+
 from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, reference
 from sonicmoe._check import ROUNDING_RULES
 

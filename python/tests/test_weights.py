@@ -382,9 +382,9 @@ def test_opcheck_of_two_tensors(dtype):
     o, _, preact, routing = ops.routed_forward(*routed, **up)
     backward_args = o, x, w1, w2, b2, preact, routing, "w1_layout=separate"
     torch.library.opcheck(ops.routed_backward.default, backward_args, {"w1_up": w1_up})
-    for operator, args in ((ops.layer_forward, args), (ops.routed_forward, routed)):
-        torch.library.opcheck(operator.default, args, up | main_options)
+    for operator, given in ((ops.layer_forward, args), (ops.routed_forward, routed)):
+        torch.library.opcheck(operator.default, given, up | main_options)
         leaves = [
-            a.requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in args
+            a.requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in given
         ]
         torch.library.opcheck(operator.default, leaves, up)

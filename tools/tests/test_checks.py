@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import changes  # noqa: E402
-import check_commits  # noqa: E402
-import check_device_build  # noqa: E402
-import check_docs  # noqa: E402
-import check_layers  # noqa: E402
-import check_machine_code  # noqa: E402
-import figures  # noqa: E402
-import gpu_check  # noqa: E402
-import machine_code  # noqa: E402
-import prose  # noqa: E402
-import run_snippets  # noqa: E402
-import tile_times  # noqa: E402
+import changes
+import check_commits
+import check_device_build
+import check_docs
+import check_layers
+import check_machine_code
+import figures
+import gpu_check
+import machine_code
+import prose
+import run_snippets
+import tile_times
 
 
 def plant(root, files):

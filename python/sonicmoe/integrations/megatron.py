@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 

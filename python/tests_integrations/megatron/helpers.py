@@ -52,7 +52,7 @@ def make_pair(ours=None, weight_per_expert=False, **options):
 def gather(stock, kind, linear):
     """A gradient or tensor of all of Megatron's experts, as (E, ...)."""
     experts = stock.experts.local_experts
-    return [kind(getattr(getattr(e, linear), "weight")) for e in experts]
+    return [kind(getattr(e, linear).weight) for e in experts]
 
 
 def groups():

@@ -9,13 +9,27 @@ import snippets
 import torch
 import torch.nn.functional as F
 from helpers import (
-    B, D, E, K, N, S, gather, groups, hidden_states, make_config, make_layer, make_pair,
+    B,
+    D,
+    E,
+    K,
+    N,
+    S,
+    gather,
+    groups,
+    hidden_states,
+    make_config,
+    make_layer,
+    make_pair,
     own_state,
 )  # fmt: skip
 from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor, ShardedTensorFactory, apply_factories, apply_factory_merges,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
 )  # fmt: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -51,9 +65,8 @@ def expert_grads(layer):
                 continue
             grads = [p.grad for p in parts] if isinstance(parts, list) else parts.grad
             if isinstance(grads, list):  # Megatron gives idle experts no gradient
-                grads = torch.stack(
-                    [torch.zeros_like(p) if g is None else g for p, g in zip(parts, grads)]
-                )
+                pairs = zip(parts, grads, strict=True)
+                grads = torch.stack([torch.zeros_like(p) if g is None else g for p, g in pairs])
             made[f"{linear}.{kind}"] = grads
     return made
 

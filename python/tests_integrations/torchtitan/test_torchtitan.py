@@ -121,7 +121,7 @@ def test_rows_with_idle_experts_and_rows_of_nobody(kind, dtype, counts):
         made.append((out, used.grad, *[p.grad for p in experts.parameters()]))
     mine = made[-1]
     assert not mine[0][sum(counts) :].any() and not mine[1][sum(counts) :].any()
-    for i, p in enumerate(moe.parameters()):
+    for p in moe.parameters():
         assert not p.grad[[e for e in range(E) if not counts[e]]].any()
     if sum(counts):
         for a, b in zip(mine, made[0], strict=True):

@@ -2,8 +2,8 @@
 
 import warnings
 
-import pytest
 import census
+import pytest
 import small
 import snippets
 import torch
