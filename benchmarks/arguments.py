@@ -19,7 +19,9 @@ def sizes(names: str) -> Callable[[str], list[int]]:
             )
         shape = dict(zip(wanted, values, strict=True))
         if shape["K"] > shape["E"]:
-            raise argparse.ArgumentTypeError(f"got K = {shape['K']}, allowed: 1 to E = {shape['E']}")
+            raise argparse.ArgumentTypeError(
+                f"got K = {shape['K']}, allowed: 1 to E = {shape['E']}"
+            )
         return values
 
     return parse

@@ -186,7 +186,12 @@ def main() -> int:
         print(f"  {name:9s} {row['ms']:9.3f} {row['flops'] / row['ms'] * 1e-9:8.1f} "
               f"{row['dense_bound_ms']:9.3f} {row['dense_bound_ms'] / row['ms']:8.2f}")  # fmt: skip
     if options.json:
-        result = {"thiek": options.thiek, "dtype": options.dtype, "results": report, "errors": errors}
+        result = {
+            "thiek": options.thiek,
+            "dtype": options.dtype,
+            "results": report,
+            "errors": errors,
+        }
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
     return 0
 

@@ -124,7 +124,9 @@ def main() -> int:
         shapes = {",".join(map(str, thiek)): thiek for thiek in options.thiek}
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}, bf16, median of "
           f"{options.repeats}")  # fmt: skip
-    print(f"{'':24s} {'':8s} {'sonicmoe ms':>12s} {'grouped_mm ms':>14s} {'ratio':>6s} {'TFLOP/s':>8s}")
+    print(
+        f"{'':24s} {'':8s} {'sonicmoe ms':>12s} {'grouped_mm ms':>14s} {'ratio':>6s} {'TFLOP/s':>8s}"
+    )
     results = []
     for name, thiek in shapes.items():
         torch.manual_seed(0)

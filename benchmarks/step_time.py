@@ -124,7 +124,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--frozen_experts", action="store_true",
                         help="the experts' weights need no gradients")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="one line is added for each shape")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="one line is added for each shape"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device; benchmarks/moe_cpu.py times the CPU")
@@ -133,12 +135,16 @@ def main() -> int:
     from sonicmoe.functional import moe_TC_softmax_topk_layer as layer
 
     version = getattr(sonicmoe, "__version__", "unknown")
-    print(f"sonicmoe {version} of {Path(sonicmoe.__file__).parent} on {torch.cuda.get_device_name()}")
+    print(
+        f"sonicmoe {version} of {Path(sonicmoe.__file__).parent} on {torch.cuda.get_device_name()}"
+    )
     for thiek in options.thiek:
         torch.manual_seed(0)
         torch.cuda.empty_cache()
         result = measure(layer, thiek, options.repeats, options.frozen_experts)
-        of_dense_bound = [result[f"{n}_bound_ms"] / result[f"{n}_ms"] for n in ("forward", "backward")]
+        of_dense_bound = [
+            result[f"{n}_bound_ms"] / result[f"{n}_ms"] for n in ("forward", "backward")
+        ]
         print(f"{','.join(map(str, thiek)):24s} forward {result['forward_ms']:.3f} ms ({of_dense_bound[0]:.2f} of the bound)  "
               f"backward {result['backward_ms']:.3f} ({of_dense_bound[1]:.2f})  wall {result['wall_ms']:.3f} ms a step  "
               f"first call {result['first_call_s']:.1f} s  kept {result['kept_MiB']:.0f} MiB  peak {result['peak_MiB']:.0f} MiB",

@@ -122,9 +122,7 @@ class Run:
 def train(kind: str, seed: int, names: dict[str, str], options) -> dict[str, Run]:
     text = batches(options)
     model = model_of(kind, seed)
-    runs = {
-        side: Run(copy.deepcopy(model), name, options.steps) for side, name in names.items()
-    }
+    runs = {side: Run(copy.deepcopy(model), name, options.steps) for side, name in names.items()}
     del model
     generator = torch.Generator().manual_seed(seed)
     order = list(runs)

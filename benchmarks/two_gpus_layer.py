@@ -370,7 +370,10 @@ def parts_of_all_to_all(
     plan = _plan(ids, count, group)
     there = plan.received, plan.sent, group
     back = plan.sent, plan.received, group
-    sent = x.detach()[plan.tokens], torch.cat((ids, scores.detach().view(ids.dtype)), 1)[plan.tokens]
+    sent = (
+        x.detach()[plan.tokens],
+        torch.cat((ids, scores.detach().view(ids.dtype)), 1)[plan.tokens],
+    )
     rows, choices = (exchanged(tensor, *there) for tensor in sent)
     row_ids, row_scores = choices[:, :top_k], choices[:, top_k:].contiguous()
     places, pair_ids = _local_pairs(row_ids, plan.pairs, count, world.rank)

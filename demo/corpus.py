@@ -26,9 +26,7 @@ class Corpus:
 def _text_files(folder, suffix, skip_folders):
     """Files below the folder in a fixed order; hidden ones and skipped folders left out."""
     for here, folders, names in os.walk(folder):
-        folders[:] = sorted(
-            f for f in folders if not f.startswith(".") and f not in skip_folders
-        )
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skip_folders)
         for name in sorted(names):
             path = Path(here, name)
             if name.endswith(suffix) and not name.startswith(".") and path.is_file():

@@ -42,9 +42,7 @@ def parse_options(arguments):
     parser.add_argument(
         "--backend", choices=("sonicmoe", "torch", "both"), default="both", help="default: both"
     )
-    parser.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda or cuda:N; default: auto"
-    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; default: auto")
     parser.add_argument(
         "--out", type=Path, default=OUT, metavar="FOLDER", help="of the picture; default: demo/out"
     )

@@ -174,7 +174,9 @@ def train(curve, settings, corpus, device, stop, progress):
     """Trains a fresh model and fills the curve step by step. `progress(curve)` after each step."""
     s, run_moe = settings, curve.variant.run_moe
     torch.manual_seed(s.seed)
-    model = ByteModel(s, curve.variant.moe_options).to(device)  # initialised on the CPU: the same numbers on every device
+    model = ByteModel(s, curve.variant.moe_options).to(
+        device
+    )  # initialised on the CPU: the same numbers on every device
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
@@ -191,9 +193,7 @@ def train(curve, settings, corpus, device, stop, progress):
         logits, aux_loss = model(inputs, run_moe)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), aux_loss
 
-    curve.kept_bytes, curve.kept_bytes_moe = measure_kept_bytes(
-        model, lambda: losses(*held_out[0])
-    )
+    curve.kept_bytes, curve.kept_bytes_moe = measure_kept_bytes(model, lambda: losses(*held_out[0]))
     curve.held_out_loss.append((0, evaluate(model, run_moe, held_out, stop)))
     for step in range(s.steps):
         stop.check()

@@ -77,7 +77,9 @@ def main() -> None:
 
     by_one, by_two = counting(512, 32, 1), counting(512, 32, 2)
     train(model, by_one, options.steps, 2e-3, options.device)
-    print(f"counting by 1: {accuracy(model, by_one):.0%} right, by 2: {accuracy(model, by_two):.0%}")
+    print(
+        f"counting by 1: {accuracy(model, by_one):.0%} right, by 2: {accuracy(model, by_two):.0%}"
+    )
 
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapted = get_peft_model(

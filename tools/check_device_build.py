@@ -35,7 +35,9 @@ def judge(name: str, log: str) -> list[str]:
     for line in log.splitlines():
         if match := FUNCTION.search(line):
             function = match[1]
-        elif (match := SPILL.search(line)) and match[0] != "0 bytes spill stores, 0 bytes spill loads":
+        elif (match := SPILL.search(line)) and match[
+            0
+        ] != "0 bytes spill stores, 0 bytes spill loads":
             problems.append(f"{demangled(function)}: {match[0]}")
     registers = [int(count) for count in REGISTERS.findall(log)]
     cost = COST.search(log)

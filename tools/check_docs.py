@@ -11,8 +11,20 @@ import prose
 from changes import BASE, touched_documents
 
 SKIP = re.compile(r"^(\..*|build.*|__pycache__|node_modules)$")
-CODE_DIRS = ("benchmarks", "cli", "cmake", "demo", "docs", "examples", "include", "python", "src",
-             "testkit", "tests", "tools")
+CODE_DIRS = (
+    "benchmarks",
+    "cli",
+    "cmake",
+    "demo",
+    "docs",
+    "examples",
+    "include",
+    "python",
+    "src",
+    "testkit",
+    "tests",
+    "tools",
+)
 SOURCES = {".h", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".txt"}
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 DEFINITION = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?(\S+?)>?(?:\s|$)", re.MULTILINE)

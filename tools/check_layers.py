@@ -120,9 +120,9 @@ def check(root):
                     continue
                 elif not re.fullmatch(outside, name):
                     problems.append(f"{where}: {layer} must not include {name}")
-    unknown = {
-        path.name for path in (root / "src").iterdir() if path.is_dir()
-    } - {Path(layer).name for layer in RULES if layer.startswith("src/")}
+    unknown = {path.name for path in (root / "src").iterdir() if path.is_dir()} - {
+        Path(layer).name for layer in RULES if layer.startswith("src/")
+    }
     problems += [f"src/{name}: no rule for this layer in {Path(__file__).name}" for name in unknown]
     return sources, problems
 

@@ -129,9 +129,7 @@ SANITIZED = ":".join(
 
 
 def output(*command: str, **options) -> str:
-    return subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, **options
-    ).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **options).stdout
 
 
 # What a receipt vouches for.
@@ -571,7 +569,9 @@ def problems(build: Path, path: Path | None = None) -> list[str]:
         found.append(weak)
     timed, hot = ({(row["config"], row["what"]) for row in receipt.get(key, [])}
                   for key in ("bench", "steady_state"))  # fmt: skip
-    found += [f"steady-state benchmark: {' '.join(row)}: not measured" for row in sorted(timed - hot)]
+    found += [
+        f"steady-state benchmark: {' '.join(row)}: not measured" for row in sorted(timed - hot)
+    ]
     dense = {row["config"] for row in receipt.get("torch_bmm", [])}
     found += [f"torch.bmm: {config}: not measured"
               for config in sorted({config for config, _ in timed} - dense)]  # fmt: skip
@@ -609,10 +609,18 @@ def main() -> int:
     one = commands.add_parser("run")
     one.add_argument("folder", type=Path)
     one.add_argument("--quick", action="store_true", help="without the benchmark")
-    one.add_argument("--part", choices=("all", "tests", "sanitizers", "bench"), default="all",
-                     help="the first two leave receipt/PART.json; bench wants both in the folder")
-    one.add_argument("--again", default="", metavar="FILTER",
-                     help="with --part tests: these C++ tests alone; FOLDER/tests.json has the rest")
+    one.add_argument(
+        "--part",
+        choices=("all", "tests", "sanitizers", "bench"),
+        default="all",
+        help="the first two leave receipt/PART.json; bench wants both in the folder",
+    )
+    one.add_argument(
+        "--again",
+        default="",
+        metavar="FILTER",
+        help="with --part tests: these C++ tests alone; FOLDER/tests.json has the rest",
+    )
     one = commands.add_parser("verify")
     one.add_argument("build", type=Path)
     options = parser.parse_args()

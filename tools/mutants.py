@@ -297,8 +297,21 @@ def build():
     commands = [["ninja", "-C", BUILD]]
     if not (BUILD / "build.ninja").is_file():
         launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
-        commands.insert(0, ["cmake", "-G", "Ninja", "-S", TREE, "-B", BUILD, "-DSONICMOE_CLI=OFF",
-                            "-DSONICMOE_CUDA=OFF", *launcher])
+        commands.insert(
+            0,
+            [
+                "cmake",
+                "-G",
+                "Ninja",
+                "-S",
+                TREE,
+                "-B",
+                BUILD,
+                "-DSONICMOE_CLI=OFF",
+                "-DSONICMOE_CUDA=OFF",
+                *launcher,
+            ],
+        )
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
@@ -368,8 +381,10 @@ def main(words):
     for mutant in chosen:
         count = (ROOT / mutant.file).read_text().count(mutant.old)
         if count != 1:
-            sys.exit(f"mutants: {mutant.name}: pattern found {count} times in {mutant.file}, "
-                     f"expected once:\n{mutant.old}")
+            sys.exit(
+                f"mutants: {mutant.name}: pattern found {count} times in {mutant.file}, "
+                f"expected once:\n{mutant.old}"
+            )
     copy_tree()
     build()
     shutil.rmtree(UNCHANGED, ignore_errors=True)

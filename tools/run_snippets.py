@@ -42,8 +42,16 @@ def run_cpp(code, folder, prefix):
     (folder / "snippet.cpp").write_text(code)
     build = folder / "build"
     for command in (
-        ["cmake", "-S", folder, "-B", build, "-DCMAKE_BUILD_TYPE=Release",
-         f"-DCMAKE_PREFIX_PATH={prefix}", "--log-level=WARNING"],
+        [
+            "cmake",
+            "-S",
+            folder,
+            "-B",
+            build,
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_PREFIX_PATH={prefix}",
+            "--log-level=WARNING",
+        ],
         ["cmake", "--build", build],
         [build / "snippet"],
     ):
@@ -53,13 +61,18 @@ def run_cpp(code, folder, prefix):
 def run_python(code, folder, prefix):
     (folder / "snippet.py").write_text(code)
     path = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
-    subprocess.run([sys.executable, "snippet.py"], check=True, cwd=folder,
-                   env={**os.environ, "PYTHONPATH": path})
+    subprocess.run(
+        [sys.executable, "snippet.py"],
+        check=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+    )
 
 
 def run_sh(code, folder, prefix):
-    subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True, cwd=ROOT,
-                   stdin=subprocess.DEVNULL)
+    subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code], check=True, cwd=ROOT, stdin=subprocess.DEVNULL
+    )
 
 
 RUNNERS = {"cpp": run_cpp, "python": run_python, "sh": run_sh}

@@ -40,7 +40,10 @@ BAD = [
     ("bench --add_bias=maybe", "--add_bias: got 'maybe', allowed: no value"),
     ("bench --topk_over_softmax=0", "--topk_over_softmax: got '0', allowed: no value"),
     ("--json x info", "option: got '--json', allowed: --help, --version"),
-    ("bench --speed 3", f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --beside, --repeats, --steady-state, --skew"),
+    (
+        "bench --speed 3",
+        f"option: got '--speed', allowed: {COMMON}, --case, --configs, --ops, --every-kernel, --beside, --repeats, --steady-state, --skew",
+    ),
     ("bench --thiek", "--thiek: got nothing, allowed: T,H,I,E,K"),
     ("bench --threads", "--threads: got nothing, allowed: 1 to 4096"),
     ("bench --dtype", "--dtype: got nothing, allowed: f32, bf16, f16"),
@@ -86,8 +89,11 @@ BAD = [
         "bench --json /no/such/folder/report.json",
         "--json: got '/no/such/folder/report.json', allowed: a file that can be written",
     ),
-    ("check --layer topk=2", "--layer: layer: got 'topk=2', allowed: KEY=VALUE with a key of "
-     "layer_fields(): tokens, hidden, ..."),
+    (
+        "check --layer topk=2",
+        "--layer: layer: got 'topk=2', allowed: KEY=VALUE with a key of "
+        "layer_fields(): tokens, hidden, ...",
+    ),
     ("check --layer dtype=f64", "--layer: dtype: got 'f64', allowed: f32, bf16, f16"),
     (
         "bench --router_input ids",
@@ -110,7 +116,10 @@ BAD = [
         "transposed_interleaved",
     ),
     ("bench --beside activation=tanh", f"--beside: activation: got 'tanh', allowed: {ACTIVATIONS}"),
-    ("bench --layer top_k=2 --configs targets", "--layer: got 'top_k=2', allowed: only without --configs"),
+    (
+        "bench --layer top_k=2 --configs targets",
+        "--layer: got 'top_k=2', allowed: only without --configs",
+    ),
     # The library's own refusals, behind the options that caused them.
     (
         "bench --thiek 16,12,8,4,2",

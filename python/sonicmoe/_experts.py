@@ -35,9 +35,7 @@ class Experts(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(
-        self, x: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """weight and bias as they are now, parametrized or adapted; x is for hooks alone."""
         return self.weight, self.bias
 

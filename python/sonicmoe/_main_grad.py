@@ -55,8 +55,7 @@ def _added(weight: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor 
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors of one shape that follow each other in one memory, as (E, ...); None if they do not.
-    """
+    """Tensors of one shape that follow each other in one memory, as (E, ...); None if they do not."""
     first = tensors[0].detach()
     storage, start = first.untyped_storage().data_ptr(), first.data_ptr()
     step = first.numel() * first.element_size()

@@ -36,9 +36,7 @@ def _sigmoid_times(g: torch.Tensor, alpha: float) -> torch.Tensor:
 
 # Of gate, up and the parameters, each by its name.
 _GATED = {
-    ActivationType.SWIGLU: lambda g, u, limit: (
-        F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
-    ),
+    ActivationType.SWIGLU: lambda g, u, limit: F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit),
     ActivationType.GEGLU: lambda g, u: F.gelu(g) * u,
     ActivationType.GEGLU_TANH: lambda g, u: F.gelu(g, approximate="tanh") * u,
     ActivationType.REGLU: lambda g, u: F.relu(g) * u,
@@ -211,9 +209,7 @@ def logits_layer(
     if ids is None:
         scores, ids = _route(logits, top_k, routing)
     else:
-        scores = score_ids(
-            logits, ids, router=routing.config, expert_scale=routing.expert_scale
-        )
+        scores = score_ids(logits, ids, router=routing.config, expert_scale=routing.expert_scale)
     tokens = torch.arange(ids.shape[0], device=ids.device).repeat_interleave(ids.shape[1])
     return routed_layer(x, scores.flatten(), tokens, ids.flatten(), *of_experts)
 

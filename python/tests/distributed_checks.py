@@ -177,8 +177,9 @@ def check_function(folder):
 def check_separate(folder):
     """Gate and up rows in tensors of their own, beside one process."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    batches = [(torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).argsort(1)[:, :TOP_K])
-               for _ in range(ranks)]
+    batches = [
+        (torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).argsort(1)[:, :TOP_K]) for _ in range(ranks)
+    ]
     weights = torch.rand(9, TOP_K)
     names = ("w1", "w1_up", "w2", "b1", "b1_up", "b2")
     shapes = ((24, HIDDEN), (24, HIDDEN), (HIDDEN, 24), (24,), (24,), (HIDDEN,))
@@ -208,13 +209,16 @@ def check_bf16(folder):
         (out.float().sum()).backward()
         assert spread.c_fc.weight.grad.dtype == torch.float32
         with torch.no_grad():
-            assert torch.equal(spread(batches[rank], is_inference_mode=True)[0].float().isfinite(),
-                               torch.ones_like(exact, dtype=torch.bool))
+            assert torch.equal(
+                spread(batches[rank], is_inference_mode=True)[0].float().isfinite(),
+                torch.ones_like(exact, dtype=torch.bool),
+            )
         close(out, exact, transport, limit=3e-2)
 
 
 def check_kept(folder):
     """The gather transport keeps own x, not everybody's; all-to-all keeps no Y."""
+
     def kept(transport, counts):
         spread, sizes = parallel(make(intermediate=24), transport), []  # H is wider than x
         x = tokens_of(counts)[dist.get_rank()].requires_grad_()

@@ -92,8 +92,7 @@ def spread(model, shape, transport="auto"):
 
 
 def sharded(model, shape, transport="auto", wrap=None, of_experts=None, **options):
-    """Expert parallelism, what wraps a block, and FSDP2 or HSDP, in the order in which they come.
-    """
+    """Expert parallelism, what wraps a block, and FSDP2 or HSDP, in the order in which they come."""
     spread(model, shape, transport)
     mesh = mesh_of(*shape)
     data = mesh["dp"] if len(shape) == 2 else mesh["replicate", "shard"]

@@ -419,6 +419,8 @@ def test_parameters_off_16_bytes():
     for name, weight in (("w1", moe.c_fc.weight), ("w2", moe.c_proj.weight)):
         kept = weight.data
         weight.data = off_16_bytes(kept)
-        with pytest.raises(ValueError, match=f"^{name}: got address 0x[0-9a-f]+, as a view into a "):
+        with pytest.raises(
+            ValueError, match=f"^{name}: got address 0x[0-9a-f]+, as a view into a "
+        ):
             moe(x)
         weight.data = kept

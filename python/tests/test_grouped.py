@@ -52,9 +52,7 @@ BOTH, OWNED = segments("both")
 def data(score_at="after_down", owned=OWNED, hidden=D, intermediate=N, **options):
     """Leaves by the names of the arguments; rows and scores are NaN where no expert owns a row."""
     rows = len(owned)
-    layer = make_layer(
-        tokens=rows, hidden=hidden, intermediate=intermediate, experts=E, **options
-    )
+    layer = make_layer(tokens=rows, hidden=hidden, intermediate=intermediate, experts=E, **options)
     leaves = layer.leaves()
     leaves = {"rows": leaves.pop("x")} | leaves
     del leaves["router_w"]
@@ -131,9 +129,7 @@ def compare(leaves, owned=OWNED, form=stored, device="cpu", **options):
 @pytest.mark.parametrize("activation, layout", ACTIVATION_LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_matches_plain_pytorch(form, activation, layout, score_at, bias, dtype):
-    leaves = data(
-        score_at, activation=activation, bias=bias, dtype=DTYPES[dtype], layout=layout
-    )
+    leaves = data(score_at, activation=activation, bias=bias, dtype=DTYPES[dtype], layout=layout)
     options = {} if score_at == "none" else {"score_at": score_at}
     compare(leaves, form=FORMS[form], activation=activation, layout=layout, **BOTH, **options)
 
@@ -198,9 +194,7 @@ def test_score_gradients_come_back_in_the_type_of_the_scores(score_at, dtype):
     wide = fresh(leaves)
     wide["scores"] = leaves["scores"].detach().float().requires_grad_()
     dout = torch.randn(R, D)
-    got, want = (
-        backward(call(t, **BOTH, score_at=score_at), t, dout) for t in (leaves, wide)
-    )
+    got, want = (backward(call(t, **BOTH, score_at=score_at), t, dout) for t in (leaves, wide))
     assert got["dscores"].dtype == dtype and got["dscores"][OWNED].all()
     assert torch.equal(got["dscores"], want["dscores"].to(dtype))
     assert torch.equal(got["out"], want["out"])

@@ -58,9 +58,7 @@ def test_matches_plain_pytorch(case, dtype, ids_dtype):
     counts, ours = run(functional.moe_general_routing_inputs, layer, scores, do, permuted)
     plain_counts, plain = run(reference.routed_layer, layer, scores, do, lambda w: w)
     exact_layer = layer.to(torch.float64)
-    _, exact = run(
-        reference.routed_layer, exact_layer, scores.double(), do.double(), lambda w: w
-    )
+    _, exact = run(reference.routed_layer, exact_layer, scores.double(), do.double(), lambda w: w)
     assert torch.equal(counts, plain_counts) and counts.dtype == torch.int32
     for name in ours:
         assert_as_good(name, ours[name], plain[name], exact[name])

@@ -153,9 +153,7 @@ def test_autocast_is_the_layer_in_its_dtype(backend):
     low_outputs = low(low_x, backend)
     assert outputs[0].dtype == torch.bfloat16 and outputs[1].dtype == torch.float32
     assert torch.equal(outputs[0], low_outputs[0]) and torch.equal(outputs[1], low_outputs[1])
-    for a, b in zip(
-        gradients(module, outputs, x), gradients(low, low_outputs, low_x), strict=True
-    ):
+    for a, b in zip(gradients(module, outputs, x), gradients(low, low_outputs, low_x), strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b.float())
 
 
@@ -341,9 +339,7 @@ def test_inference_operator_stores_no_preactivations():
     tensors = [t.detach() for t in (layer.x, layer.router_w, layer.w1, layer.w2)]
     x, router_w, w1, w2 = tensors
     forward = torch.ops.sonicmoe.layer_forward
-    *_, preact, routing = forward(
-        x, router_w, w1, None, w2, None, f"top_k={K} inference=true"
-    )
+    *_, preact, routing = forward(x, router_w, w1, None, w2, None, f"top_k={K} inference=true")
     assert preact.numel() == 0 and routing.numel() == 0
 
 

@@ -63,9 +63,7 @@ def rows(t, up, **options):
     kind = options.pop("activation_type")
     scores = t["logits"].float().flatten()[:R]
     of_experts = t["w1"], t["w2"], scores, t["b1"], t["b2"]
-    return (
-        grouped_experts(t["rows"], COUNTS, *of_experts, activation=kind, **up, **options),
-    )
+    return (grouped_experts(t["rows"], COUNTS, *of_experts, activation=kind, **up, **options),)
 
 
 CALLS = {f.__name__: f for f in (topk, lists, weighted, scored, replayed, rows)}
@@ -153,9 +151,7 @@ def test_compiled(name):
 def test_checkpointed_twice_and_frozen():
     leaves = data()
     kept = results_of(call_of("topk", leaves), leaves)
-    again = checkpoint(
-        lambda: call_of("topk", leaves, recompute="preact"), use_reentrant=False
-    )
+    again = checkpoint(lambda: call_of("topk", leaves, recompute="preact"), use_reentrant=False)
     assert_same(results_of(again, leaves), kept)
     # A graph that is kept serves two backwards.
     outputs = call_of("topk", leaves, recompute="preact")

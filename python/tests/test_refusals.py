@@ -344,7 +344,10 @@ def test_operators_refuse_in_the_same_words():
         forward(*tensors, "top_k=2 activation=geglu(limit=7)")
     with refused(ValueError, "top_k: got 'two', allowed: an integer"):
         forward(*tensors, "top_k=two")
-    with refused(ValueError, "layer: got 'topk=2', allowed: KEY=VALUE with a key of layer_fields(): tokens, hidden, ..."):
+    with refused(
+        ValueError,
+        "layer: got 'topk=2', allowed: KEY=VALUE with a key of layer_fields(): tokens, hidden, ...",
+    ):
         forward(*tensors, "topk=2")
     for key, value in (("experts", 4), ("tokens", 0), ("dtype", "bf16"), ("bias", "false")):
         message = f"layer: got {key}, allowed: options, for the other arguments say that"

@@ -554,7 +554,9 @@ def test_global_hooks_see_the_router():
         lambda module, *_: seen.append(module)
     )
     try:
-        torch.testing.assert_close(moe(x)[0], expected)  # a called router's logits are PyTorch's sums
+        torch.testing.assert_close(
+            moe(x)[0], expected
+        )  # a called router's logits are PyTorch's sums
     finally:
         hook.remove()
     assert moe.router in seen

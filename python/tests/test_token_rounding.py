@@ -201,7 +201,10 @@ def test_seeds_are_64_bits():
 
 def test_module_refusals():
     for options, message in [
-        ({"routing": "expert_choice"}, "routing: got 'expert_choice', allowed: 'top_k', 'token_rounding'"),
+        (
+            {"routing": "expert_choice"},
+            "routing: got 'expert_choice', allowed: 'top_k', 'token_rounding'",
+        ),
         ({"tile": 0}, "tile: got 0, allowed: 1 to 1024"),
         (
             {"rounding": "x"},

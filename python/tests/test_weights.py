@@ -114,7 +114,14 @@ def test_strides_decide_where_both_forms_fit_the_shape(hidden, intermediate, exp
     sizes = dict(hidden=hidden, intermediate=intermediate, experts=experts)
     layer, k = make_layer(**sizes, layout=layout), min(K, experts)
     plain = reference.topk_layer(
-        layer.x, layer.router_w, k, Routing(RouterConfig()), layer.w1, None, layer.w2, None,
+        layer.x,
+        layer.router_w,
+        k,
+        Routing(RouterConfig()),
+        layer.w1,
+        None,
+        layer.w2,
+        None,
         layout=layout,
     )
     for form in FORMS.values():

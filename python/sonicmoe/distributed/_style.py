@@ -44,9 +44,7 @@ class ExpertParallel(ParallelStyle):
     :func:`fully_shard_experts` shards experts further, over ranks that hold the same ones.
     """
 
-    def __init__(
-        self, transport: Transport | str = "auto", *, loss_counts: str = "local"
-    ) -> None:
+    def __init__(self, transport: Transport | str = "auto", *, loss_counts: str = "local") -> None:
         super().__init__()
         self.transport = transport if isinstance(transport, Transport) else Transport(transport)
         if loss_counts not in LOSS_COUNTS:

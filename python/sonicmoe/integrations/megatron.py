@@ -137,9 +137,7 @@ def _whole(weight: torch.Tensor | Sequence[torch.Tensor] | None) -> torch.Tensor
 def replace_experts(spec: Any, *, weight_per_expert: bool = False) -> Any:
     """Puts :class:`SonicGroupedMLP` into each MoE layer of a spec: that of a MoE layer, of a
     transformer layer or of a block. Returns the spec."""
-    experts = ModuleSpec(
-        module=SonicGroupedMLP, params={"weight_per_expert": weight_per_expert}
-    )
+    experts = ModuleSpec(module=SonicGroupedMLP, params={"weight_per_expert": weight_per_expert})
     if not _replace(spec, experts):
         raise ValueError(
             f"spec: got {type(spec).__name__} without MoESubmodules, allowed: a spec with MoE "

@@ -108,9 +108,9 @@ def _combined(
     tokens = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     tokens = tokens[:, None].expand(-1, top_k)
     lists = weights.flatten(), tokens.flatten(), ids.flatten()
-    return functional.moe_general_routing_inputs(
-        x, *lists, activation_type=activation, **experts
-    )[0]
+    return functional.moe_general_routing_inputs(x, *lists, activation_type=activation, **experts)[
+        0
+    ]
 
 
 def _normed(
@@ -176,7 +176,9 @@ def _why(module: nn.Module) -> Exception | None:
 
 
 def _recognized(module: nn.Module) -> str | None:
-    learned = [name for _, part in _parts(module) if part is not module for name in part._parameters]
+    learned = [
+        name for _, part in _parts(module) if part is not module for name in part._parameters
+    ]
     if learned:
         raise ValueError(f"{learned[0]}: got a parameter of the activation, allowed: none")
     with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -13,7 +13,9 @@ def _seed():
 def one_rank(tmp_path_factory):
     """Megatron on the CPU: one rank over gloo, and the names that it looks for in vain there."""
     store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
     parallel_state.initialize_model_parallel()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")

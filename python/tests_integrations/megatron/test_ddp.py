@@ -76,9 +76,7 @@ def test_gradients_of_each_expert_follow_each_other():
 
 @pytest.mark.parametrize("per_expert", [False, True])
 def test_overwriting(per_expert):
-    _, mine = make_pair(
-        ours=dict(gradient_accumulation_fusion=True), weight_per_expert=per_expert
-    )
+    _, mine = make_pair(ours=dict(gradient_accumulation_fusion=True), weight_per_expert=per_expert)
     under_ddp(mine, False)
     for p in mine.experts.parameters():
         p.overwrite_main_grad = True

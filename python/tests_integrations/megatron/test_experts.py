@@ -56,9 +56,7 @@ def expert_grads(layer):
     for linear in ("linear_fc1", "linear_fc2"):
         for kind in ("weight", "bias"):
             if hasattr(layer.experts, "local_experts"):
-                parts = [
-                    getattr(getattr(e, linear), kind) for e in layer.experts.local_experts
-                ]
+                parts = [getattr(getattr(e, linear), kind) for e in layer.experts.local_experts]
             else:
                 parts = getattr(layer.experts, linear).parameters_of(kind)
             if parts is None or isinstance(parts, list) and parts[0] is None:
@@ -221,9 +219,7 @@ def test_compiles_to_one_graph(per_expert, fused):
     if fused and per_expert:
         pytest.skip("refused: a weight for each expert under torch.compile")
     torch._dynamo.reset()
-    _, mine = make_pair(
-        ours=dict(gradient_accumulation_fusion=fused), weight_per_expert=per_expert
-    )
+    _, mine = make_pair(ours=dict(gradient_accumulation_fusion=fused), weight_per_expert=per_expert)
     experts = mine.experts
     rows, counts, probs = torch.randn(3 * E, D), torch.tensor([3] * E), torch.rand(3 * E)
     for p in experts.parameters():
@@ -253,7 +249,9 @@ def test_initialization():
         assert torch.equal(mine.router.weight, stock.router.weight)
         weights = mine.experts.linear_fc1.parameters_of("weight")
         deviation = torch.cat([w.flatten() for w in weights]).std().item()
-        theirs = torch.cat([w.flatten() for w in gather(stock, lambda w: w, "linear_fc1")]).std().item()
+        theirs = (
+            torch.cat([w.flatten() for w in gather(stock, lambda w: w, "linear_fc1")]).std().item()
+        )
         assert deviation == pytest.approx(theirs, rel=0.05)
         for p in mine.experts.parameters():
             assert p.allreduce and p.tensor_model_parallel
@@ -308,9 +306,7 @@ def load(state, made):
         piece.data = made[piece.key][at].reshape(piece.local_shape).clone()
     assert asked == made.keys()
     loaded = {k: map_tensors(v) for k, v in state.items() if "_extra_state" not in k}
-    return apply_factory_merges(loaded, factories) | {
-        k: None for k in state if "_extra_state" in k
-    }
+    return apply_factory_merges(loaded, factories) | {k: None for k in state if "_extra_state" in k}
 
 
 def map_tensors(value):

@@ -51,9 +51,16 @@ def check(rank: int, store: str, make, implementation: str, shared: bool, highes
         else:
             mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("ep", "tp"))
             ep_mesh, tp_mesh = mesh["ep"], mesh["tp"]
-        plan = {f"experts.{key}": "grouped_gemm" for key, _ in layer(make, name)["experts"].named_parameters()}
+        plan = {
+            f"experts.{key}": "grouped_gemm"
+            for key, _ in layer(make, name)["experts"].named_parameters()
+        }
         model = apply_expert_parallelism(
-            layer(make, name), ep_mesh, tp_mesh, plan | {"experts": "ep_dispatch_experts"}, implementation
+            layer(make, name),
+            ep_mesh,
+            tp_mesh,
+            plan | {"experts": "ep_dispatch_experts"},
+            implementation,
         )
         batches = [batch(0 if shared else r, highest) for r in range(RANKS)]
         got = run(model["experts"], *batches[rank])
@@ -65,7 +72,9 @@ def check(rank: int, store: str, make, implementation: str, shared: bool, highes
             if shared or r == rank:
                 for ours, eager in zip(got, wanted, strict=True):
                     torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
-        for parameter, expected in zip(model["experts"].parameters(), whole.parameters(), strict=True):
+        for parameter, expected in zip(
+            model["experts"].parameters(), whole.parameters(), strict=True
+        ):
             own = expected.grad.chunk(RANKS)[rank]
             torch.testing.assert_close(local(parameter.grad), own, rtol=1e-4, atol=1e-5)
     finally:

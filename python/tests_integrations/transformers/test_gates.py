@@ -26,7 +26,9 @@ def oai(alpha, limit):
 
 
 def situ(alpha, beta):
-    return lambda g, u: alpha * torch.tanh(g / alpha) * torch.sigmoid(g) * beta * torch.tanh(u / beta)
+    return lambda g, u: (
+        alpha * torch.tanh(g / alpha) * torch.sigmoid(g) * beta * torch.tanh(u / beta)
+    )
 
 
 KNOWN = {
@@ -62,7 +64,9 @@ UNKNOWN = {
     "scaled": lambda g, u: 1.0001 * F.silu(g) * u,
     "zero": lambda g, u: 0 * g,
     "other offset": lambda g, u: F.silu(g) * (u + 0.5),
-    "between the two forms of GELU": lambda g, u: u * (F.gelu(g) + F.gelu(g, approximate="tanh")) / 2,
+    "between the two forms of GELU": lambda g, u: (
+        u * (F.gelu(g) + F.gelu(g, approximate="tanh")) / 2
+    ),
     "neighbours": lambda g, u: F.silu(g) * u.roll(1, -1),
 }
 

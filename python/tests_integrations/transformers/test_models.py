@@ -39,12 +39,16 @@ def train(model, implementation: str, dtype: torch.dtype = torch.float32):
         optimizer.zero_grad()
         out = model(input_ids=ids)[0].float()
         if out.shape[-1] == 96:
-            loss = torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(
+                out[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+            )
         else:
             loss = (out * torch.linspace(-1, 1, out.shape[-1])).mean()
         loss.backward()
         if gradients is None:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            gradients = {
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
         optimizer.step()
         losses.append(loss.item())
     return losses, gradients
@@ -61,4 +65,3 @@ def test_trains_as_eager(module, kind, name):
     for key, gradient in wanted_gradients.items():
         error = (gradients[key] - gradient).norm()
         assert error <= 1e-4 * gradient.norm() + 1e-6 * scale, key
-

@@ -53,7 +53,9 @@ def test_compiled_settings_are_those_of_each_class(name):
     for make in (small.qwen3, small.gpt_oss):
         model = make()
         wanted = small.step(model, "eager")
-        small.assert_same(small.step(model, name, torch.compile(model, backend="aot_eager")), wanted, 1e-5)
+        small.assert_same(
+            small.step(model, name, torch.compile(model, backend="aot_eager")), wanted, 1e-5
+        )
 
 
 @MODELS
@@ -305,7 +307,9 @@ def test_peft_on_experts(make, name, tmp_path):
     loaded.get_base_model().set_experts_implementation(name)
     torch.testing.assert_close(loaded(input_ids=small.tokens()).logits, logits)
     merged = model.merge_and_unload()
-    torch.testing.assert_close(merged(input_ids=small.tokens()).logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        merged(input_ids=small.tokens()).logits, logits, rtol=1e-4, atol=1e-5
+    )
 
 
 # Arguments.
@@ -368,7 +372,9 @@ def test_shapes_are_checked(make, name):
 def test_quantized_weights_are_refused(name):
     module = experts_of(small.qwen3()).requires_grad_(False)
     module.gate_up_proj.data = module.gate_up_proj.data.to(torch.float8_e4m3fn)
-    with pytest.raises(TypeError, match=r"^gate_up_proj: got torch.float8_e4m3fn, allowed: float32"):
+    with pytest.raises(
+        TypeError, match=r"^gate_up_proj: got torch.float8_e4m3fn, allowed: float32"
+    ):
         ours(module, torch.randn(12, 32), *pairs(12, 2, 8))
 
 
