@@ -75,8 +75,11 @@ bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound
 format: setup  ## clang-format every C++ file in place
 	@clang-format -i $(CXX_FILES)
 
-lint: setup headers  ## formatting, include directions, documents, commit subjects, headers alone
+lint: setup headers  ## formatting, types, include directions, documents, commits, headers alone
 	@clang-format --dry-run -Werror $(CXX_FILES) && echo "clang-format: $(words $(CXX_FILES)) files"
+	ruff check
+	ruff format --check
+	mypy
 	python tools/check_layers.py
 	python tools/check_docs.py
 	python tools/check_commits.py

@@ -51,7 +51,8 @@ def without_code(text, inline):
 
 def anchors(path):
     """The #names of a Markdown file's headings, by GitHub's rule."""
-    names, seen = set(), {}
+    names: set[str] = set()
+    seen: dict[str, int] = {}
     text = without_code(path.read_text(), inline=False)
     for title in re.findall(r"^ {0,3}#{1,6}\s+(.*?)\s*#*\s*$", text, re.MULTILINE):
         title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").lower()

@@ -40,6 +40,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import machine_code
 
@@ -223,7 +224,7 @@ def pack(build: Path, folder: Path) -> int:
         with copy.open("rb") as plain, lzma.open(f"{copy}.xz", "wb", preset=1) as packed:
             shutil.copyfileobj(plain, packed)
         copy.unlink()
-    manifest = {
+    manifest: dict[str, Any] = {
         "digest": digest(build),
         "commit": output("git", "rev-parse", "HEAD", cwd=ROOT).strip(),
         "cuda": compiler_version(build),
@@ -520,7 +521,7 @@ def not_in_receipt(
         old = name
         for rename in renames:
             if rename[0] in old:
-                old = old.replace(*rename)
+                old = old.replace(rename[0], rename[1])
                 needed.append(rename)
         if old in free:
             free.remove(old)

@@ -294,7 +294,7 @@ def copy_tree():
 
 def build():
     environment = {**os.environ, "CCACHE_BASEDIR": str(TREE)}
-    commands = [["ninja", "-C", BUILD]]
+    commands: list[list[str | Path]] = [["ninja", "-C", BUILD]]
     if not (BUILD / "build.ninja").is_file():
         launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
         commands.insert(
@@ -354,9 +354,13 @@ def run(name, command, environment, running, stop):
 
 def failing_tests():
     """What run() says of the first test program that fails; the others are not waited for."""
-    running, stop = [], threading.Event()
+    running: list[subprocess.Popen] = []
+    stop = threading.Event()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(run, name, *how, running, stop) for name, how in tests().items()]
+        jobs = [
+            pool.submit(run, name, command, environment, running, stop)
+            for name, (command, environment) in tests().items()
+        ]
         for job in as_completed(jobs):
             if red := job.result():
                 stop.set()

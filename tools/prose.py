@@ -61,7 +61,8 @@ def without_blocks(text: str) -> str:
 
 def blocks(lines: list[str]) -> Iterator[tuple[int, str]]:
     """Paragraphs and list items, each with the number of its first line."""
-    first, block = 0, []
+    first = 0
+    block: list[str] = []
     for number, line in enumerate([*lines, ""], 1):
         ends, item = BREAK.match(line), ITEM.match(line)
         if block and (ends or item):

@@ -353,7 +353,7 @@ W1_LAYOUTS = (*ONE_TENSOR_LAYOUTS, "separate", *TRANSPOSED_LAYOUTS)
 def w1_layout(
     layout: str | None,
     concat_layout: bool,
-    activation: ActivationType,
+    activation: ActivationType | str,
     w1_up: torch.Tensor | None = None,
     allowed: tuple[str, ...] = W1_LAYOUTS,
     **of_up: torch.Tensor | None,
@@ -376,7 +376,7 @@ def w1_layout(
     return layout or "interleaved"
 
 
-def _separate(layout: str | None, concat_layout: bool, activation: ActivationType) -> str:
+def _separate(layout: str | None, concat_layout: bool, activation: ActivationType | str) -> str:
     if layout not in (None, "separate"):
         raise ValueError(f"layout: got {layout!r}, allowed: 'separate', for w1_up is given")
     if concat_layout:

@@ -53,4 +53,5 @@ def weights(
     lie in any order of memory: a copy puts it right."""
     weight, bias = made
     own = _check.local(f"{name}.weight", weight, x), _check.local(f"{name}.bias", bias, x)
-    return tuple(t if t is None or isinstance(t, nn.Parameter) else t.contiguous() for t in own)
+    weight, bias = (t if t is None or isinstance(t, nn.Parameter) else t.contiguous() for t in own)
+    return weight, bias

@@ -4,6 +4,7 @@ They count the rows that shapes say: T*K, the length of lists, or the capacity R
 are sentinels or belong to no expert is known to the device alone.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,8 @@ def _router(given: dict[str, Any]) -> int:
     return 2 * given["x"].shape[0] * given["router_w"].numel() if "router_w" in given else 0
 
 
-def _forward(given: dict[str, Any], rows: int) -> int:
-    weights = given["w1"], given["w1_up"], given["w2"]
+def _forward(rows_of: Callable[[dict[str, Any]], int], given: dict[str, Any]) -> int:
+    weights, rows = (given["w1"], given["w1_up"], given["w2"]), rows_of(given)
     return sum(_product(rows, w) for w in weights) + _router(given)
 
 
@@ -66,7 +67,7 @@ def _register(name: str, formula: Callable[[dict[str, Any]], int]) -> None:
 
 
 def register() -> None:
-    for name, rows in _ROWS.items():
-        _register(name, lambda given, rows=rows: _forward(given, rows(given)))
+    for name, rows_of in _ROWS.items():
+        _register(name, functools.partial(_forward, rows_of))
     for name in _BACKWARDS:
         _register(name, _backward)

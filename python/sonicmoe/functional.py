@@ -418,9 +418,9 @@ def token_rounding(
     if _check.draws("rule", rule):  # made where the logits are: a host copy cannot be captured
         draws = torch.full((2,), seed, dtype=torch.int64, device=logits.device)
         draws[1:].fill_(offset)  # draws[1] = offset waits for the stream
-    return _layer.token_rounding(logits, K, rule, tile, softmax_over_topk, norm_topk_probs, draws)[
-        :4
-    ]
+    made = _layer.token_rounding(logits, K, rule, tile, softmax_over_topk, norm_topk_probs, draws)
+    scores, tokens, experts, counts = made[:4]
+    return scores, tokens, experts, counts
 
 
 def switch_loss(router_logits: torch.Tensor, expert_frequency: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Transport:
         x: torch.Tensor,
         ids: torch.Tensor,
         scores: torch.Tensor,
-        experts: tuple,
+        experts: _layer.ExpertArgs,
         group: Group,
     ) -> torch.Tensor:
         """o (T, d) of ids (T, K) among all experts and scores (T, K); `experts`: the ExpertArgs of
