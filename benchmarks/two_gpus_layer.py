@@ -18,7 +18,7 @@ from two_gpus_world import World, check, distance, local, measure, normal, targe
 import sonicmoe
 from sonicmoe import MoE, functional
 from sonicmoe.distributed import ExpertParallel, experts, fully_shard_experts
-from sonicmoe.distributed._all_to_all import _local_pairs, _plan
+from sonicmoe.distributed._all_to_all import _pairs, _plan
 from sonicmoe.distributed._collectives import exchanged, group_of
 from sonicmoe.distributed._gather import local_ids
 
@@ -375,10 +375,8 @@ def parts_of_all_to_all(
         torch.cat((ids, scores.detach().view(ids.dtype)), 1)[plan.tokens],
     )
     rows, choices = (exchanged(tensor, *there) for tensor in sent)
-    row_ids, row_scores = choices[:, :top_k], choices[:, top_k:].contiguous()
-    places, pair_ids = _local_pairs(row_ids, plan.pairs, count, world.rank)
-    pair_scores = row_scores.view(torch.float32).flatten()[places]
-    pair_tokens = places // top_k
+    pair_scores, pair_tokens, pair_ids, _ = _pairs(choices, plan.pairs, count, world.rank)
+    row_dscores = choices[:, top_k:].contiguous()
     row_dout = exchanged(dout[plan.tokens], *there)
     leaves = [rows.requires_grad_(), pair_scores.requires_grad_(), w1, w2]
 
@@ -398,5 +396,5 @@ def parts_of_all_to_all(
         "x there": lambda: exchanged(sent[0], *there),
         "ids and scores there": lambda: exchanged(sent[1], *there),
         "out back": lambda: exchanged(row_dout, *back),
-        "dscores back": lambda: exchanged(row_scores, *back),
+        "dscores back": lambda: exchanged(row_dscores, *back),
     }, [check("pairs computed", sum(pairs), f"{total}, all of them", sum(pairs) == total)]

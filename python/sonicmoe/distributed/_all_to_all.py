@@ -3,16 +3,18 @@
 A token takes its ids and fp32 scores along. The rank runs the layer and returns one row a token,
 which the sender adds up. Scores enter inside the experts, so that Y is never kept.
 
-The host waits once, for the numbers of rows. What needs no such number is queued before the wait;
-after it tokens come first, so that the device copies them while the host queues the rest.
+The host waits once, for the numbers of rows. Behind the wait the device has nothing to do until the
+host has queued the exchanges and the layer. So forward and backward call few operators, and those
+themselves: a layer with a history of its own costs the host much more.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from .. import _layer, _ops
-from ._collectives import Group, all_to_all, exchanged
+from .. import _autograd, _layer, _ops
+from ._collectives import Group, exchanged, exchanging, waited
 
 
 class _Plan(NamedTuple):
@@ -20,89 +22,141 @@ class _Plan(NamedTuple):
 
     tokens: torch.Tensor  # int32: of each row
     owner: torch.Tensor  # (T, K) int32: the pair's rank, out of range for sentinels
-    rows: torch.Tensor  # (T, K) int32: the row of the first pair of a token and rank; else -1
+    rows: torch.Tensor  # (T, ranks) int32: the token's row to each rank, or -1
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
     pairs: int  # (token, expert) pairs that this rank computes
 
 
-def _same_rank(owner: torch.Tensor) -> torch.Tensor:
-    """(T, K, K): do a token's two pairs go to one rank?"""
-    return owner.unsqueeze(2) == owner.unsqueeze(1)
-
-
 def _plan(ids: torch.Tensor, experts: int, group: Group) -> _Plan:
     """Of ids (T, K) int32 among all experts, `experts` of them on each rank. One host read."""
     owner = ids.div(experts, rounding_mode="floor")
-    first = owner.masked_fill(_same_rank(owner).tril(-1).any(2), -1)
-    rows, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(first.flatten(), group.size)
-    pairs, _ = torch.ops.sonicmoe.count_cumsum(owner.flatten(), group.size)
-    sent, one = torch.stack((rows, pairs), 1), [1] * group.size
+    ranks = torch.arange(group.size, dtype=torch.int32, device=ids.device)
+    of_ranks = owner.unsqueeze(2) == ranks
+    to_ranks = torch.where(of_ranks.any(1), ranks, -1)  # (T, ranks)
+    rows, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(to_ranks.flatten(), group.size)
+    sent = torch.stack((rows, of_ranks.sum((0, 1), dtype=torch.int32)), 1)
+    one = [1] * group.size
     counts = torch.cat((sent, exchanged(sent, one, one, group)), 1)
-    tokens = row_slots.div(ids.shape[1], rounding_mode="floor")
+    tokens = row_slots.div(group.size, rounding_mode="floor")
 
     read = counts.tolist()  # the wait
     sent = [line[0] for line in read]
     return _Plan(
         tokens[: sum(sent)],
         owner,
-        slot_rows.view(ids.shape),
+        slot_rows.view(to_ranks.shape),
         sent,
         [line[2] for line in read],
         sum(line[3] for line in read),
     )
 
 
-def _local_pairs(
-    id_rows: torch.Tensor, pairs: int, experts: int, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where this rank's `pairs` lie in the ids (M, K) that arrived, flat, and their local ids."""
-    ids = id_rows.flatten() - rank * experts
-    key = ids.div(experts, rounding_mode="floor")  # 0 for this rank's
-    places = torch.ops.sonicmoe.sort_ids(key, 1)[1][:pairs]
-    return places, ids.index_select(0, places)
+class _Pairs(NamedTuple):
+    """The layer's lists: one entry for each pair of this rank, so that H has no row that nobody
+    uses."""
+
+    scores: torch.Tensor  # fp32
+    tokens: torch.Tensor  # int32: rows that arrived
+    experts: torch.Tensor  # int32: local ids
+    places: torch.Tensor  # int32: in the (M, K) slots of the rows that arrived
 
 
-class _Dispatch(torch.autograd.Function):
-    """x (T, d), ids and scores (T, K) as the rows that arrive; gradients of x and scores return."""
+def _pairs(choices: torch.Tensor, pairs: int, experts: int, rank: int) -> _Pairs:
+    """Of the ids and scores (M, 2K), one behind the other and in one type, that arrived."""
+    top_k = choices.shape[1] // 2
+    key = choices[:, :top_k].div(experts, rounding_mode="floor").sub_(rank)  # 0 for this rank's
+    places = torch.ops.sonicmoe.sort_ids(key.flatten(), 1)[1][:pairs]
+    tokens = places.div(top_k, rounding_mode="floor")
+    flat, at = choices.flatten(), torch.add(places, tokens, alpha=top_k)
+    scores = flat[top_k:].index_select(0, at).view(torch.float32)
+    return _Pairs(scores, tokens, flat.index_select(0, at).sub_(rank * experts), places)
+
+
+def _dscores(plan: _Plan, rows: torch.Tensor) -> torch.Tensor:
+    """(T, K) of the rows (M, K) that came back, one for each token and rank."""
+    top_k = rows.shape[1]
+    # A sentinel's row is -1, so that its slot is in the row of zeros behind the last.
+    column = plan.owner.clamp(-1, plan.rows.shape[1]).add_(1).long()
+    row = F.pad(plan.rows, (1, 1), value=-1).gather(1, column)
+    slots = torch.arange(top_k, device=rows.device).add(row, alpha=top_k)
+    return F.pad(rows, (0, 0, 0, 1)).take(slots)
+
+
+class _Experts(torch.autograd.Function):
+    """The experts of all ranks on this rank's tokens. Kept: x as it arrived, H and the routing."""
 
     @staticmethod
-    def forward(ctx, x, scores, ids, plan: _Plan, group: Group):
-        ctx.plan, ctx.group = plan, group
+    def forward(ctx, x, scores, ids, group, w1, b1, w2, b2, layer, w1_up, b1_up):
+        count = w2.shape[0]
+        choices = torch.cat((ids, scores.view(torch.int32)), 1)
+        plan = _plan(ids, count, group)
         there = plan.received, plan.sent, group
-        x_rows = exchanged(x.index_select(0, plan.tokens), *there)
-        both = torch.cat((ids, scores.view(torch.int32)), 1).index_select(0, plan.tokens)
-        id_rows, score_rows = exchanged(both, *there).chunk(2, dim=1)
-        ctx.mark_non_differentiable(id_rows)
-        return x_rows, score_rows.contiguous().view(torch.float32), id_rows
+        # The few bytes go first: the lists are made while the tokens travel.
+        arriving = exchanging(choices.index_select(0, plan.tokens), *there)
+        x_rows = exchanging(x.index_select(0, plan.tokens), *there)
+        pairs = _pairs(waited(arriving), plan.pairs, count, group.rank)
+        x_rows = waited(x_rows)
+        o, _, preact, routing = torch.ops.sonicmoe.routed_forward(
+            x_rows, *pairs[:3], w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
+        )
+        ctx.save_for_backward(x_rows, w1, w2, b2, preact, routing, w1_up)
+        ctx.plan, ctx.places, ctx.group, ctx.layer = plan, pairs.places, group, layer
+        ctx.owns_preact, ctx.has_b1_up = True, b1_up is not None
+        out = exchanged(o, plan.sent, plan.received, group)
+        return torch.ops.sonicmoe.combine(out, plan.rows)
 
     @staticmethod
-    def backward(ctx, dx_rows, dscore_rows, _):
+    def backward(ctx, dout: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "sonicmoe.distributed: got create_graph=True, allowed: False, for the experts have "
+                "no second derivative"
+            )
+        x_rows, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
+        wants_dx, wants_dscores, _, _, *wants = ctx.needs_input_grad
+        wants_dw1, _, wants_dw2, _, _, wants_dw1_up, _ = wants
         plan, group = ctx.plan, ctx.group
         back = plan.sent, plan.received, group
+        dout_rows = dout.index_select(0, plan.tokens)
+        dx_rows, dpairs, dw1, db1, dw2, db2, dw1_up, db1_up = torch.ops.sonicmoe.routed_backward(
+            exchanged(dout_rows, plan.received, plan.sent, group),
+            x_rows,
+            w1,
+            w2,
+            b2,
+            preact,
+            routing,
+            ctx.layer,
+            dpreact=_autograd.place_of_dpreact(ctx, preact),
+            wants_dx=wants_dx,
+            wants_dw1=wants_dw1,
+            wants_dw2=wants_dw2,
+            w1_up=w1_up,
+            wants_dw1_up=wants_dw1_up,
+        )
         dx = dscores = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.ops.sonicmoe.combine(exchanged(dx_rows, *back), plan.rows)
-        if ctx.needs_input_grad[1]:
-            rows = exchanged(dscore_rows, *back)
-            row = torch.where(_same_rank(plan.owner), plan.rows.unsqueeze(1), -1).amax(2)
-            # Sentinels have no row: theirs is the one of zeros behind the last.
-            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-            dscores = rows.gather(0, torch.where(row < 0, len(rows) - 1, row).long())
-        return dx, dscores, None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """The sums (T, d) of rows that came back; backward spreads them again. Keeps no row."""
-
-    @staticmethod
-    def forward(ctx, rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        ctx.plan = plan
-        return torch.ops.sonicmoe.combine(rows, plan.rows)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.index_select(0, ctx.plan.tokens), None
+        returning = exchanging(dx_rows, *back) if wants_dx else None
+        if wants_dscores:
+            slots = dpairs.new_zeros(len(x_rows), plan.owner.shape[1])
+            slots.view(-1).index_copy_(0, ctx.places.long(), dpairs)
+            dscores = _dscores(plan, exchanged(slots, *back))
+        if wants_dx:
+            dx = torch.ops.sonicmoe.combine(waited(returning), plan.rows)
+        has_bias = b2 is not None
+        return (
+            dx,
+            dscores,
+            None,
+            None,
+            dw1 if wants_dw1 else None,
+            db1 if has_bias else None,
+            dw2 if wants_dw2 else None,
+            db2 if has_bias else None,
+            None,
+            dw1_up if wants_dw1_up else None,
+            db1_up if ctx.has_b1_up else None,
+        )
 
 
 @torch.compiler.disable
@@ -113,21 +167,8 @@ def all_to_all_experts(
     experts: _layer.ExpertArgs,
     group: Group,
 ) -> torch.Tensor:
-    """As `gather_experts`. The layer's lists have one entry for each pair, so that H has no row
-    that nobody uses."""
+    """As `gather_experts`."""
     _ops.require()
-    count = experts.w2.shape[0]
-    plan = _plan(ids, count, group)
-    x_rows, score_rows, id_rows = _Dispatch.apply(x, scores, ids, plan, group)
-    # The rows that arrive have a history if either has one: the experts are to see which.
-    x_rows = x_rows if x.requires_grad else x_rows.detach()
-    score_rows = score_rows if scores.requires_grad else score_rows.detach()
-    places, local_ids = _local_pairs(id_rows, plan.pairs, count, group.rank)
-    out, _ = _layer.routed_layer(
-        x_rows,
-        score_rows.flatten().index_select(0, places),
-        places.div(ids.shape[1], rounding_mode="floor"),
-        local_ids,
-        *experts,
-    )
-    return _Combine.apply(all_to_all(out, plan.sent, plan.received, group), plan)
+    x, checked = experts.checked(x, scores)
+    w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = checked.of_operator()
+    return _Experts.apply(x, scores, ids, group, w1, b1, w2, b2, text, w1_up, b1_up)

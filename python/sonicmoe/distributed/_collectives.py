@@ -52,8 +52,19 @@ def exchanged(
     rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group
 ) -> torch.Tensor:
     """`sent[p]` rows go to rank p and `received[p]` rows come from it; without a history."""
-    made = _ops.all_to_all_single(rows.contiguous(), list(received), list(sent), group.name)
-    return _ops.wait_tensor(made)
+    return waited(exchanging(rows, received, sent, group))
+
+
+def exchanging(
+    rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+) -> torch.Tensor:
+    """The same, begun: what it gives is to be read behind :func:`waited`. The device waits, not the
+    host."""
+    return _ops.all_to_all_single(rows.contiguous(), list(received), list(sent), group.name)
+
+
+def waited(begun: torch.Tensor) -> torch.Tensor:
+    return _ops.wait_tensor(begun)
 
 
 class _Linear(torch.autograd.Function):
@@ -78,11 +89,3 @@ def all_gather(part: torch.Tensor, group: Group) -> torch.Tensor:
 def reduce_scatter(whole: torch.Tensor, group: Group) -> torch.Tensor:
     """:func:`scattered_sum`; backward gathers the gradients of all ranks."""
     return _Linear.apply(whole, (scattered_sum, group), (gathered, group))
-
-
-def all_to_all(
-    rows: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group
-) -> torch.Tensor:
-    """:func:`exchanged`; backward sends the gradients back."""
-    there = exchanged, received, sent, group
-    return _Linear.apply(rows, there, (exchanged, sent, received, group))
