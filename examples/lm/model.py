@@ -32,10 +32,10 @@ class Attention(nn.Module):
         return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            self._rotated(q), self._rotated(k), v, is_causal=True
-        )
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        qk, v = qkv.split((2, 1))
+        q, k = self._rotated(qk)
+        mixed = F.scaled_dot_product_attention(q, k, v[0], is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 

@@ -53,8 +53,14 @@ class Training:
         torch.manual_seed(s.seed)  # on the CPU: the same weights for any device and any ranks
         self.model = LanguageModel(s, text.vocabulary)
         self.weights = sum(p.numel() for p in self.model.parameters())
-        spread(self.model, s, ranks)
+        self._place()
         self.optimizer = make_optimizer(self.model, s)
+
+    def _place(self) -> None:
+        """Brings the model to its devices."""
+        spread(self.model, self.s, self.ranks)
+        self.computing = self.model  # the module that is called
+        self.validated_at_a_time = self.s.batch
 
     def load(self, folder: Path) -> None:
         checkpoint.load(folder, self.model, self.optimizer)
@@ -75,9 +81,35 @@ class Training:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross entropy and switch loss."""
         device = self.ranks.device
-        logits, aux_loss = self.model(inputs.to(device))
+        logits, aux_loss = self.computing(inputs.to(device))
         logits, targets = logits.flatten(0, 1).float(), targets.to(device).flatten()
         return F.cross_entropy(logits, targets, reduction=reduction), aux_loss
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _sequences(self, micro: int) -> range:
+        """Of all sequences of a step, those of this rank's batch `micro`."""
+        first = (micro * self.ranks.size + self.ranks.rank) * self.s.batch
+        return range(first, first + self.s.batch)
+
+    def _micro(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Backward of one of a step's batches; its parts of the step's losses."""
+        losses = torch.stack(self._losses(inputs, targets)) / self.s.accumulate
+        (losses[0] + self.s.aux_loss * losses[1]).backward()  # FSDP2 takes the mean over ranks
+        return losses.detach()
+
+    def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the optimizer: this rank's mean losses, and the norm of the gradient."""
+        s = self.s
+        losses = torch.zeros(2, device=self.ranks.device)
+        for micro in range(s.accumulate):
+            losses += self._micro(*self.text.batch(s.seed, self.done, self._sequences(micro)))
+        norm = clip_grad_norm_(self.model.parameters(), s.clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses, norm
 
     def step(self, stop: bool = False) -> tuple[dict[str, Any], bool]:
         """One step as the log has it, and whether any rank wants to stop."""
@@ -85,19 +117,10 @@ class Training:
         # For token rounding: other draws each step and rank, the same ones after a resume.
         torch.manual_seed(random.Random(f"{s.seed} {self.done} {ranks.rank}").getrandbits(63))
         lr = learning_rate(s, self.done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        told = torch.zeros(3, device=ranks.device)
-        for micro in range(s.accumulate):
-            first = (micro * ranks.size + ranks.rank) * s.batch
-            batch = self.text.batch(s.seed, self.done, range(first, first + s.batch))
-            losses = torch.stack(self._losses(*batch)) / s.accumulate
-            (losses[0] + s.aux_loss * losses[1]).backward()  # FSDP2 takes the mean over ranks
-            told[:2] += losses.detach() / ranks.size
-        norm = clip_grad_norm_(self.model.parameters(), s.clip or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        told[2] = float(stop)
+        self._set_rate(lr)
+        losses, norm = self._update()
+        stops = torch.full((1,), float(stop), device=ranks.device)
+        told = torch.cat((losses / ranks.size, stops))
         dist.all_reduce(told)
         # The only wait of a step.
         loss, aux_loss, stops, norm = torch.cat((told, norm.view(1))).tolist()
@@ -110,15 +133,16 @@ class Training:
     def validate(self) -> float:
         """The mean loss of the held-out sequences, with plain top-K. Any ranks take the same."""
         s, ranks, count = self.s, self.ranks, self.s.validation_sequences
+        batch = self.validated_at_a_time
         total = torch.zeros((), device=ranks.device, dtype=torch.float64)
-        self.model.eval()
-        for all_first in range(0, count, s.batch * ranks.size):
+        self.computing.eval()
+        for all_first in range(0, count, batch * ranks.size):
             # Ranks bring full batches, equally many, to the experts: what is too much counts not.
-            first = all_first + ranks.rank * s.batch
-            some = [min(i, count - 1) for i in range(first, first + s.batch)]
+            first = all_first + ranks.rank * batch
+            some = [min(i, count - 1) for i in range(first, first + batch)]
             losses = self._losses(*self.text.validation(some, count), "none")[0]
-            total += losses.view(s.batch, -1)[: max(0, count - first)].double().sum()
-        self.model.train()
+            total += losses.view(batch, -1)[: max(0, count - first)].double().sum()
+        self.computing.train()
         dist.all_reduce(total)
         return total.item() / (count * s.context)
 
@@ -131,15 +155,21 @@ def how_to_go_on(out: Path) -> str:
     return f"To go on from step {step}: launch train_lm.py --out {out} --resume as before."
 
 
-def run(s: Settings, text: Text, ranks: Ranks, resume: Path | None = None) -> int:
+def run(
+    s: Settings,
+    text: Text,
+    ranks: Ranks,
+    resume: Path | None = None,
+    kind: type[Training] = Training,
+) -> int:
     """Trains, validates and saves, from a checkpoint on if one is given. 0, or 1 on divergence."""
-    training = Training(s, text, ranks)
+    began, stop = time.monotonic(), False
+    training = kind(s, text, ranks)
     if resume is not None:
         training.load(resume)
     s.out.mkdir(parents=True, exist_ok=True)
     report = Report(s.out, training.done, s.steps) if ranks.rank == 0 else Quiet()
     report.say(_about(training))
-    began, stop = time.monotonic(), False
     with Watch(s.timeout, lambda: how_to_go_on(s.out)) as watch:
         while training.done < s.steps and not stop:
             late = 0 < s.minutes * 60 < time.monotonic() - began
