@@ -1,19 +1,23 @@
 """Trains one language model under each rule of token rounding, and reports what each costs.
 
-    python benchmarks/quality.py --text CORPUS --devices 0 1 --minutes 9
+    python benchmarks/quality.py --text CORPUS --minutes 9
     python benchmarks/quality.py --report
 
 A job is a rule, a number of rows and a seed, and trains the model of examples/lm on one device.
 Jobs of one seed have the same initial weights and the same batches. `nr-half` and `nr-quarter`
 bring half and a quarter of the rows to the experts at a time, in more batches a step.
 
-A finished job is JOB.jsonl in --out, and is skipped from then on. Checkpoints lie in --out/work,
-and the next start goes on from them. --report writes the receipt, from which --draw makes the table
-and the picture. Exit code 0, also after a stop; 1 where a job failed; 2 for bad options.
+A finished job is JOB.jsonl in --out, and is skipped from then on. A stop saves the current job in
+--out/work, and the next start goes on from there. Several starts with other --jobs, each on a GPU
+of its own (CUDA_VISIBLE_DEVICES), may share --out. --report writes the receipt, from which --draw
+makes the table and the picture. Exit code 0, also after a stop; 1 where a job diverged; 2 for bad
+options.
 """
 
 import argparse
+import contextlib
 import datetime
+import gc
 import hashlib
 import json
 import math
@@ -21,7 +25,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -39,18 +42,21 @@ from lm.settings import ROUNDING, Settings, number  # noqa: E402
 ROWS = {"full": 1, "half": 2, "quarter": 4}  # batches that take the place of one
 SEVERAL = ("top_k", "nr", "sr", "nr_s", "nr-half", "nr-quarter")  # with --seeds
 ONCE = ("balance", "up", "down", "top_k-half", "top_k-quarter")
-#: Two tiles an expert: 4,096 tokens of a batch, 8 of 128 experts each, are 256 rows.
+QUICK = ("top_k-0", "nr-0")
+QUICK_STEPS = 640  # 10.5 M tokens
+#: Two tiles an expert: 4,096 tokens of a batch, 8 of 128 experts each, are 256 rows. A job takes a
+#: minute or two, so that only a stop saves it.
 FULL = {
-    **{"layers": 8, "hidden": 512, "heads": 8, "experts": 128, "top_k": 8, "intermediate": 128},
+    **{"layers": 4, "hidden": 512, "heads": 8, "experts": 128, "top_k": 8, "intermediate": 128},
     **{"context": 512, "batch": 8, "accumulate": 4, "tile": 128, "steps": 3072},
-    **{"validate_every": 128, "validation_sequences": 256, "checkpoint_every": 512},
+    **{"validate_every": 128, "validation_sequences": 256, "checkpoint_every": 3072},
 }
 SMALL = {
     **{"layers": 1, "hidden": 32, "heads": 2, "experts": 8, "top_k": 2, "intermediate": 16},
     **{"context": 32, "batch": 4, "accumulate": 1, "tile": 16, "steps": 6},
     **{"validate_every": 2, "validation_sequences": 4, "checkpoint_every": 3},
 }
-LEAST = 45  # seconds that must be left to start a job
+LEAST = 25  # seconds that must be left to start a job
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,8 @@ def jobs_of(seeds: int) -> list[Job]:
 
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
     made = dict(SMALL if options.small else FULL)
-    made["steps"] = options.steps or made["steps"]
+    if options.quick and not options.small:
+        made["steps"] = QUICK_STEPS
     return made | {"warmup": made["steps"] // 10, "lr": 1e-3}
 
 
@@ -94,9 +101,8 @@ def settings_of(job: Job, options: argparse.Namespace) -> Settings:
     made["accumulate"] *= share
     if job.rule != "top_k":
         made |= {"routing": "token_rounding", "rounding": job.rule}
-    device = "cpu" if options.devices == ["cpu"] else "cuda"
     out = options.out / "work" / job.name
-    return Settings(**made, text=options.text, out=out, seed=job.seed, device=device)
+    return Settings(**made, text=options.text, out=out, seed=job.seed, device=options.device)
 
 
 def result_of(job: Job, options: argparse.Namespace) -> Path:
@@ -140,8 +146,8 @@ def check_study(options: argparse.Namespace, text: Any) -> None:
 
 def command(job: Job, options: argparse.Namespace) -> list[str]:
     line = ["benchmarks/quality.py", "--out", str(options.out), "--jobs", job.name]
-    line += ["--devices", *options.devices] + ["--small"] * options.small
-    line += ["--steps", str(options.steps)] if options.steps else []
+    line += ["--device", options.device]
+    line += ["--small"] * options.small + ["--quick"] * options.quick
     return line + (["--text", *map(str, options.text)] if options.text else [])
 
 
@@ -170,32 +176,29 @@ def about(job: Job, options: argparse.Namespace, device: Any) -> dict[str, Any]:
     }
 
 
-def train(job: Job, options: argparse.Namespace, began: float) -> int:
-    """Trains, or goes on, in this process until the job is done or --minutes after `began`."""
-    from lm import checkpoint, parallel, report, training
+def train(job: Job, options: argparse.Namespace, text: Any, ranks: Any, until: float) -> int:
+    """Trains, or goes on, until the job is done or the time is `until`. 1 where it diverged."""
+    from lm import captured, checkpoint, report, training
 
     s = settings_of(job, options)
     s.check(1)
-    text = load_text(options)
-    check_study(options, text)
     folder = checkpoint.latest(s.out)
     log = report.read(s.out / "log.jsonl")
-    with parallel.ranks_of(s) as ranks:
-        what = about(job, options, ranks.device)
-        if not log or log[-1]["step"] < s.steps or "validation_loss" not in log[-1]:
-            if folder is not None:
-                saved = checkpoint.read(folder)
-                text.check_resumed(saved)
-                s.check_resumed(Settings.of(saved["settings"]), 1, saved)
-            if options.minutes:
-                left = options.minutes - (time.monotonic() - began) / 60
-                s = Settings.of(s.saved() | {"minutes": max(left, 1e-9)})
-            if training.run(s, text, ranks, folder):
-                return 1
+    if not log or log[-1]["step"] < s.steps or "validation_loss" not in log[-1]:
+        if folder is not None:
+            saved = checkpoint.read(folder)
+            text.check_resumed(saved)
+            s.check_resumed(Settings.of(saved["settings"]), 1, saved)
+        if until < math.inf:
+            left = (until - time.monotonic()) / 60
+            s = Settings.of(s.saved() | {"minutes": max(left, 1e-9)})
+        if training.run(s, text, ranks, folder, captured.Captured):
+            return 1
     log = report.read(s.out / "log.jsonl")
     if log[-1]["step"] == s.steps:
         head, *points = quality_report.lines_of(log, s.batch * s.accumulate * s.context)
-        head = {"rule": job.rule, "rows": job.rows, "seed": job.seed} | head | what
+        head = {"rule": job.rule, "rows": job.rows, "seed": job.seed} | head
+        head |= about(job, options, ranks.device)
         new = s.out / "result.jsonl"
         new.write_text("".join(json.dumps(line) + "\n" for line in (head, *points)))
         os.replace(new, result_of(job, options))
@@ -203,65 +206,35 @@ def train(job: Job, options: argparse.Namespace, began: float) -> int:
     return 0
 
 
-def start(job: Job, device: str, minutes: float, options: argparse.Namespace) -> subprocess.Popen:
-    """A process for one job, which a Ctrl-C of ours does not reach."""
-    options = argparse.Namespace(**vars(options) | {"devices": [device]})
-    program, *rest = command(job, options)
-    line = [sys.executable, str(ROOT / program), *rest, "--here", "--minutes", str(minutes)]
-    env = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
-    if device != "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = device
+def run(jobs: list[Job], options: argparse.Namespace, text: Any, until: float) -> int:
+    """One job after the other, until a time or a signal."""
+    from lm import parallel
+
     (options.out / "work").mkdir(exist_ok=True)
-    with open(options.out / "work" / f"{job.name}.txt", "a") as said:
-        return subprocess.Popen(line, env=env, stdout=said, stderr=said, start_new_session=True)
-
-
-def ended(job: Job, status: int, options: argparse.Namespace) -> bool:
-    """Says how a job's process ended. False where it failed. SIGTERM may come before training."""
-    file, said = result_of(job, options), options.out / "work" / f"{job.name}.txt"
-    if file.exists():
-        head = json.loads(file.read_text().splitlines()[0])
-        speed = f"{head['tokens_per_s']:,.0f} tokens/s"
-        print(f"{job.name}: done, validation loss {head['validation_loss']:.4f}, {speed}")
-    elif status not in (0, -signal.SIGTERM):
-        last = (said.read_text().strip().splitlines() or ["no output"])[-1]
-        print(f"{job.name}: failed with status {status}: {last} ({said})")
-    else:
-        print(f"{job.name}: stopped; the next start goes on")
-    return file.exists() or status in (0, -signal.SIGTERM)
-
-
-def run(jobs: list[Job], options: argparse.Namespace) -> int:
-    """One job a device at a time, in order, until --minutes or a signal."""
-    until = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
-    waiting = [job for job in jobs if not result_of(job, options).exists()]
-    idle, running, failed, asked = list(options.devices), [], False, []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: asked.append(1)) for number in signals]
-    while True:
-        left = until - time.monotonic()
-        over = bool(asked) or left < LEAST
-        while idle and waiting and not over:
-            job, device = waiting.pop(0), idle.pop(0)
-            minutes = 0 if left == math.inf else left / 60
-            running.append((start(job, device, minutes, options), job, device))
-            print(f"{job.name}: starts on {device}")
-        if asked.count(1):
-            asked[:] = [0]  # a second signal is passed on too, and ends jobs without saving
-            for process, *_ in running:
-                process.terminate()
-        for process, job, device in [one for one in running if one[0].poll() is not None]:
-            running.remove((process, job, device))
-            idle.append(device)
-            failed |= not ended(job, process.returncode, options)
-        sys.stdout.flush()
-        if not running and (over or not waiting):
-            break
-        time.sleep(0.2)
-    for which, handler in zip(signals, before, strict=True):
-        signal.signal(which, handler)
+    failed = 0
+    with parallel.ranks_of(settings_of(jobs[0], options)) as ranks:
+        for job in jobs:
+            file, said = result_of(job, options), options.out / "work" / f"{job.name}.txt"
+            if file.exists():
+                continue
+            if until - time.monotonic() < LEAST:
+                break
+            print(f"{job.name}: starts", flush=True)
+            with said.open("a") as lines, contextlib.redirect_stdout(lines):
+                diverged = train(job, options, text, ranks, until)
+            failed |= diverged
+            if diverged:
+                print(f"{job.name}: diverged ({said})")
+            elif file.exists():
+                head = json.loads(file.read_text().splitlines()[0])
+                print(f"{job.name}: done, validation loss {head['validation_loss']:.4f}, "
+                      f"{head['tokens_per_s']:,.0f} tokens/s", flush=True)  # fmt: skip
+            else:
+                print(f"{job.name}: stopped; the next start goes on")
+                break
+            gc.collect()  # the graph of the job, with its memory
     print(f"{sum(result_of(job, options).exists() for job in jobs)} of {len(jobs)} jobs are done")
-    return int(failed)
+    return failed
 
 
 def plan(jobs: list[Job], options: argparse.Namespace, text: Any) -> None:
@@ -293,15 +266,16 @@ def make_parser() -> argparse.ArgumentParser:
     does.add_argument("--plan", action="store_true", help="list the jobs and what is done")
     does.add_argument("--report", action="store_true", help="receipt, table and picture")
     does.add_argument("--draw", action="store_true", help="table and picture, from the receipt")
-    does.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one job, no process
     parser.add_argument("--text", nargs="+", type=Path, default=(), metavar="PATH",
                         help="files or folders (default: Python's standard library)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("quality"), help="default: %(default)s")
-    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs, or cpu; default: 0")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
+                        help="auto: a GPU where there is one")  # fmt: skip
     parser.add_argument("--minutes", type=number, default=0, help="save and stop; 0: never")
     parser.add_argument("--seeds", type=positive, default=3, help="default: %(default)s")
     parser.add_argument("--jobs", nargs="+", type=job, metavar="JOB", help="default: see --plan")
-    parser.add_argument("--steps", type=positive, help="for a shorter study in a folder of its own")
+    parser.add_argument("--quick", action="store_true",
+                        help="top-K and NR-f, one seed, 10 M tokens, in a folder of its own")  # fmt: skip
     parser.add_argument("--small", action="store_true", help="a model for tests on a CPU")
     receipts = ROOT / "receipts" / "quality.json"
     parser.add_argument("--json", type=Path, default=receipts, help="the receipt")
@@ -310,36 +284,28 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_devices(devices: list[str]) -> None:
-    import torch
-
-    able = ["cpu", *map(str, range(torch.cuda.device_count()))]
-    for device in devices:
-        if device not in able or devices.count(device) > 1:
-            raise ValueError(f"--devices: got {' '.join(devices)}, allowed: of {able}, once each")
-
-
 def main(arguments: list[str] | None = None) -> int:
     began, parser = time.monotonic(), make_parser()
     options = parser.parse_args(arguments)
-    jobs = options.jobs or jobs_of(options.seeds)
+    jobs = options.jobs or ([job(n) for n in QUICK] if options.quick else jobs_of(options.seeds))
+    until = began + 60 * options.minutes if options.minutes else math.inf
     try:
         if options.report:
             quality_report.write(options.out, options.json)
         if options.report or options.draw:
             quality_report.show(options.json, options.picture)
             return 0
-        if options.here:
-            return train(jobs[0], options, began)
         text = load_text(options)
         check_study(options, text)
         if options.plan:
             plan(jobs, options, text)
             return 0
-        check_devices(options.devices)
+        from lm import parallel
+
+        parallel.device_and_precision(settings_of(jobs[0], options))
     except ValueError as error:
         parser.error(str(error))
-    return run(jobs, options)
+    return run(jobs, options, text, until)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import quality  # noqa: E402
 import quality_report  # noqa: E402
-from lm import checkpoint, parallel, training  # noqa: E402
+from lm import captured, checkpoint, parallel, training  # noqa: E402
 from lm.data import load_text  # noqa: E402
 from lm.model import LanguageModel  # noqa: E402
 
@@ -37,7 +37,7 @@ def one_thread():
 def arguments(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}\n" for i in range(2000)))
-    return ["--small", "--devices", "cpu", "--text", str(text), "--out", str(tmp_path / "out")]
+    return ["--small", "--device", "cpu", "--text", str(text), "--out", str(tmp_path / "out")]
 
 
 def parsed(arguments, *more):
@@ -45,7 +45,12 @@ def parsed(arguments, *more):
 
 
 def train(name, options):
-    assert quality.train(quality.job(name), options, time.monotonic()) == 0
+    """One job, for no time at all where --minutes is set."""
+    until = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+    text, job = quality.load_text(options), quality.job(name)
+    quality.check_study(options, text)
+    with parallel.ranks_of(quality.settings_of(job, options)) as ranks:
+        assert quality.train(job, options, text, ranks, until) == 0
     file = options.out / f"{name}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else None
 
@@ -116,6 +121,7 @@ def test_resumes_with_the_same_bits(arguments, tmp_path, capsys, monkeypatch):
         patch.setattr(quality_report, "lines_of", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(name, pieces)
+        dist.destroy_process_group()
     assert untimed(train(name, pieces)) == untimed(whole)
     assert loaded == ["step-0000001", "step-0000003"]
     assert train("top_k-1", options)[1:] != whole[1:]
@@ -128,25 +134,29 @@ def test_pairs_begin_alike(arguments):
         s = quality.settings_of(quality.job(name), options)
         text = load_text(s.text, None, s.context)
         with parallel.ranks_of(s) as ranks:
-            made = training.Training(s, text, ranks)
+            made = captured.Captured(s, text, ranks)
             batches = [text.batch(s.seed, 0, range(m * s.batch, (m + 1) * s.batch))[0]
                        for m in range(s.accumulate)]  # fmt: skip
             first[name] = (made.validate(), torch.cat(batches).tolist())
     assert first["top_k-1"] == first["nr-1"]
     assert first["nr-half-1"][1] == first["nr-1"][1] != first["top_k-2"][1]
-    # Another batch size may take other sums.
-    assert first["nr-half-1"][0] == pytest.approx(first["nr-1"][0], rel=1e-6)
+    assert first["nr-half-1"][0] == first["nr-1"][0]
     assert first["top_k-2"][0] != pytest.approx(first["nr-1"][0], rel=1e-6)
 
 
-def test_processes(arguments, tmp_path):
-    """One starts, hears of a SIGTERM, and stops; the next call skips what is done."""
+def test_a_signal_and_what_is_done(arguments, tmp_path):
+    """A start hears of a SIGTERM and stops; the next one skips what is done."""
     out = tmp_path / "out"
     line = [sys.executable, str(ROOT / "benchmarks" / "quality.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    long = [*line, "--out", str(tmp_path / "long"), "--jobs", "sr-0", "up-0"]
-    long += ["--steps", "100000", "--minutes", "1"]  # where a signal does not end it
-    with subprocess.Popen(long, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    endless = (  # where a signal does not end it, a minute does
+        "import sys, quality; quality.SMALL['steps'] = 100_000; quality.SMALL['validate_every'] = "
+        "100_000; sys.exit(quality.main(sys.argv[1:]))"
+    )
+    long = [sys.executable, "-c", endless, *arguments, "--out", str(tmp_path / "long")]
+    long += ["--jobs", "sr-0", "up-0", "--minutes", "1"]
+    where = {**environment, "PYTHONPATH": str(ROOT / "benchmarks")}
+    with subprocess.Popen(long, stdout=subprocess.PIPE, text=True, env=where) as process:
         log = tmp_path / "long" / "work" / "sr-0" / "log.jsonl"
         until = time.monotonic() + 60
         while not (log.exists() and log.read_text()) and time.monotonic() < until:
@@ -155,7 +165,7 @@ def test_processes(arguments, tmp_path):
         said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
     assert said.splitlines() == [
-        "sr-0: starts on cpu",
+        "sr-0: starts",
         "sr-0: stopped; the next start goes on",
         "0 of 2 jobs are done",
     ]
@@ -163,17 +173,69 @@ def test_processes(arguments, tmp_path):
 
     quality.check_study(parsed(arguments), quality.load_text(parsed(arguments)))
     (out / "nr-0.jsonl").write_text("{}\n")
-    (out / "work").mkdir()
-    (out / "work" / "up-0").write_text("no folder")
-    few = [*line, "--jobs", "nr-0", "up-0"]
+    few = [*line, "--jobs", "nr-0", "up-0", "--quick"]
     done = subprocess.run(few, capture_output=True, text=True, env=environment, timeout=60)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "nr-0:" not in done.stdout and "up-0: failed with status 1: " in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nr-0:" not in done.stdout and "up-0: done, validation loss " in done.stdout
     assert (out / "nr-0.jsonl").read_text() == "{}\n"
 
 
+def test_a_job_that_diverges(arguments, tmp_path, capsys, monkeypatch):
+    """The next one runs all the same."""
+    step = training.Training.step
+
+    def diverges(made, stop):
+        line, stop = step(made, stop)
+        return line | {"loss": math.nan if made.s.routing == "top_k" else line["loss"]}, stop
+
+    monkeypatch.setattr(training.Training, "step", diverges)
+    assert quality.main([*arguments, "--jobs", "top_k-0", "nr-0"]) == 1
+    said = capsys.readouterr().out
+    assert "top_k-0: diverged (" in said and said.endswith("1 of 2 jobs are done\n")
+
+
+def test_quick(arguments, capsys):
+    """10 M tokens of each."""
+    assert quality.main([*arguments, "--quick", "--plan"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == [
+        "top_k-0",
+        "nr-0",
+    ]
+    options = quality.make_parser().parse_args(["--quick"])
+    s = quality.settings_of(quality.job("nr-0"), options)
+    assert s.steps * s.batch * s.accumulate * s.context >= 10e6
+
+
+def losses_of(made, steps):
+    lines = [made.step()[0] for _ in range(steps)]
+    return [line[key] for line in lines for key in ("loss", "aux_loss", "grad_norm")]
+
+
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+@pytest.mark.parametrize("name", ["top_k-3", "sr-half-3"])
+def test_a_captured_step_is_a_step(arguments, device, name, tmp_path):
+    """Beside the step of train_lm.py, to the rounding of sums in another order; also resumed."""
+    s = quality.settings_of(quality.job(name), parsed(arguments, "--device", device))
+    text = load_text(s.text, None, s.context)
+    with parallel.ranks_of(s) as ranks:
+        plain, ours = training.Training(s, text, ranks), captured.Captured(s, text, ranks)
+        want, got = losses_of(plain, 4), losses_of(ours, 4)
+        folder, later = ours.save(), losses_of(ours, 2)
+        resumed = captured.Captured(s, text, ranks)
+        resumed.load(folder)
+        again = losses_of(resumed, 2)
+        validated = [made.validate() for made in (ours, resumed)]
+        want += losses_of(plain, 2)
+    limit = 1e-5 if device == "cpu" else 2**-6  # bf16 beside bf16
+    assert got + later == pytest.approx(want, rel=limit)
+    # Attention's gradient on a GPU adds up in no fixed order.
+    same = 0.0 if device == "cpu" else 2**-6
+    assert later == pytest.approx(again, rel=same, abs=0)
+    assert validated[0] == pytest.approx(validated[1], rel=same, abs=0)
+
+
 def test_no_time_is_left(arguments, capsys):
-    assert quality.main([*arguments, "--jobs", "nr-0", "--minutes", "0.5"]) == 0
+    assert quality.main([*arguments, "--jobs", "nr-0", "--minutes", "0.3"]) == 0
     assert capsys.readouterr().out == "0 of 1 jobs are done\n"
 
 
@@ -254,8 +316,7 @@ def test_bands():
         (["--jobs", "ec-0"], "got 'ec-0', allowed: RULE-SEED"),
         (["--seeds", "0"], "got '0', allowed: an int of at least 1"),
         (["--minutes", "-1"], "got '-1', allowed: numbers from 0"),
-        (["--devices", "cpu", "cpu"], "--devices: got cpu cpu, allowed: of ['cpu'"),
-        (["--devices", "99"], "--devices: got 99, allowed: of ['cpu'"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--report"], "allowed: a folder with a finished job"),
         (["--draw", "--json", "none.json"], "--json: got none.json, allowed: a receipt"),
         (["--text", "none.txt"], "none.txt: no such file or folder"),
@@ -267,9 +328,10 @@ def test_refusals(arguments, more, text, capsys):
     assert stop.value.code == 2 and text in capsys.readouterr().err
 
 
-def test_another_study(arguments, tmp_path, capsys):
+def test_another_study(arguments, tmp_path, capsys, monkeypatch):
     assert quality.main([*arguments, "--minutes", "0.1"]) == 0
     (tmp_path / "text.txt").write_text("other words " * 100)
+    monkeypatch.setitem(quality.SMALL, "steps", 5)
     with pytest.raises(SystemExit):
-        quality.main([*arguments, "--steps", "5", "--minutes", "0.1"])
+        quality.main([*arguments, "--minutes", "0.1"])
     assert "whose jobs have another steps, text, allowed: another" in capsys.readouterr().err
