@@ -103,6 +103,7 @@ SANITIZED = ":".join(
         "TopK.OtherScoresByHand",
         "TopK.GroupsByHand",
         "ZeroTail.*",
+        "UpdateSelectionBias.*",
     ]
     + [
         f"Cases/Layer.{test}/{case}"

@@ -342,6 +342,20 @@ struct SONICMOE_API AuxLossDesc {
   bool operator==(const AuxLossDesc&) const = default;
 };
 
+/// selection_bias += rate * sign(mean of counts - counts): experts that a step's tokens chose too
+/// often get a smaller bias. The comparison with the mean is exact. Wang et al.,
+/// Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
+struct UpdateSelectionBiasArgs {
+  const std::int32_t* counts = nullptr;  ///< (E): of a step's tokens, on all ranks
+  float* selection_bias = nullptr;       ///< (E): read and written
+  float rate = 0.0f;                     ///< finite, not negative
+};
+struct SONICMOE_API UpdateSelectionBiasDesc {
+  using Args = UpdateSelectionBiasArgs;
+  std::int64_t experts = 0;  ///< E
+  bool operator==(const UpdateSelectionBiasDesc&) const = default;
+};
+
 /// A plan for one operation. Immutable and cheap to copy. Several threads may call one plan at
 /// once, each with its own workspace. Calls do not allocate.
 template <class Desc>
@@ -386,6 +400,8 @@ SONICMOE_API Result<OpPlan<ScoreGradDesc>> make_plan(const ScoreGradDesc&, Devic
                                                      const Options& = {});
 SONICMOE_API Result<OpPlan<AuxLossDesc>> make_plan(const AuxLossDesc&, Device = {},
                                                    const Options& = {});
+SONICMOE_API Result<OpPlan<UpdateSelectionBiasDesc>> make_plan(const UpdateSelectionBiasDesc&,
+                                                               Device = {}, const Options& = {});
 
 extern template class OpPlan<RouterGemmDesc>;
 extern template class OpPlan<TopKDesc>;
@@ -397,5 +413,6 @@ extern template class OpPlan<BiasGradDesc>;
 extern template class OpPlan<AggregateDesc>;
 extern template class OpPlan<ScoreGradDesc>;
 extern template class OpPlan<AuxLossDesc>;
+extern template class OpPlan<UpdateSelectionBiasDesc>;
 
 }  // namespace sonicmoe

@@ -42,6 +42,7 @@ extern const Kernel<BiasGradDesc> kBiasGrad;
 extern const Kernel<AggregateDesc> kAggregate;
 extern const Kernel<ScoreGradDesc> kScoreGrad;
 extern const Kernel<AuxLossDesc> kAuxLoss;
+extern const Kernel<UpdateSelectionBiasDesc> kUpdateSelectionBias;
 extern const Kernel<TokenRoundingDesc> kTokenRounding;
 extern const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad;
 
@@ -91,6 +92,7 @@ extern const Kernel<AggregateDesc> kAggregate;
 extern const Kernel<ScoreGradDesc> kScoreGrad;
 extern const Kernel<BiasGradDesc> kBiasGrad;
 extern const Kernel<AuxLossDesc> kAuxLoss;
+extern const Kernel<UpdateSelectionBiasDesc> kUpdateSelectionBias;
 extern const Kernel<TokenRoundingDesc> kTokenRounding;
 extern const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad;
 }  // namespace cuda

@@ -91,6 +91,7 @@ const char* op_name(const BiasGradDesc& desc);
 const char* op_name(const AggregateDesc& desc);
 const char* op_name(const ScoreGradDesc& desc);
 const char* op_name(const AuxLossDesc& desc);
+const char* op_name(const UpdateSelectionBiasDesc& desc);
 const char* op_name(const TokenRoundingDesc& desc);
 const char* op_name(const TokenRoundingGradDesc& desc);
 
@@ -133,6 +134,7 @@ void for_each_kernel(F&& f) {
   each(kernel_list<AggregateDesc>());
   each(kernel_list<ScoreGradDesc>());
   each(kernel_list<AuxLossDesc>());
+  each(kernel_list<UpdateSelectionBiasDesc>());
   each(kernel_list<TokenRoundingDesc>());
   each(kernel_list<TokenRoundingGradDesc>());
 }

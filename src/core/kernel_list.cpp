@@ -148,6 +148,17 @@ std::span<const Kernel<AuxLossDesc>* const> kernel_list() {
 }
 
 template <>
+std::span<const Kernel<UpdateSelectionBiasDesc>* const> kernel_list() {
+  static constexpr const Kernel<UpdateSelectionBiasDesc>* kList[] = {
+    &cpu::kUpdateSelectionBias,
+#if SONICMOE_HAS_CUDA
+    &cuda::kUpdateSelectionBias,
+#endif
+  };
+  return kList;
+}
+
+template <>
 std::span<const Kernel<TokenRoundingDesc>* const> kernel_list() {
   static constexpr const Kernel<TokenRoundingDesc>* kList[] = {
     &cpu::kTokenRounding,

@@ -26,6 +26,7 @@ const char* op_name(const BiasGradDesc&) { return "bias_grad"; }
 const char* op_name(const AggregateDesc&) { return "aggregate"; }
 const char* op_name(const ScoreGradDesc&) { return "score_grad"; }
 const char* op_name(const AuxLossDesc&) { return "aux_loss"; }
+const char* op_name(const UpdateSelectionBiasDesc&) { return "update_selection_bias"; }
 const char* op_name(const TokenRoundingDesc&) { return "token_rounding"; }
 const char* op_name(const TokenRoundingGradDesc&) { return "token_rounding_grad"; }
 const char* op_name(const GroupedGemmDesc& desc) {
@@ -322,6 +323,7 @@ SONICMOE_OP_PLAN(BiasGradDesc)
 SONICMOE_OP_PLAN(AggregateDesc)
 SONICMOE_OP_PLAN(ScoreGradDesc)
 SONICMOE_OP_PLAN(AuxLossDesc)
+SONICMOE_OP_PLAN(UpdateSelectionBiasDesc)
 SONICMOE_OP_PLAN(TokenRoundingDesc)
 SONICMOE_OP_PLAN(TokenRoundingGradDesc)
 #undef SONICMOE_OP_PLAN

@@ -278,6 +278,8 @@ Status validate(const AuxLossDesc& d) {
       .status();
 }
 
+Status validate(const UpdateSelectionBiasDesc& d) { return Checker().experts(d.experts).status(); }
+
 Status validate(const TokenRoundingDesc& d) {
   Checker check = routed(d);
   check.range("list_length", d.list_length, 0, 0).known("rule", d.rule);

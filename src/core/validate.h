@@ -29,6 +29,7 @@ Status validate(const BiasGradDesc& desc);
 Status validate(const AggregateDesc& desc);
 Status validate(const ScoreGradDesc& desc);
 Status validate(const AuxLossDesc& desc);
+Status validate(const UpdateSelectionBiasDesc& desc);
 Status validate(const TokenRoundingDesc& desc);
 Status validate(const TokenRoundingGradDesc& desc);
 
@@ -49,6 +50,8 @@ Status validate(const BiasGradDesc& desc, const BiasGradArgs& args, DeviceType d
 Status validate(const AggregateDesc& desc, const AggregateArgs& args, DeviceType device);
 Status validate(const ScoreGradDesc& desc, const ScoreGradArgs& args, DeviceType device);
 Status validate(const AuxLossDesc& desc, const AuxLossArgs& args, DeviceType device);
+Status validate(const UpdateSelectionBiasDesc& desc, const UpdateSelectionBiasArgs& args,
+                DeviceType device);
 Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args, DeviceType device);
 Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args,
                 DeviceType device);

@@ -1,4 +1,7 @@
 // The pointers of a call. Refuses null where the call reads or writes a tensor, and misalignment.
+#include <cmath>
+#include <string>
+
 #include "core/checker.h"
 #include "core/validate.h"
 
@@ -407,6 +410,16 @@ Status validate(const AuxLossDesc& d, const AuxLossArgs& a, DeviceType device) {
   } else {
     check.ints("loss", a.loss, 1, "(1) float");
   }
+  return check.status();
+}
+
+Status validate(const UpdateSelectionBiasDesc& d, const UpdateSelectionBiasArgs& a,
+                DeviceType device) {
+  Checker check = checker_of(d, device);
+  check.ints("counts", a.counts, 1, "(E) int32");
+  check.ints("selection_bias", a.selection_bias, 1, "(E) float");
+  check.require(a.rate >= 0.0f && std::isfinite(a.rate), "rate", std::to_string(a.rate).c_str(),
+                "finite numbers from 0 on");
   return check.status();
 }
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <climits>
+#include <limits>
 
 #include "sonicmoe/ops.h"
 #include "testkit/buffer.h"
@@ -452,6 +453,33 @@ TEST(BadOp, ScoreGrad) {
   desc.top_k = 0;
   expect_pointers(desc, good,
                   std::vector{dscores, rows, pointer_row("dscores", &A::dscores, "(R) float", 4)});
+}
+
+TEST(BadOp, UpdateSelectionBias) {
+  UpdateSelectionBiasDesc desc{kExperts};
+  using D = UpdateSelectionBiasDesc;
+  expect_refused<D>(
+      desc, {{"experts: got 0, allowed: 1 to 65536", [](D* d) { d->experts = 0; }},
+             {"experts: got 65537, allowed: 1 to 65536", [](D* d) { d->experts = 65537; }}});
+  using A = UpdateSelectionBiasArgs;
+  const GuardedBuffer memory(64);
+  A good;
+  good.counts = static_cast<const std::int32_t*>(memory.data());
+  good.selection_bias = static_cast<float*>(memory.data());
+  good.rate = 0.5f;
+  expect_pointers(desc, good,
+                  std::vector{pointer_row("counts", &A::counts, "(E) int32", 4),
+                              pointer_row("selection_bias", &A::selection_bias, "(E) float", 4)});
+  const auto plan = make_plan(desc);
+  using Limits = std::numeric_limits<float>;
+  for (const auto& [rate, text] :
+       {std::pair{-1.0f, "-1.000000"}, {Limits::infinity(), "inf"}, {Limits::quiet_NaN(), "nan"}}) {
+    A args = good;
+    args.rate = rate;
+    EXPECT_EQ(plan.value().run(args).message(),
+              "rate: got " + std::string(text) + ", allowed: finite numbers from 0 on");
+  }
+  EXPECT_TRUE(memory.untouched());
 }
 
 TEST(BadOp, AuxLoss) {
