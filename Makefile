@@ -20,7 +20,7 @@ CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src t
 SECONDS ?= 60
 FRAMEWORKS = $(basename $(notdir $(wildcard tools/integrations/*.txt)))
 
-.PHONY: help setup build device-build receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers install-check wheel wheel-check snippets clean
+.PHONY: help setup build device-build receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers reference install-check wheel wheel-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 28
@@ -75,7 +75,7 @@ bench: build  ## our layer beside two PyTorch loops and the dense-GEMM bound
 format: setup  ## clang-format every C++ file in place
 	@clang-format -i $(CXX_FILES)
 
-lint: setup headers  ## formatting, types, include directions, documents, commits, headers alone
+lint: setup headers reference  ## formatting, types, include directions, documents, commits, headers alone
 	@clang-format --dry-run -Werror $(CXX_FILES) && echo "clang-format: $(words $(CXX_FILES)) files"
 	ruff check
 	ruff format --check
@@ -88,6 +88,11 @@ lint: setup headers  ## formatting, types, include directions, documents, commit
 
 headers:  ## compile every public header by itself
 	tools/check_headers.sh
+
+reference:  ## the C++ reference from the public headers into build/reference/html; no warnings
+	@tools/setup.sh doxygen
+	@mkdir -p build
+	doxygen Doxyfile
 
 install-check: setup  ## install as a static and as a shared library, build a consumer of each
 	tools/check_install.sh

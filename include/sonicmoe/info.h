@@ -7,6 +7,7 @@
 
 namespace sonicmoe {
 
+/// A device of this machine, and whether kernels of this build can run there.
 struct DeviceInfo {
   Device device;
   std::string name;     ///< "NVIDIA H200", or the processor's name

@@ -125,6 +125,8 @@ struct ForwardArgs {
   void* routing = nullptr;  ///< opaque, SavedBytes::routing bytes
 };
 
+/// Arguments of LayerPlan::backward(). Gradients are overwritten, but for the weights' with
+/// accumulate_weight_grads.
 struct BackwardArgs {
   // As forward read or wrote them.
   const void* x = nullptr;

@@ -39,7 +39,9 @@ struct RouterGemmArgs {
   void* dw = nullptr;             ///< (E, d) w_dtype(): wgrad; with `bias` it may be null
   float* dbias = nullptr;         ///< (E): wgrad, with `bias`; or null
 };
+/// Which of the router's products.
 enum class GemmPass : std::int32_t { forward = 0, dgrad = 1, wgrad = 2 };
+/// Sizes and types of one of the router's products.
 struct SONICMOE_API RouterGemmDesc {
   using Args = RouterGemmArgs;
   GemmPass pass = GemmPass::forward;
@@ -81,6 +83,7 @@ struct TopKArgs {
   std::int32_t* ids = nullptr;              ///< (T, K)
   std::int32_t* error_word = nullptr;       ///< (1), optional, CUDA: see kBadLogits
 };
+/// Router, sizes and type of the choice.
 struct SONICMOE_API TopKDesc : RouterDesc {  ///< `input` has logits
   using Args = TopKArgs;
   std::int64_t tokens = 0;
@@ -110,6 +113,7 @@ struct MetadataArgs {
   std::int32_t* expert_order = nullptr;
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadTokenId
 };
+/// Sizes of the slots.
 struct SONICMOE_API MetadataDesc {
   using Args = MetadataArgs;
   std::int64_t tokens = 0;
@@ -134,6 +138,7 @@ struct SegmentsArgs {
   std::int32_t* expert_order = nullptr;  ///< (E): as in MetadataArgs
   std::int32_t* error_word = nullptr;    ///< (1), optional, CUDA: see kBadCounts
 };
+/// Sizes and type of the counts.
 struct SONICMOE_API SegmentsDesc {
   using Args = SegmentsArgs;
   std::int64_t rows = 0;     ///< R
@@ -150,6 +155,7 @@ struct ZeroTailArgs {
   void* rows = nullptr;                  ///< (R, d), or null
   float* values = nullptr;               ///< (R): one value a row, or null
 };
+/// Sizes and type of the rows.
 struct SONICMOE_API ZeroTailDesc {
   using Args = ZeroTailArgs;
   std::int64_t rows = 0;     ///< R
@@ -171,6 +177,7 @@ enum class GemmOp : std::int32_t {
   down_proj_wgrad = 4,  ///< dO[tokens]^T (s*A) -> dw2
   up_proj_wgrad = 5,    ///< dH^T x[tokens] -> dw1
 };
+/// Arguments of the six, of which each uses its own.
 struct GroupedGemmArgs {
   const std::int32_t* offsets = nullptr;     ///< (E+1), or (E) with `ends`
   const std::int32_t* ends = nullptr;        ///< (E): expert e has rows offsets[e] .. ends[e]-1
@@ -205,6 +212,7 @@ struct GroupedGemmArgs {
   void* dw1_up = nullptr;  ///< (E, n, d) if separate
   void* dw2 = nullptr;     ///< likewise
 };
+/// One of the six products.
 struct SONICMOE_API GroupedGemmDesc : GroupedDesc {
   using Args = GroupedGemmArgs;
   GemmOp op = GemmOp::up_proj;
@@ -227,6 +235,7 @@ struct BiasGradArgs {
   void* db1_up = nullptr;                    ///< separate only
   void* db2 = nullptr;                       ///< (E, d); likewise
 };
+/// Sizes and types of the bias gradients.
 struct SONICMOE_API BiasGradDesc : GroupedDesc {
   using Args = BiasGradArgs;
   bool operator==(const BiasGradDesc&) const = default;
@@ -257,6 +266,7 @@ struct AggregateArgs {
   void* out = nullptr;                          ///< (T, d)
 };
 inline constexpr std::int64_t kMaxRoutedTopK = 64;  ///< largest K with router_w
+/// Sizes and types of an aggregation.
 struct SONICMOE_API AggregateDesc {
   using Args = AggregateArgs;
   std::int64_t tokens = 0;
@@ -302,6 +312,7 @@ struct ScoreGradArgs {
   float* dscores = nullptr;                    ///< (R): without logits
   float* dexpert_scale = nullptr;              ///< (E): with expert_scale
 };
+/// Router, sizes and types of the gradient.
 struct SONICMOE_API ScoreGradDesc : RouterDesc {
   using Args = ScoreGradArgs;
   std::int64_t tokens = 0;
@@ -329,6 +340,7 @@ struct AuxLossArgs {
   float* loss = nullptr;                     ///< (1): forward
   void* dlogits = nullptr;                   ///< (T, E): backward
 };
+/// Sizes, types and kind of a loss.
 struct SONICMOE_API AuxLossDesc {
   using Args = AuxLossArgs;
   std::int64_t tokens = 0;

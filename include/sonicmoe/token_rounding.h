@@ -41,6 +41,7 @@ struct TokenRoundingArgs {
   std::int32_t* frequency = nullptr;   ///< (E) TC tokens of each expert; optional
   std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
 };
+/// Router, sizes, rule and tile.
 struct SONICMOE_API TokenRoundingDesc : RouterDesc {  ///< `input`: projection or logits
   using Args = TokenRoundingArgs;
   std::int64_t tokens = 0;
@@ -64,6 +65,7 @@ struct TokenRoundingGradArgs {
   const void* dlogits_in = nullptr;          ///< (T, E), optional: of other losses, added
   void* dlogits = nullptr;                   ///< (T, E)
 };
+/// Router and sizes of the gradient.
 struct SONICMOE_API TokenRoundingGradDesc : RouterDesc {  ///< list_length: capacity(), usually
   using Args = TokenRoundingGradArgs;
   std::int64_t tokens = 0;

@@ -117,6 +117,7 @@ enum class RouterInput : std::int32_t {
   lists = 4,            ///< lists of token id, expert id and score, of any length
 };
 
+/// Kinds of devices. One build has kernels for the CPU and may have some for CUDA.
 enum class DeviceType : std::int32_t { cpu = 0, cuda = 1 };
 
 /// How token rounding (token_rounding.h) rounds an expert's count f: down to `floor` or up to
@@ -141,6 +142,7 @@ constexpr std::int64_t rounded_capacity(std::int64_t tokens, std::int64_t expert
   return grown < tokens * experts ? grown : tokens * experts;
 }
 
+/// Where a plan runs.
 struct Device {
   DeviceType type = DeviceType::cpu;
   int index = 0;  ///< CUDA ordinal; 0 for the CPU
@@ -165,8 +167,10 @@ struct Workspace {
 /// out, the others read the results that an earlier call with the same arguments and workspace left
 /// there. Only calls with kAllOperations write the optional outputs `scores` and `expert_ids`.
 using OperationMask = std::uint64_t;
+/// The whole call.
 inline constexpr OperationMask kAllOperations = ~OperationMask{0};
 
+/// How a plan is made, apart from what it computes.
 struct Options {
   /// CPU threads of a call, up to 4096; 0 = all that the process may use. Results do not depend on
   /// it.
