@@ -103,7 +103,7 @@ wheel: setup  ## dist/sonicmoe-*.whl; for the CPU alone: make wheel CUDA=OFF
 wheel-check: wheel  ## Python tests from the wheel, an editable installation, failures that explain
 	tools/check_wheel.sh
 
-snippets: build  ## run the marked code blocks of README.md against an installed copy
+snippets: build  ## run the marked code blocks of README.md and docs/ against an installed copy
 	cmake --install build --prefix build/prefix >/dev/null
 	python tools/run_snippets.py build/prefix
 

@@ -73,8 +73,12 @@ def readme(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str]]:
         ("cuBLAS | steady state", hot),
         ("`torch.bmm` | steady state", bmm),
     ]
-    cells = [(name, [f"{of.mean(what):.2f}" for what in ("forward", "backward")])
-             for name, of in rows]  # fmt: skip
+    return [table_row(name, [f"{of.mean(what):.2f}" for what in ("forward", "backward")])
+            for name, of in rows]  # fmt: skip
+
+
+def performance(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str]]:
+    cells = []
     for config, thiek in bench.configs.items():
         values = [f"{bench.ms(config, what):.2f} | {bench.of_dense_bound(config, what):.2f}"
                   for what in ("forward", "backward")]  # fmt: skip
@@ -164,6 +168,7 @@ def documents(receipt: dict) -> dict[str, list[tuple[str, str]]]:
 
     return {
         "README.md": readme(bench, hot, bmm),
+        "docs/performance.md": performance(bench, hot, bmm),
         "docs/findings/sustained.md": means(bench, hot, bmm),
         **{page(name): kernel_page(name, bench, text(name)) for name in OPERATIONS},
         page("aggregate"): aggregate_page(bench, text("aggregate")),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the code blocks of README.md, so that what a reader copies works.
+"""Runs code blocks of the documents, so that what a reader copies works.
 
 A block runs when the line before it is the comment <!-- run -->:
 
@@ -16,6 +16,7 @@ Each block is complete by itself and succeeds when it exits with 0:
 A marked block in another language, or a file without a marked block, is an error.
 
 Usage: tools/run_snippets.py PREFIX [FILE.md...]    PREFIX: where sonicmoe is installed
+Without FILE.md: README.md and every page of docs/ that has a mark.
 """
 
 import os
@@ -78,9 +79,14 @@ def run_sh(code, folder, prefix):
 RUNNERS = {"cpp": run_cpp, "python": run_python, "sh": run_sh}
 
 
+def marked():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [str(page.relative_to(ROOT)) for page in pages if MARK.search(page.read_text())]
+
+
 def main(prefix, *names):
     prefix = Path(prefix).resolve()
-    for name in names or ["README.md"]:
+    for name in names or marked():
         text = (ROOT / name).read_text()
         blocks = list(BLOCK.finditer(text))
         if not blocks or len(blocks) != len(MARK.findall(text)):

@@ -213,7 +213,7 @@ def test_the_reference_lists_the_keys_of_a_layer_with_their_defaults(tmp_path):
     layer = json.loads(path.read_text())["layer"]
     given = {"hidden", "intermediate", "experts", "top_k", "dtype"}
     text = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    section = text[text.index("### A layer as text") : text.index("### One operation")]
+    section = text[text.index("## A layer as text") : text.index("## Command line")]
     rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE))
     assert list(rows) == [key for key in layer if key not in ("text", "thiek")]
     for key in rows.keys() - given:

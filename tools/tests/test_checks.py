@@ -421,8 +421,8 @@ def documents(tmp_path, monkeypatch):
     [
         ("README.md", "figure", r"(?<=\| cuBLAS \| interleaved \| )0"),
         ("README.md", "figure", r"(?<=\| `torch.bmm` \| steady state \| )0"),
-        ("README.md", "figure", r"(?<=32768, 4096, 2048, 64, 4 \| )\d"),
-        ("README.md", "figure", r"(?<=7B-n256 \| steady state \| )\d"),
+        ("docs/performance.md", "figure", r"(?<=32768, 4096, 2048, 64, 4 \| )\d"),
+        ("docs/performance.md", "figure", r"(?<=7B-n256 \| steady state \| )\d"),
         ("docs/kernels/up_proj.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/aggregate.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/metadata.md", "figure", r"(?<=\| top_k and metadata \| )\d"),
