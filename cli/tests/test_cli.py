@@ -206,20 +206,6 @@ def test_help_names_every_field_of_the_report(tmp_path, arguments):
     assert fields(json.loads(path.read_text())) <= documented
 
 
-def test_the_reference_lists_the_keys_of_a_layer_with_their_defaults(tmp_path):
-    path = tmp_path / "info.json"
-    assert run("info", "--layer", "hidden=8 intermediate=8 experts=1 top_k=1 dtype=f32",
-               "--json", path).returncode == 0  # fmt: skip
-    layer = json.loads(path.read_text())["layer"]
-    given = {"hidden", "intermediate", "experts", "top_k", "dtype"}
-    text = (pathlib.Path(__file__).parents[2] / "docs" / "api.md").read_text()
-    section = text[text.index("## A layer as text") : text.index("## Command line")]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", section, re.MULTILINE))
-    assert list(rows) == [key for key in layer if key not in ("text", "thiek")]
-    for key in rows.keys() - given:
-        assert rows[key] == str(layer[key]).lower(), key
-
-
 def test_info_lists_devices_kernels_and_explains_a_plan(tmp_path):
     path = tmp_path / "info.json"
     result = run("info", "--thiek", SMALL, "--dtype", "bf16", "--json", path)
