@@ -1,7 +1,16 @@
 """The functional interface, call-compatible with the original SonicMoE; and the experts alone.
 
-Symbols: T tokens, H hidden size, I intermediate size, E experts, K experts a token, L list length,
-R rows.
+Symbols: T tokens, H hidden size (d in the documents), I intermediate size (n), E experts, K experts
+a token, L list length, R rows.
+
+Tensors have one dtype: float32 or bfloat16 on the CPU, bfloat16 or float16 on CUDA; H and I are
+multiples of 8. Ids and counts are int32 or int64, scores and weights of tokens any float dtype.
+Autocast of x's device casts x and weights. All calls differentiate once.
+
+ValueError is for a value, shape, layout or content that is not allowed, TypeError for a type or
+dtype, RuntimeError for a missing extension, NotImplementedError for vmap, forward mode and second
+derivatives; the text is "argument: got value, allowed: values". On CUDA contents are not checked:
+ids out of range are skipped, and NaN logits give their token any scores.
 
 Weights come as frameworks store them: contiguous w1 (E, 2I, H) and w2 (E, H, I), or (E, I, H) for
 an activation without a gate; biases b1 (E, 2I or I) and b2 (E, H). Each weight may also be the view

@@ -1,6 +1,7 @@
 """The module and the world around it: hooks, adapters, transforms, counters, exported programs."""
 
 import copy
+import inspect
 import io
 import re
 import warnings
@@ -21,6 +22,7 @@ from sonicmoe import (
     ActivationType,
     KernelBackendMoE,
     MoE,
+    distributed,
     experts,
     grouped_experts,
     moe_general_routing_inputs,
@@ -617,6 +619,12 @@ def test_the_documented_names_are_exported():
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*?\|", table[1], re.MULTILINE)))
     assert "token_rounding" in names and "switch_loss" in names
     assert set(names) <= set(sonicmoe.__all__)
+
+
+def test_everything_exported_is_described():
+    for module in (sonicmoe, distributed):
+        for name in set(module.__all__) - {"PRESETS"}:
+            assert len(inspect.getdoc(getattr(module, name)) or "") > 50, name
 
 
 def test_the_package_is_typed():
