@@ -1,155 +1,283 @@
-"""One MoE layer with token rounding: checked against plain PyTorch, then timed beside plain top-K.
+"""Times one MoE layer with token rounding beside plain top-K, forward and backward.
 
-    python benchmarks/moe-token-rounding.py --routing nr --thiekq 1024,256,128,16,4,128
+    python benchmarks/moe-token-rounding.py --minutes 1.5
+    python benchmarks/moe-token-rounding.py --draw
 
-T tokens, H hidden, I intermediate, E experts, K experts a token, Q the tile that counts are rounded
-to. TFLOP/s count the rows that were routed: 6 and 12 times rows*H*I. The router GEMM, top-K and
-rounding are part of the time. "padded rows" are what a GEMM with tiles of Q rows computes for
-nothing.
+Without options it times sweeps over the number of experts: the published grids, and one that goes
+on to 1,024 experts. Each shape is timed with its router (logits, choice or rounding, and their
+gradients) and without it, from ids or lists that are there. A round times all variants once, one
+after the other; medians are over rounds, and gains over the ratios of each round.
+
+--json gets each shape as it is done; a start skips what is there. --draw makes the table and the
+picture from it. T tokens, H hidden, I intermediate, E experts, K experts a token, Q the tile.
 """
 
 import argparse
+import datetime
+import functools
+import hashlib
 import json
-import statistics
+import os
+import platform
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from arguments import sizes
-from tqdm import tqdm
+import torch.nn.functional as F
+from arguments import positive, sizes
+from timers import DeviceTimer, HostTimer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-from sonicmoe import ActivationType, KernelBackendMoE, MoE
-from sonicmoe._check import ROUNDING_RULES
-from sonicmoe._ops import layer_text, router_options
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "python"))
+import token_rounding_report  # noqa: E402
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from sonicmoe import functional  # noqa: E402
+from sonicmoe._check import ROUNDING_RULES  # noqa: E402
 
-
-def build(options: argparse.Namespace, routing: str) -> MoE:
-    _, hidden, intermediate, experts, top_k, tile = options.thiekq
-    torch.manual_seed(options.seed)
-    rounding = {"routing": "token_rounding", "rounding": routing, "tile": tile}
-    moe = MoE(
-        experts,
-        top_k,
-        hidden,
-        intermediate,
-        ActivationType(options.activation),
-        options.add_bias,
-        0.02,
-        softmax_over_topk=not options.topk_over_softmax,
-        norm_topk_probs=options.norm_topk_probs,
-        concat_layout=options.concat_layout,
-        **({} if routing == "top_k" else rounding),
-    )
-    return moe.to(DTYPES[options.dtype])
+#: Hidden, intermediate and K of each sweep, and its numbers of experts.
+SWEEPS = (
+    (1536, 256, 8, (64, 128, 256, 512)),
+    (1536, 1024, 2, (16, 32, 64, 128)),
+    (4096, 512, 8, (64, 128, 256, 512)),
+    (4096, 1024, 4, (32, 64, 128, 256)),
+    (2048, 512, 10, (64, 128, 256, 512, 1024)),
+)
+TOKENS, TILE = 16384, 128
+SMALL = ([64, 16, 8, 8, 2, 8], [64, 16, 8, 16, 2, 8])
+SLEEP = 16_000_000  # cycles, some 8 ms
 
 
-def gradients(moe: MoE, x: torch.Tensor, dout: torch.Tensor, backend: KernelBackendMoE) -> dict:
-    torch.manual_seed(0)  # the draws
-    moe.zero_grad()
-    inputs = x.clone().requires_grad_()
-    out, _ = moe(inputs, backend)
-    out.backward(dout.to(out.dtype))
-    named = {name: parameter.grad.clone() for name, parameter in moe.named_parameters()}
-    return {"o": out.detach(), "dx": inputs.grad, **{f"d {name}": g for name, g in named.items()}}
+def grid() -> list[list[int]]:
+    """The shapes with published gains, then the largest E of each sweep, then its next."""
+    first = [[TOKENS, *shape, TILE] for shape in token_rounding_report.PUBLISHED]
+    columns = max(len(experts) for *_, experts in SWEEPS)
+    rest = [
+        [TOKENS, hidden, intermediate, experts[-1 - column], top_k, TILE]
+        for column in range(columns)
+        for hidden, intermediate, top_k, experts in SWEEPS
+        if column < len(experts)
+    ]
+    return first + [shape for shape in rest if shape not in first]
 
 
-def check(options: argparse.Namespace, x: torch.Tensor, dout: torch.Tensor) -> bool:
-    """In fp32, where routing is the same in both: sums of fp32 products in other orders."""
-    moe = build(options, options.routing).float()
-    ours = gradients(moe, x.float(), dout, KernelBackendMoE.sonicmoe)
-    theirs = gradients(moe, x.float(), dout, KernelBackendMoE.torch)
-    longest = max(options.thiekq[0], options.thiekq[1], 2 * options.thiekq[2])
-    bound = 8 * longest**0.5 * torch.finfo(torch.float32).eps
-    good = True
-    for name, want in theirs.items():
-        error = ((ours[name] - want).norm() / want.norm()).item()
-        good &= error <= bound
-        print(f"  {name:20s} relative difference {error:.1e}  bound {bound:.1e}")
-    print("  check:", "PASS" if good else "FAIL")
-    return good
+class Layer:
+    """A layer's leaves, and each variant as (forward, backward)."""
 
+    def __init__(self, shape: list[int], rule: str, device: str) -> None:
+        tokens, hidden, intermediate, experts, self.top_k, self.tile = shape
+        self.rule = rule
+        generator = torch.Generator(device).manual_seed(0)
 
-def count_rows(moe: MoE, x: torch.Tensor, options: argparse.Namespace) -> tuple[int, int]:
-    """Routed rows, and the rows that tiles of Q add."""
-    tile = options.thiekq[5]
-    logits = torch.nn.functional.linear(x, moe.router.weight)
-    routing = options.routing if moe.routing == "token_rounding" else "up"
-    _, _, _, counts, frequency = torch.ops.sonicmoe.token_rounding(
-        logits,
-        torch.zeros(2, dtype=torch.int64),
-        layer_text(
-            top_k=moe.top_k,
-            **router_options(moe.softmax_over_topk, moe.norm_topk_probs),
-            rounding_tile=tile,
-            rounding_rule=ROUNDING_RULES[routing],
-        ),
-    )
-    if moe.routing == "top_k":
-        counts = frequency
-    return counts.sum().item(), (-counts % tile).sum().item()
+        def normal(scale: float, *size: int) -> torch.Tensor:
+            made = torch.empty(size, dtype=torch.bfloat16, device=device)
+            return made.normal_(0, scale, generator=generator)
 
-
-def timed(moe: MoE, x: torch.Tensor, dout: torch.Tensor) -> tuple[float, float]:
-    moe.zero_grad()
-    inputs = x.clone().requires_grad_()
-    start = time.perf_counter()
-    out, _ = moe(inputs)
-    middle = time.perf_counter()
-    out.backward(dout)
-    return middle - start, time.perf_counter() - middle
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--thiekq", type=sizes("T,H,I,E,K,Q"), default="1024,256,128,16,4,128",
-                        metavar="T,H,I,E,K,Q")  # fmt: skip
-    parser.add_argument("--routing", choices=["top_k", *ROUNDING_RULES], default="nr")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--activation", choices=[a.value for a in ActivationType], default="swiglu")
-    parser.add_argument("--topk_over_softmax", action="store_true")
-    parser.add_argument("--norm_topk_probs", action="store_true")
-    parser.add_argument("--concat_layout", action="store_true")
-    parser.add_argument("--add_bias", action="store_true")
-    parser.add_argument("--skip_test", action="store_true", help="do not check, only time")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
-    options = parser.parse_args()
-
-    tokens, hidden, intermediate, _, _, _ = options.thiekq
-    generator = torch.Generator().manual_seed(options.seed)
-    x = (0.2 * torch.randn(tokens, hidden, generator=generator)).to(DTYPES[options.dtype])
-    dout = (0.2 * torch.randn(tokens, hidden, generator=generator)).to(DTYPES[options.dtype])
-    if not options.skip_test and not check(options, x, dout):
-        return 1
-
-    variants = {name: build(options, name) for name in dict.fromkeys(["top_k", options.routing])}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    for _ in tqdm(range(options.repeats + 1), disable=None):
-        for name, moe in variants.items():
-            times[name].append(timed(moe, x, dout))
-    print(f"  {'routing':8s} {'rows':>8s} {'padded':>7s} {'fwd ms':>8s} {'bwd ms':>8s} {'TFLOP/s':>8s}")
-    report = {}
-    for name, moe in variants.items():
-        rows, padded = count_rows(moe, x, options)
-        forward = statistics.median(pair[0] for pair in times[name][1:])
-        backward = statistics.median(pair[1] for pair in times[name][1:])
-        rate = 18 * rows * hidden * intermediate / (forward + backward) / 1e12
-        report[name] = {
-            "rows": rows,
-            "padded_rows": padded,
-            "forward_ms": 1e3 * forward,
-            "backward_ms": 1e3 * backward,
-            "tflops": rate,
+        self.x = normal(0.2, tokens, hidden)
+        self.dout = normal(0.2, tokens, hidden)
+        self.router_w = normal(0.02, experts, hidden)
+        self.w1 = normal(0.02, experts, 2 * intermediate, hidden)
+        self.w2 = normal(0.02, experts, hidden, intermediate)
+        leaves = self.x, self.router_w, self.w1, self.w2
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with torch.no_grad():
+            logits = F.linear(self.x, self.router_w)
+            weights, self.ids = functional.route(logits, self.top_k)
+            scores, *self.lists, self.counts = self._rounded(logits)
+        self.weights, self.scores = weights.requires_grad_(), scores.requires_grad_()
+        with_router = self.x, self.router_w, self.w1, self.w2
+        without = self.x, self.w1, self.w2
+        self.variants = {
+            ("top_k", "with_router"): (self._top_k, with_router),
+            (rule, "with_router"): (self._rounding, with_router),
+            ("top_k", "experts"): (self._given_top_k, (*without, self.weights)),
+            (rule, "experts"): (self._given_rounding, (*without, self.scores)),
         }
-        print(f"  {name:8s} {rows:8d} {padded:7d} {1e3 * forward:8.2f} {1e3 * backward:8.2f} {rate:8.3f}")
-    if options.json:
-        result = {"thiekq": options.thiekq, "dtype": options.dtype, "results": report}
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+
+    def _rounded(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return functional.token_rounding(logits, self.top_k, rule=self.rule, tile=self.tile)
+
+    def _top_k(self) -> torch.Tensor:
+        of_experts = self.w1, None, self.w2, None
+        return functional.moe_TC_softmax_topk_layer(self.x, self.router_w, *of_experts, self.top_k)[
+            0
+        ]
+
+    def _routed(self, scores: torch.Tensor, *lists: torch.Tensor) -> torch.Tensor:
+        of_experts = self.w1, None, self.w2, None
+        return functional.moe_general_routing_inputs(self.x, scores, *lists, *of_experts)[0]
+
+    def _rounding(self) -> torch.Tensor:
+        scores, *lists, _ = self._rounded(F.linear(self.x, self.router_w))
+        return self._routed(scores, *lists)
+
+    def _given_top_k(self) -> torch.Tensor:
+        return functional.experts(self.x, self.ids, self.weights, self.w1, self.w2)[0]
+
+    def _given_rounding(self) -> torch.Tensor:
+        return self._routed(self.scores, *self.lists)
+
+    def parts(self, variant: tuple[str, str]) -> tuple:
+        forward, leaves = self.variants[variant]
+        return forward, functools.partial(self._backward, leaves)
+
+    def _backward(self, leaves: tuple[torch.Tensor, ...], out: torch.Tensor) -> tuple:
+        return torch.autograd.grad(out, leaves, self.dout)
+
+    def rows(self) -> dict[str, Any]:
+        """Rows of both routings, and how many more a GEMM with tiles of Q rows computes."""
+        frequency = torch.bincount(self.ids.flatten(), minlength=len(self.router_w))
+        counts = {"top_k": frequency, self.rule: self.counts}
+        return {
+            name: {"rows": int(some.sum()), "padded_rows": int((-some % self.tile).sum())}
+            for name, some in counts.items()
+        }
+
+
+def measure(shape: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    layer = Layer(shape, options.routing, options.device)
+    timer = DeviceTimer(SLEEP) if options.device == "cuda" else HostTimer()
+    rounds: dict[tuple[str, str], list[list[float]]] = {name: [] for name in layer.variants}
+    for variant in rounds:  # the first calls load kernels
+        forward, backward = layer.parts(variant)
+        backward(forward())
+    order = list(rounds)
+    for _ in range(options.repeats):
+        for variant in order:
+            rounds[variant].append(timer(*layer.parts(variant)))
+        order.reverse()
+    rows = layer.rows()
+    report: dict[str, Any] = {"thiekq": shape, "rule": options.routing, "repeats": options.repeats}
+    report["variants"] = {
+        routing: rows[routing]
+        | {part: token_rounding_report.times_of(rounds[routing, part])
+           for part in token_rounding_report.PARTS}
+        for routing in rows
+    }  # fmt: skip
+    report["gains"] = {
+        part: token_rounding_report.gains_of(rounds["top_k", part], rounds[options.routing, part])
+        for part in token_rounding_report.PARTS
+    }
+    return report
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """What all shapes of a file share."""
+    library = ROOT / "python" / "sonicmoe" / "lib" / "libsonicmoe_torch.so"
+    cuda = options.device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "library": hashlib.sha256(library.read_bytes()).hexdigest() if library.exists() else None,
+    }
+
+
+def command_of(shape: list[int], options: argparse.Namespace) -> str:
+    line = ["python", "benchmarks/moe-token-rounding.py", "--routing", options.routing]
+    line += ["--repeats", str(options.repeats), "--device", options.device]
+    return shlex.join([*line, "--thiekq", ",".join(map(str, shape))])
+
+
+def commit() -> str | None:
+    git = ("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    try:
+        done = subprocess.run(git, capture_output=True, text=True)
+    except OSError:  # a machine without git
+        return None
+    return done.stdout.strip() or None
+
+
+def load(file: Path, head: dict[str, Any]) -> dict[str, Any]:
+    """What is there; ValueError where it is of another device or library."""
+    if not file.exists():
+        return head | {"shapes": []}
+    content = json.loads(file.read_text())
+    differ = [key for key, value in head.items() if content.get(key) != value]
+    if differ:
+        raise ValueError(
+            f"--json: got {file}, which has another {', '.join(differ)}, allowed: a file of this "
+            "one, or a new file"
+        )
+    return content
+
+
+def save(file: Path, content: dict[str, Any]) -> None:
+    """Whole, also where this process ends meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(new, file)
+
+
+def run(shapes: list[list[int]], content: dict[str, Any], options: argparse.Namespace) -> None:
+    """Times what is not there yet, until the time is not enough for one more."""
+    began, longest = time.monotonic(), 0.0
+    there = [(shape["thiekq"], shape["rule"]) for shape in content["shapes"]]
+    for shape in shapes:
+        if (shape, options.routing) in there:
+            continue
+        started = time.monotonic()
+        if options.minutes and started - began + longest > 60 * options.minutes:
+            print("No time is left for another shape; the next start goes on.")
+            break
+        report = measure(shape, options)
+        report["command"] = command_of(shape, options)
+        report["commit"] = commit()
+        report["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+        content["shapes"].append(report)
+        save(options.json, content)
+        print(token_rounding_report.line_of(report), flush=True)
+        longest = max(longest, time.monotonic() - started)
+
+
+def minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: numbers above 0")
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--thiekq", type=sizes("T,H,I,E,K,Q"), action="append",
+                        metavar="T,H,I,E,K,Q", help="a shape in place of the sweeps; repeat it")  # fmt: skip
+    parser.add_argument("--routing", choices=[*ROUNDING_RULES], default="nr")
+    cuda = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=cuda)
+    parser.add_argument("--repeats", type=positive, default=10, help="default: %(default)s")
+    parser.add_argument("--minutes", type=minutes, help="start no shape that may end later")
+    parser.add_argument("--quick", action="store_true", help="the shapes with published gains")
+    parser.add_argument("--small", action="store_true", help="shapes for tests on a CPU")
+    parser.add_argument("--draw", action="store_true", help="table and picture, from --json")
+    receipt = ROOT / "receipts" / "token_rounding.json"
+    parser.add_argument("--json", type=Path, default=receipt, help="default: %(default)s")
+    picture = ROOT / "docs" / "token-rounding-speed.svg"
+    parser.add_argument("--picture", type=Path, default=picture, help="default: %(default)s")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    published = len(token_rounding_report.PUBLISHED)
+    shapes = options.thiekq or ([*SMALL] if options.small else grid())
+    shapes = shapes[:published] if options.quick else shapes
+    try:
+        if options.draw:
+            token_rounding_report.show(options.json, options.picture)
+        else:
+            run(shapes, load(options.json, about(options)), options)
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from arguments import positive, sizes
-from step_time import DeviceTimer, normal
+from step_time import normal
+from timers import DeviceTimer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 

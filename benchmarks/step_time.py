@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from arguments import positive, sizes
 from dense_bound import dense_gemms
+from timers import DeviceTimer
 
 ROOT = Path(__file__).parents[1]
-SLEEP = 40_000_000  # cycles, some 20 ms: longer than a host takes to queue a step
 
 
 def normal(scale: float, *shape: int) -> torch.Tensor:
@@ -51,26 +51,6 @@ class Step:
 
     def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.dout)
-
-
-class DeviceTimer:
-    def __init__(self):
-        self.dirt = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, *parts) -> list[float]:
-        """Milliseconds of each part; a part gets what the one before returned."""
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
-        self.dirt.zero_()
-        torch.cuda._sleep(SLEEP)
-        marks[0].record()
-        kept = []
-        for part, mark in zip(parts, marks[1:], strict=True):
-            kept.append(part(*kept[-1:]))
-            mark.record()
-        if marks[0].query():
-            raise RuntimeError("the host took longer than the device slept: raise SLEEP")
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in zip(marks[:-1], marks[1:], strict=True)]
 
 
 def measure(layer, thiek: list[int], repeats: int, frozen_experts: bool) -> dict[str, float]:
