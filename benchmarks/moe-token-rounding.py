@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from arguments import positive, sizes
+from arguments import minutes, positive, sizes
 from timers import DeviceTimer, HostTimer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -234,16 +234,6 @@ def run(shapes: list[list[int]], content: dict[str, Any], options: argparse.Name
         save(options.json, content)
         print(token_rounding_report.line_of(report), flush=True)
         longest = max(longest, time.monotonic() - started)
-
-
-def minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: numbers above 0")
-    return value
 
 
 def make_parser() -> argparse.ArgumentParser:
