@@ -274,7 +274,6 @@ def integer(name: str, value: int) -> None:
         raise TypeError(f"{name}: got {value!r}, allowed: an int")
 
 
-@torch.compiler.assume_constant_result
 def _activation(name: str, value: object) -> ActivationType | str | Exception:
     """Returns the exception to raise: a function whose result is a constant may not raise."""
     if isinstance(value, ActivationType):
@@ -289,6 +288,10 @@ def _activation(name: str, value: object) -> ActivationType | str | Exception:
     except ValueError as error:
         return ValueError(f"{name}.{error}")
     return kind if value == kind.value else value
+
+
+# What torch.compiler.assume_constant_result() does, after an import of the whole compiler.
+_activation._dynamo_marked_constant = True
 
 
 def activation(name: str, value: ActivationType | str) -> ActivationType | str:

@@ -5,11 +5,15 @@ are sentinels or belong to no expert is known to the device alone.
 """
 
 import functools
-from collections.abc import Callable
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from ._fakes import options_of, recomputes
 
@@ -61,13 +65,48 @@ def _register(name: str, formula: Callable[[dict[str, Any]], int]) -> None:
     arguments = packet.default._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments}
 
-    @register_flop_formula(packet, get_raw=True)
+    @sys.modules[_COUNTER].register_flop_formula(packet, get_raw=True)
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return formula(defaults | dict(zip(defaults, args, strict=False)) | kwargs)
 
 
-def register() -> None:
+def _register_all() -> None:
     for name, rows_of in _ROWS.items():
         _register(name, functools.partial(_forward, rows_of))
     for name in _BACKWARDS:
         _register(name, _backward)
+
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+class _Loader(SourceFileLoader):
+    """Loads the counter and gives it the formulas."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _register_all()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the counter once, with that loader."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(name, spec.origin)
+        return spec
+
+
+def register() -> None:
+    """Gives the counter the formulas. Its import takes longer than that of this package, for it
+    imports Triton: it happens when the caller wants it."""
+    if _COUNTER in sys.modules:
+        _register_all()
+    else:
+        sys.meta_path.insert(0, _Finder())

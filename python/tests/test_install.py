@@ -1,6 +1,8 @@
 """Where the package finds its extension. tools/check_wheel.sh tries installations themselves."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import sonicmoe
@@ -36,3 +38,34 @@ def test_the_version_tells_whether_there_are_cuda_kernels(monkeypatch):
     assert sonicmoe.__version__.endswith("+cpu") != sonicmoe.has_cuda()
     monkeypatch.setattr(_ops, "AVAILABLE", False)
     assert _info.version() == "0+unbuilt"
+
+
+def printed(script: str) -> list[str]:
+    """What a fresh process prints."""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return run.stdout.split()
+
+
+def test_import_leaves_compilers_to_those_who_use_them():
+    script = (
+        "import sys, torch\n"
+        "known = set(sys.modules)\n"
+        "import sonicmoe\n"
+        "print(*set(sys.modules) - known)"
+    )
+    imported = printed(script)
+    assert "sonicmoe._flops" in imported
+    slow = "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "sympy"
+    assert [name for name in imported if name.startswith(slow)] == []
+
+
+def test_flops_are_counted_whichever_is_imported_first():
+    use = (
+        "x = sonicmoe.MoE(4, 2, 8, 8, 'swiglu', False, 0.3)\n"
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    x(torch.zeros(16, 8))\n"
+        "print(counter.get_total_flops())"
+    )
+    first, second = "import sonicmoe, torch\n", "from torch.utils.flop_counter import *\n"
+    flops = str(6 * 16 * 2 * 8 * 8 + 2 * 16 * 4 * 8)
+    assert printed(first + second + use) == printed(second + first + use) == [flops]
