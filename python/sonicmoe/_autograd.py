@@ -5,31 +5,25 @@ between, which is no mistake.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 
 import torch
 
 
-def keep_optional(ctx, inputs, indices):
-    """Which inputs' gradients backward can do without: their indices, and those that autograd
-    gives them, which counts tensors only. None for an input that is not there."""
-    tensors = [isinstance(value, torch.Tensor) for value in inputs]
-    places = list(itertools.accumulate(tensors, initial=0))
-    ctx.optional = [(i, places[i]) if tensors[i] else None for i in indices]
-
-
 def asked_for(ctx):
-    """For each of those, whether this backward is asked for its gradient."""
+    """The indices of the inputs whose gradients this backward is asked for. It does not go on to
+    all that need one where only some were asked for (`autograd.grad`, `backward(inputs=...)`)."""
     if torch.compiler.is_compiling():
-        return [pair is not None and ctx.needs_input_grad[pair[0]] for pair in ctx.optional]
-    return [pair is not None and _reaches(ctx, pair[1]) for pair in ctx.optional]
+        return [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
+    return [i for i, node in _nodes(ctx) if _executes(node)]
 
 
-def _reaches(ctx, index):
-    """Whether this backward goes on to what made the tensor input `index`: not where only other
-    gradients were asked for (`autograd.grad`, `backward(inputs=...)`)."""
-    return _executes(ctx.next_functions[index][0])
+def _nodes(ctx):
+    """Each input that needs a gradient, by its index, and the node that its gradient goes to."""
+    inputs = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
+    # There is one for each tensor, and None for those that need no gradient.
+    nodes = [node for node, _ in ctx.next_functions if node is not None]
+    return zip(inputs, nodes, strict=True)
 
 
 def _executes(node):
@@ -40,13 +34,12 @@ def _executes(node):
 
 
 def zero_before(node, main_grad):
-    """Each backward through the node of a layer that adds to that main_grad zeroes it first. One of
-    a layer's last three optional inputs is its weight."""
-    for pair, own in zip(node.optional[-3:], node.main_grads, strict=True):
-        if own is not None and pair is not None and own.data_ptr() == main_grad.data_ptr():
+    """Each backward through the node of a layer that adds to that main_grad zeroes it first."""
+    nodes = dict(_nodes(node))
+    for i, own in zip(node.weights, node.main_grads, strict=True):
+        if own is not None and own.data_ptr() == main_grad.data_ptr():
             # What leads on from the node, not the node: a hook that held it would keep it alive.
-            weight = node.next_functions[pair[1]][0]
-            node.register_prehook(functools.partial(_zero, main_grad, weight))
+            node.register_prehook(functools.partial(_zero, main_grad, nodes[i]))
 
 
 def _zero(main_grad, weight, gradients):
@@ -54,26 +47,28 @@ def _zero(main_grad, weight, gradients):
         main_grad.zero_()
 
 
-def returned(ctx, wants, has_bias, dw1, db1, dw2, db2, dw1_up, db1_up):
+def returned(ctx, asked, dw1, db1, dw2, db2, dw1_up, db1_up):
     """Gradients for autograd of w1, b1, w2, b2 and, behind three others, of w1_up and b1_up. Where
     those of the weights were added to main_grads, it hears of that; tracing finds out from the
     schema."""
-    wanted = wants[-3:]
-    if any(t is not None for t in ctx.main_grads):
-        written = [t for t, wants_it in zip(ctx.main_grads, wanted, strict=True) if wants_it]
+    w1, w2, w1_up = ctx.weights
+    if any([t is not None for t in ctx.main_grads]):
+        written = [
+            t for i, t in zip(ctx.weights, ctx.main_grads, strict=True) if i in asked and t is not None
+        ]
         if written and not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(written)
-        wanted = False, False, False
+        dw1 = dw2 = dw1_up = None
     return (
-        dw1 if wanted[0] else None,
-        db1 if has_bias else None,
-        dw2 if wanted[1] else None,
-        db2 if has_bias else None,
+        dw1 if w1 in asked else None,
+        db1 if w1 + 1 in asked else None,
+        dw2 if w2 in asked else None,
+        db2 if w2 + 1 in asked else None,
         None,
         None,
         None,
-        dw1_up if wanted[2] else None,
-        db1_up if has_bias and ctx.optional[-1] is not None else None,
+        dw1_up if w1_up in asked else None,
+        db1_up if w1_up + 1 in asked else None,
     )
 
 

@@ -87,8 +87,7 @@ def _save_for_layer_backward(ctx, inputs, output):
         x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up, expert_scale, *again
     )
     ctx.layer, ctx.inputs = layer, len(inputs)
-    ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
-    _autograd.keep_optional(ctx, inputs, (0, 1, 12, 2, 4, 9))
+    ctx.weights, ctx.main_grads = (2, 4, 9), (w1_main_grad, w2_main_grad, w1_up_main_grad)
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -98,7 +97,7 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         return _autograd.padded(ctx)
     x, router_w, w1, w2, b2, logits, preact, routing, w1_up, *others = ctx.saved_tensors
     expert_scale, b1, b1_up = others
-    wants_dx, wants_drouter_w, wants_dlogit_bias, *wants = _autograd.asked_for(ctx)
+    asked, main_grads = _autograd.asked_for(ctx), ctx.main_grads
     dx, drouter_w, *of_experts, dlogit_bias, dexpert_scale = torch.ops.sonicmoe.layer_backward(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
@@ -111,27 +110,30 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
         preact,
         routing,
         ctx.layer,
-        *ctx.main_grads[:2],
+        main_grads[0],
+        main_grads[1],
         _autograd.place_of_dpreact(ctx, preact),
-        wants_dx,
-        wants_drouter_w,
-        *wants[:-1],
+        0 in asked,
+        1 in asked,
+        2 in asked,
+        4 in asked,
         w1_up,
-        ctx.main_grads[2],
-        wants[-1],
+        main_grads[2],
+        9 in asked,
         expert_scale,
-        wants_dlogit_bias,
+        12 in asked,
         b1,
         b1_up,
     )
-    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
-    of_inputs = dx if wants_dx else None, drouter_w if wants_drouter_w else None
-    of_router = (
-        dlogit_bias if wants_dlogit_bias else None,
+    return (
+        dx if 0 in asked else None,
+        drouter_w if 1 in asked else None,
+        *_autograd.returned(ctx, asked, *of_experts),
+        None,
+        dlogit_bias if 12 in asked else None,
         None,
         None if expert_scale is None else dexpert_scale,
     )
-    return _autograd.padded(ctx, *of_inputs, *gradients, None, *of_router)
 
 
 def _save_for_given_backward(ctx, inputs, output, given, *of_logits):
@@ -142,8 +144,8 @@ def _save_for_given_backward(ctx, inputs, output, given, *of_logits):
     again = _biases_again(layer, b1, b1_up)
     ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up, *again, *of_logits)
     ctx.layer, ctx.inputs = layer, len(inputs)
+    ctx.weights = 1 + given, 3 + given, 8 + given
     ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
-    _autograd.keep_optional(ctx, inputs, (0, 1 + given, 3 + given, 8 + given))
     ctx.mark_non_differentiable(counts, preact, routing)
     ctx.set_materialize_grads(False)
 
@@ -152,7 +154,7 @@ def _given_backward(ctx, dout, operator, *given, scale=()):
     """The gradients of x and of what the caller's router has made, and those of the experts. With
     `scale`, an expert_scale or None, its gradient follows."""
     x, w1, w2, b2, preact, routing, w1_up, b1, b1_up, *_ = ctx.saved_tensors
-    wants = _autograd.asked_for(ctx)
+    asked, (of_w1, of_w2, of_w1_up) = _autograd.asked_for(ctx), ctx.weights
     dx, dgiven, *of_experts = operator(
         dout.contiguous(),
         x,
@@ -165,16 +167,18 @@ def _given_backward(ctx, dout, operator, *given, scale=()):
         ctx.layer,
         *ctx.main_grads[:2],
         _autograd.place_of_dpreact(ctx, preact),
-        *wants[:-1],
+        0 in asked,
+        of_w1 in asked,
+        of_w2 in asked,
         w1_up,
         ctx.main_grads[2],
-        wants[-1],
+        of_w1_up in asked,
         *scale,
         b1,
         b1_up,
     )
-    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts[:6])
-    return dx if wants[0] else None, dgiven, gradients, *of_experts[6:]
+    gradients = _autograd.returned(ctx, asked, *of_experts[:6])
+    return dx if 0 in asked else None, dgiven, gradients, *of_experts[6:]
 
 
 def _save_for_routed_backward(ctx, inputs, output):
@@ -227,8 +231,7 @@ def _save_for_grouped_backward(ctx, inputs, output):
     again = _biases_again(layer, b1, b1_up)
     ctx.save_for_backward(rows, scores, w1, w2, b2, preact, segments, w1_up, *again)
     ctx.layer, ctx.inputs = layer, len(inputs)
-    ctx.main_grads = w1_main_grad, w2_main_grad, w1_up_main_grad
-    _autograd.keep_optional(ctx, inputs, (0, 4, 6, 11))
+    ctx.weights, ctx.main_grads = (4, 6, 11), (w1_main_grad, w2_main_grad, w1_up_main_grad)
     ctx.mark_dirty(*out)
     ctx.mark_non_differentiable(preact, segments)
     ctx.set_materialize_grads(False)
@@ -238,8 +241,8 @@ def _grouped_backward(ctx, dout, dpreact, dsegments):
     if dout is None:
         return _autograd.padded(ctx)
     rows, scores, w1, w2, b2, preact, segments, w1_up, b1, b1_up = ctx.saved_tensors
-    wants = _autograd.asked_for(ctx)
-    dx_out = ctx.dx_out if wants[0] else None
+    asked = _autograd.asked_for(ctx)
+    dx_out = ctx.dx_out if 0 in asked else None
     dx, dscores, *of_experts = torch.ops.sonicmoe.grouped_backward(
         dout.contiguous(),
         rows,
@@ -252,10 +255,12 @@ def _grouped_backward(ctx, dout, dpreact, dsegments):
         ctx.layer,
         *ctx.main_grads[:2],
         _autograd.place_of_dpreact(ctx, preact),
-        *wants[:-1],
+        0 in asked,
+        4 in asked,
+        6 in asked,
         w1_up,
         ctx.main_grads[2],
-        wants[-1],
+        11 in asked,
         dx_out,
         b1,
         b1_up,
@@ -264,10 +269,10 @@ def _grouped_backward(ctx, dout, dpreact, dsegments):
         dx = dx_out
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(dx_out)
-    gradients = _autograd.returned(ctx, wants, b2 is not None, *of_experts)
+    gradients = _autograd.returned(ctx, asked, *of_experts)
     return _autograd.padded(
         ctx,
-        dx if wants[0] else None,
+        dx if 0 in asked else None,
         None,
         None,
         None if scores is None else dscores,
