@@ -3,12 +3,15 @@ import torch
 _TYPES = (torch.bfloat16, torch.float16)
 
 
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether autocast is on where x is."""
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
+
+
 def to_fp32(x: torch.Tensor) -> bool:
     """Whether autocast to fp32 is on, which makes the router's logits fp32 and casts nothing."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return False
-    return torch.get_autocast_dtype(device) == torch.float32
+    return autocasts(x) and torch.get_autocast_dtype(x.device.type) == torch.float32
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -17,10 +20,9 @@ def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tenso
     Autocast to fp32, which CUDA has, is for operations that lose too much in 16 bits: not for this
     layer, which sums in fp32 anyway.
     """
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast
+    if not autocasts(x):
         return x, *others
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(x.device.type)
     if dtype not in _TYPES:
         return x, *others
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in (x, *others))

@@ -86,6 +86,9 @@ _keeps_graph = getattr(
 )
 
 
+_unwrap = torch._C._functorch.unwrap_if_dead
+
+
 def place_of_dpreact(ctx, preact):
     """H itself where nobody reads it after this backward: dH takes its place, in eager calls whose
     graph is not kept (retain_graph). None: dH is one more tensor of that size, for a while. It is
@@ -192,6 +195,18 @@ def _once(name: str, backward: Callable) -> Callable:
     return backward_once
 
 
+def apply_of(eager: type) -> Callable:
+    """What `apply` of an autograd.Function comes down to outside torch.func's transforms, in half
+    of its host time."""
+    apply = super(torch.autograd.Function, eager).apply
+
+    def call(*inputs):
+        # A tensor that left its transform is what it wraps.
+        return apply(*[_unwrap(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+
+    return call
+
+
 def transforms() -> bool:
     """Whether torch.func's transforms are at work."""
     return torch._C._are_functorch_transforms_active()
@@ -205,7 +220,7 @@ def differentiable(name: str, save: Callable, backward: Callable) -> Callable:
     """
     operator = getattr(torch.ops.sonicmoe, name).default
     torch.library.register_autograd(operator, _once(name, backward), setup_context=save)
-    eager = function(name, operator, save, backward)
+    eager = apply_of(function(name, operator, save, backward))
     transformed = _transformed(name, operator, save, backward)
 
     def call(*inputs):
@@ -214,7 +229,7 @@ def differentiable(name: str, save: Callable, backward: Callable) -> Callable:
         if transforms():
             return transformed.apply(*inputs)
         if torch.is_grad_enabled():
-            return eager.apply(*inputs)
+            return eager(*inputs)
         with torch._C._AutoDispatchBelowAutograd():  # nothing to save
             return operator(*inputs)
 

@@ -4,7 +4,9 @@ Shapes, sizes and contents are checked by the operators, whose text reaches Pyth
 All messages read `argument: got value, allowed: values`.
 """
 
+import functools
 import numbers
+from collections.abc import Callable
 
 import torch
 
@@ -13,15 +15,45 @@ from .router import Routing
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # known without a look at attributes
+_MOST_KINDS = 256
 _OPTIONAL = ("b1", "b2", "w1_up", "b1_up", "w1_main_grad", "w2_main_grad", "w1_up_main_grad")
+
+
+def _once_per_kind(check: Callable) -> Callable:
+    """A check that looks at classes, dtypes and devices of its tensors alone. What has passed is
+    not looked at again: an eager layer takes this way for each of its calls."""
+    passed: set[tuple[object, ...]] = set()
+
+    @functools.wraps(check)
+    def checked(*values: object, **named: object) -> None:
+        if torch.compiler.is_compiling():
+            return check(*values, **named)
+        kinds = *map(_kind, values), *named, *map(_kind, named.values())
+        if kinds in passed:
+            return None
+        check(*values, **named)
+        if len(passed) == _MOST_KINDS:
+            passed.clear()
+        passed.add(kinds)
+        return None
+
+    return checked
+
+
+def _kind(value: object) -> object:
+    if value is None or isinstance(value, str):
+        return value
+    return type(value), value.dtype, value.device
 
 
 def tensors(**values: object) -> None:
     """All are plain tensors; those of _OPTIONAL may be None."""
     for name, value in values.items():
+        if type(value) in _PLAIN and (value is not None or name in _OPTIONAL):
+            continue
         if is_dtensor(value):
             raise TypeError(f"{name}: got a DTensor, allowed: {_of_dtensor(name)}")
-        if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
+        if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
 
 
@@ -38,6 +70,8 @@ def _of_dtensor(name: str) -> str:
 def local(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     """What this rank has of a module's tensor beside x: all of it, as DTensors or as plain tensors.
     Its gradient is replicated too."""
+    if type(value) in _PLAIN and type(x) in _PLAIN:
+        return value
     if not is_dtensor(value):
         if value is not None and is_dtensor(x):
             raise TypeError(f"{name}: got a plain tensor, allowed: a DTensor like x, or plain x")
@@ -66,6 +100,7 @@ def supported(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
 
 
+@_once_per_kind
 def alike(x: torch.Tensor, name_of_x: str = "x", **others: torch.Tensor | None) -> None:
     """One floating type, one device."""
     dtype, device = x.dtype, x.device
@@ -82,6 +117,7 @@ def alike(x: torch.Tensor, name_of_x: str = "x", **others: torch.Tensor | None) 
         on_device(name, tensor, device, name_of_x)
 
 
+@_once_per_kind
 def alike_or_fp32(x: torch.Tensor, **others: torch.Tensor) -> None:
     """One floating type, one device; the others may be fp32."""
     alike(x)
@@ -96,7 +132,8 @@ def alike_or_fp32(x: torch.Tensor, **others: torch.Tensor) -> None:
 
 def router_tensors(x: torch.Tensor, routing: Routing) -> None:
     """fp32 tensors beside x, or None."""
-    for name, tensor in zip(routing._fields[1:], routing[1:], strict=True):
+    for name in ("logit_bias", "selection_bias", "expert_scale"):
+        tensor = getattr(routing, name)
         if tensor is None:
             continue
         tensors(**{name: tensor})
@@ -270,6 +307,8 @@ def word(name: str, value: int) -> int:
 
 
 def integer(name: str, value: int) -> None:
+    if type(value) is int:
+        return
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name}: got {value!r}, allowed: an int")
 

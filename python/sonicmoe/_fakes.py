@@ -5,6 +5,7 @@ The operators check that it is so.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -26,11 +27,24 @@ def _is_softmax(options: dict[str, str]) -> bool:
     return options.get("router_score", "softmax") == "softmax"
 
 
-def reaches_all_experts(options: dict[str, str]) -> bool:
+def _reaches_all_experts(options: dict[str, str]) -> bool:
     """Whether a gradient needs the logits of all experts, as RouterDesc::reaches_all_experts()."""
     if not _is_softmax(options) or options.get("router_order") != "score_then_select":
         return False
     return options.get("renormalize") != "true" or float(options.get("eps", 0)) != 0
+
+
+class Kept(NamedTuple):
+    """What of a layer's inputs and outputs backward needs besides the usual ones."""
+
+    biases: bool
+    logits: bool
+
+
+@functools.lru_cache(maxsize=256)
+def kept(layer: str) -> Kept:
+    options = options_of(layer)
+    return Kept(recomputes(options), _reaches_all_experts(options))
 
 
 def _keeps_probabilities(options: dict[str, str]) -> bool:

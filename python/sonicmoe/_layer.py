@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _check, _ops
-from ._autocast import autocast, to_fp32
+from ._autocast import autocast, autocasts, to_fp32
 from .enums import ActivationType
 from .router import Routing
 
@@ -18,7 +18,10 @@ def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bo
     """Whether no backward can follow, so that nothing need be kept for it."""
     if is_inference_mode or not torch.is_grad_enabled():
         return True
-    return not any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return False
+    return True
 
 
 def _run(operator: Callable, inference: bool, *inputs: Any, **named: Any) -> Any:
@@ -59,13 +62,15 @@ class ExpertArgs(NamedTuple):
         w1, b1, w2, b2, activation, inference, layout, *rest = self
         w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute = rest
         _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
-        _check.autocast_dtype(x.device)
-        x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
+        if autocasts(x):
+            _check.autocast_dtype(x.device)
+            x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
         _check.alike(x, x_name, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
         inference = _keeps_nothing(inference, x, *others, w1, b1, w2, b2, w1_up, b1_up)
         if inference:
             w1_grad = w2_grad = up_grad = None
-        _check.main_grads(("w1", w1, w1_grad), ("w1_up", w1_up, up_grad), ("w2", w2, w2_grad))
+        elif w1_grad is not None or w2_grad is not None or up_grad is not None:
+            _check.main_grads(("w1", w1, w1_grad), ("w1_up", w1_up, up_grad), ("w2", w2, w2_grad))
         rest = w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute
         return x, ExpertArgs(w1, b1, w2, b2, activation, inference, layout, *rest)
 
@@ -100,11 +105,13 @@ def topk_layer(
     _ops.require()
     _check.integer("K", top_k)
     _check.tensors(x=x, router_w=router_w)
-    f32 = routing.config.logits == "f32" or to_fp32(x)
-    # Autocast rounds no weight of a router whose logits are to be fp32.
-    (x,) = autocast(x)
-    if not (f32 and router_w.dtype == torch.float32):
-        (router_w,) = autocast(router_w)
+    f32 = routing.config.logits == "f32"
+    if autocasts(x):
+        f32 = f32 or to_fp32(x)
+        (x,) = autocast(x)
+        # It rounds no weight of a router whose logits are to be fp32.
+        if not (f32 and router_w.dtype == torch.float32):
+            (router_w,) = autocast(router_w)
     _check.alike_or_fp32(x, router_w=router_w)
     _check.router_tensors(x, routing)
     f32 = x.dtype != torch.float32 and (f32 or router_w.dtype == torch.float32)

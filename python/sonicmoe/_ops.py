@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from . import _autograd, _fakes, _flops
-from ._fakes import options_of, reaches_all_experts, recomputes
+from ._fakes import kept
 
 
 def _find(folders: Iterable[str]) -> Path | None:
@@ -73,7 +73,7 @@ def router_options(softmax_over_topk: bool, norm_topk_probs: bool) -> dict[str, 
 
 def _biases_again(layer, b1, b1_up):
     """b1 and b1_up as backward wants them: where it makes H again."""
-    return (b1, b1_up) if recomputes(options_of(layer)) else (None, None)
+    return (b1, b1_up) if kept(layer).biases else (None, None)
 
 
 def _save_for_layer_backward(ctx, inputs, output):
@@ -81,7 +81,7 @@ def _save_for_layer_backward(ctx, inputs, output):
     w1_main_grad, w2_main_grad, w1_up, b1_up, w1_up_main_grad, *of_router = others
     _, _, expert_scale = of_router
     o, logits, counts, preact, routing = output
-    kept_logits = logits if reaches_all_experts(options_of(layer)) else None
+    kept_logits = logits if kept(layer).logits else None
     again = _biases_again(layer, b1, b1_up)
     ctx.save_for_backward(
         x, router_w, w1, w2, b2, kept_logits, preact, routing, w1_up, expert_scale, *again
@@ -98,7 +98,7 @@ def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
     x, router_w, w1, w2, b2, logits, preact, routing, w1_up, *others = ctx.saved_tensors
     expert_scale, b1, b1_up = others
     asked, main_grads = _autograd.asked_for(ctx), ctx.main_grads
-    dx, drouter_w, *of_experts, dlogit_bias, dexpert_scale = torch.ops.sonicmoe.layer_backward(
+    dx, drouter_w, *of_experts, dlogit_bias, dexpert_scale = torch.ops.sonicmoe.layer_backward.default(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
         x,
@@ -188,7 +188,7 @@ def _save_for_routed_backward(ctx, inputs, output):
 def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
         return _autograd.padded(ctx)
-    operator = torch.ops.sonicmoe.routed_backward
+    operator = torch.ops.sonicmoe.routed_backward.default
     dx, dscores, gradients = _given_backward(ctx, dout, operator)
     return _autograd.padded(ctx, dx, dscores, None, None, *gradients)
 
@@ -201,7 +201,7 @@ def _save_for_ids_backward(ctx, inputs, output):
 def _ids_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
         return _autograd.padded(ctx)
-    operator = torch.ops.sonicmoe.ids_backward
+    operator = torch.ops.sonicmoe.ids_backward.default
     dx, dweights, gradients = _given_backward(ctx, dout, operator, ctx.top_k)
     return _autograd.padded(ctx, dx, None, dweights, *gradients)
 
@@ -209,14 +209,14 @@ def _ids_backward(ctx, dout, dcounts, dpreact, drouting):
 def _save_for_logits_backward(ctx, inputs, output):
     _, logits, ids, _, _, _, _, layer, *_, expert_scale = inputs
     ctx.has_ids = ids is not None
-    kept_logits = logits if reaches_all_experts(options_of(layer)) else None
+    kept_logits = logits if kept(layer).logits else None
     _save_for_given_backward(ctx, inputs, output, 2, kept_logits, expert_scale)
 
 
 def _logits_backward(ctx, dout, dcounts, dpreact, drouting):
     if dout is None:
         return _autograd.padded(ctx)
-    operator, (logits, scale) = torch.ops.sonicmoe.logits_backward, ctx.saved_tensors[-2:]
+    operator, (logits, scale) = torch.ops.sonicmoe.logits_backward.default, ctx.saved_tensors[-2:]
     dx, dlogits, gradients, dscale = _given_backward(
         ctx, dout, operator, logits, ctx.has_ids, scale=(scale,)
     )
@@ -243,7 +243,7 @@ def _grouped_backward(ctx, dout, dpreact, dsegments):
     rows, scores, w1, w2, b2, preact, segments, w1_up, b1, b1_up = ctx.saved_tensors
     asked = _autograd.asked_for(ctx)
     dx_out = ctx.dx_out if 0 in asked else None
-    dx, dscores, *of_experts = torch.ops.sonicmoe.grouped_backward(
+    dx, dscores, *of_experts = torch.ops.sonicmoe.grouped_backward.default(
         dout.contiguous(),
         rows,
         scores,
@@ -283,7 +283,7 @@ def _grouped_backward(ctx, dout, dpreact, dsegments):
 def _forward_into(*inputs):
     """The last input is the output's memory."""
     *others, out = inputs
-    return out, *torch.ops.sonicmoe.grouped_forward_out(out, *others)
+    return out, *torch.ops.sonicmoe.grouped_forward_out.default(out, *others)
 
 
 def grouped_forward(*inputs, out=None):
@@ -302,7 +302,7 @@ def grouped_forward(*inputs, out=None):
         raise NotImplementedError("out: got a tensor, allowed: None, in torch.func's transforms")
     result = out.detach()
     if torch.is_grad_enabled():
-        return _GroupedForwardInto.apply(*inputs, result)[0]
+        return _grouped_forward_into(*inputs, result)[0]
     with torch._C._AutoDispatchBelowAutograd():
         _forward_into(*inputs, result)
     if not result.is_inference():
@@ -323,7 +323,7 @@ _AUX_LOSS_DEFAULTS = ("balance", "softmax", None)
 
 def _aux_loss_backward(ctx, dloss):
     logits, counts, mask = ctx.saved_tensors
-    dlogits = torch.ops.sonicmoe.aux_loss_backward(
+    dlogits = torch.ops.sonicmoe.aux_loss_backward.default(
         dloss.contiguous(), logits, counts, ctx.loss, ctx.score, mask
     )
     return _autograd.padded(ctx, dlogits)
@@ -341,7 +341,7 @@ def _save_for_token_rounding_backward(ctx, inputs, output):
 def _token_rounding_backward(ctx, dscores, *dlists):
     if dscores is None:
         return _autograd.padded(ctx)
-    dlogits = torch.ops.sonicmoe.token_rounding_backward(
+    dlogits = torch.ops.sonicmoe.token_rounding_backward.default(
         dscores.contiguous(), *ctx.saved_tensors, ctx.layer
     )
     return _autograd.padded(ctx, dlogits)
@@ -366,8 +366,10 @@ if AVAILABLE:
     _grouped_forward = _autograd.differentiable(
         "grouped_forward", _save_for_grouped_backward, _grouped_backward
     )
-    _GroupedForwardInto = _autograd.function(
-        "grouped_forward_out", _forward_into, _save_for_grouped_backward, _grouped_backward
+    _grouped_forward_into = _autograd.apply_of(
+        _autograd.function(
+            "grouped_forward_out", _forward_into, _save_for_grouped_backward, _grouped_backward
+        )
     )
     token_rounding = _autograd.differentiable(
         "token_rounding", _save_for_token_rounding_backward, _token_rounding_backward

@@ -281,7 +281,7 @@ class MoE(nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         mask = _check.mask_of_tokens(padding_mask, x)
-        tokens = x.reshape(-1, self.hidden_size)
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden_size)
         if self.parallel is None:
             for name in ("router", "c_fc", "c_proj"):
                 _check.not_sharded_alone(name, getattr(self, name))
@@ -315,7 +315,8 @@ class MoE(nn.Module):
         rounds = self.routing == "token_rounding" and self.training and not is_inference_mode
         layer = self._rounded if rounds else self._top_k
         out, logits, counts = layer(backend, x, experts, named)
-        main_grads.zero_before(out)
+        if main_grads is not None:
+            main_grads.zero_before(out)
         return out, logits, counts
 
     def _losses(
@@ -369,7 +370,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         kernel_backend_moe: KernelBackendMoE,
         is_inference_mode: bool,
-    ) -> tuple[tuple, dict[str, torch.Tensor | str], MainGrads]:
+    ) -> tuple[tuple, dict[str, torch.Tensor | str], MainGrads | None]:
         """What the layers take of the experts, in order and by name, and the main_grads."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
         seen = x.detach()
@@ -378,7 +379,7 @@ class MoE(nn.Module):
             made = self.parallel.local(made, x)
         w1, b1 = weights("c_fc", made[0], x)
         w2, b2 = weights("c_proj", made[1], x)
-        named, main_grads = {}, MainGrads()
+        named, main_grads = {}, None
         if backend is _layer:  # the reference keeps what autograd keeps
             named["recompute"] = self.recompute
         if self.gradient_accumulation_fusion:

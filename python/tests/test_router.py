@@ -425,6 +425,7 @@ def test_autocast_to_fp32_makes_the_logits_fp32(monkeypatch):
             assert _autocast.to_fp32(layer.x) == (dtype == torch.float32)
     assert not _autocast.to_fp32(layer.x)
     # PyTorch's own functions stay: torch.autocast would restore what they say.
+    monkeypatch.setattr(_layer, "autocasts", lambda x: True)
     for module in (_layer, reference_routing):
         monkeypatch.setattr(module, "to_fp32", lambda x: True)
     for got in (
