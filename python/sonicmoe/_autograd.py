@@ -53,9 +53,7 @@ def returned(ctx, asked, dw1, db1, dw2, db2, dw1_up, db1_up):
     schema."""
     w1, w2, w1_up = ctx.weights
     if any([t is not None for t in ctx.main_grads]):
-        written = [
-            t for i, t in zip(ctx.weights, ctx.main_grads, strict=True) if i in asked and t is not None
-        ]
+        written = [t for i, t in zip(ctx.weights, ctx.main_grads, strict=True) if i in asked]
         if written and not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(written)
         dw1 = dw2 = dw1_up = None
@@ -84,7 +82,6 @@ _will_execute = getattr(torch._C, "_will_engine_execute_node", lambda node: True
 _keeps_graph = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
-
 
 _unwrap = torch._C._functorch.unwrap_if_dead
 
@@ -140,23 +137,33 @@ class _FirstDerivatives(torch.autograd.Function):
     vmap = staticmethod(_refuse_vmap)
 
 
-def function(name: str, operator: Callable, save: Callable, backward: Callable) -> type:
-    """An autograd.Function of `operator`, for eager calls; a derivative of its backward is refused.
-    """
+def function(
+    name: str, operator: Callable, save: Callable, backward: Callable, outputs: int | None
+) -> Callable:
+    """`apply` of an autograd.Function of `operator`, for eager calls; a derivative of its backward
+    is refused. It returns the first `outputs` of the operator's, or all for None."""
 
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             output = operator(*inputs)
         save(ctx, inputs, output)
-        ctx.owns_preact = True  # no caller of ours hands it out
-        return output
+        ctx.owns_preact = True
+        return output if outputs is None else output[:outputs]
 
     members = {
         "forward": staticmethod(forward),
         "backward": staticmethod(_once(name, backward)),
         "jvp": staticmethod(_refuse_jvp),
     }
-    return type(name, (torch.autograd.Function,), members)
+    eager = type(name, (torch.autograd.Function,), members)
+    # Function.apply without what it does for transforms, which never come here: half its time.
+    apply = super(torch.autograd.Function, eager).apply
+
+    def call(*inputs):
+        # A tensor that left its transform is what it wraps.
+        return apply(*[_unwrap(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+
+    return call
 
 
 def _transformed(name: str, operator: Callable, save: Callable, backward: Callable) -> type:
@@ -195,43 +202,36 @@ def _once(name: str, backward: Callable) -> Callable:
     return backward_once
 
 
-def apply_of(eager: type) -> Callable:
-    """What `apply` of an autograd.Function comes down to outside torch.func's transforms, in half
-    of its host time."""
-    apply = super(torch.autograd.Function, eager).apply
-
-    def call(*inputs):
-        # A tensor that left its transform is what it wraps.
-        return apply(*[_unwrap(i) if isinstance(i, torch.Tensor) else i for i in inputs])
-
-    return call
-
-
 def transforms() -> bool:
     """Whether torch.func's transforms are at work."""
     return torch._C._are_functorch_transforms_active()
 
 
-def differentiable(name: str, save: Callable, backward: Callable) -> Callable:
-    """The operator with its derivative.
+def differentiable(
+    name: str, save: Callable, backward: Callable, outputs: int | None = None
+) -> Callable:
+    """The operator with its derivative, as a function that returns its first `outputs`, or all for
+    None.
 
     Tracing sees the registered derivative. Eager calls take the same functions through an
     autograd.Function of our own, which costs about half the host time.
     """
     operator = getattr(torch.ops.sonicmoe, name).default
     torch.library.register_autograd(operator, _once(name, backward), setup_context=save)
-    eager = apply_of(function(name, operator, save, backward))
+    eager = function(name, operator, save, backward, outputs)
     transformed = _transformed(name, operator, save, backward)
 
     def call(*inputs):
         if torch.compiler.is_compiling():
-            return operator(*inputs)
-        if transforms():
-            return transformed.apply(*inputs)
-        if torch.is_grad_enabled():
+            made = operator(*inputs)
+        elif transforms():
+            made = transformed.apply(*inputs)
+        elif torch.is_grad_enabled():
             return eager(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():  # nothing to save
-            return operator(*inputs)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():  # nothing to save
+                made = operator(*inputs)
+        return made if outputs is None else made[:outputs]
 
     return call
 

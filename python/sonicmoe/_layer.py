@@ -119,7 +119,7 @@ def topk_layer(
     x, experts = ExpertArgs(*of_experts, **named).checked(x, router_w, *of_router)
     of_operator = experts.of_operator(routing.text(True, f32), top_k=int(top_k))
     inputs = x.contiguous(), router_w, *of_operator, *map(_contiguous, of_router)
-    return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)[:3]
+    return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -203,7 +203,7 @@ def _given_layer(
     """An operator whose caller routes: `given` are its arguments behind x, `of_router` the last."""
     x, experts = experts.checked(x, *given, *of_router)
     inputs = x.contiguous(), *given, *experts.of_operator(**options), *of_router
-    return _run(operator, experts.is_inference_mode, *inputs)[:2]
+    return _run(operator, experts.is_inference_mode, *inputs)
 
 
 def grouped_experts(

@@ -92,13 +92,14 @@ def _save_for_layer_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _layer_backward(ctx, dout, dlogits, dcounts, dpreact, drouting):
+def _layer_backward(ctx, dout, dlogits, *_):
     if dout is None and dlogits is None:
         return _autograd.padded(ctx)
     x, router_w, w1, w2, b2, logits, preact, routing, w1_up, *others = ctx.saved_tensors
     expert_scale, b1, b1_up = others
     asked, main_grads = _autograd.asked_for(ctx), ctx.main_grads
-    dx, drouter_w, *of_experts, dlogit_bias, dexpert_scale = torch.ops.sonicmoe.layer_backward.default(
+    operator = torch.ops.sonicmoe.layer_backward.default
+    dx, drouter_w, *of_experts, dlogit_bias, dexpert_scale = operator(
         torch.zeros_like(x) if dout is None else dout.contiguous(),
         None if dlogits is None else dlogits.contiguous(),
         x,
@@ -185,7 +186,7 @@ def _save_for_routed_backward(ctx, inputs, output):
     _save_for_given_backward(ctx, inputs, output, 3)
 
 
-def _routed_backward(ctx, dout, dcounts, dpreact, drouting):
+def _routed_backward(ctx, dout, *_):
     if dout is None:
         return _autograd.padded(ctx)
     operator = torch.ops.sonicmoe.routed_backward.default
@@ -198,7 +199,7 @@ def _save_for_ids_backward(ctx, inputs, output):
     _save_for_given_backward(ctx, inputs, output, 2)
 
 
-def _ids_backward(ctx, dout, dcounts, dpreact, drouting):
+def _ids_backward(ctx, dout, *_):
     if dout is None:
         return _autograd.padded(ctx)
     operator = torch.ops.sonicmoe.ids_backward.default
@@ -213,7 +214,7 @@ def _save_for_logits_backward(ctx, inputs, output):
     _save_for_given_backward(ctx, inputs, output, 2, kept_logits, expert_scale)
 
 
-def _logits_backward(ctx, dout, dcounts, dpreact, drouting):
+def _logits_backward(ctx, dout, *_):
     if dout is None:
         return _autograd.padded(ctx)
     operator, (logits, scale) = torch.ops.sonicmoe.logits_backward.default, ctx.saved_tensors[-2:]
@@ -237,7 +238,7 @@ def _save_for_grouped_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _grouped_backward(ctx, dout, dpreact, dsegments):
+def _grouped_backward(ctx, dout, *_):
     if dout is None:
         return _autograd.padded(ctx)
     rows, scores, w1, w2, b2, preact, segments, w1_up, b1, b1_up = ctx.saved_tensors
@@ -354,22 +355,22 @@ if AVAILABLE:
         _autograd.refuse_vmap(_name)
     _flops.register()
     layer_forward = _autograd.differentiable(
-        "layer_forward", _save_for_layer_backward, _layer_backward
+        "layer_forward", _save_for_layer_backward, _layer_backward, 3
     )
     routed_forward = _autograd.differentiable(
-        "routed_forward", _save_for_routed_backward, _routed_backward
+        "routed_forward", _save_for_routed_backward, _routed_backward, 2
     )
-    ids_forward = _autograd.differentiable("ids_forward", _save_for_ids_backward, _ids_backward)
+    ids_forward = _autograd.differentiable(
+        "ids_forward", _save_for_ids_backward, _ids_backward, 2
+    )
     logits_forward = _autograd.differentiable(
-        "logits_forward", _save_for_logits_backward, _logits_backward
+        "logits_forward", _save_for_logits_backward, _logits_backward, 2
     )
     _grouped_forward = _autograd.differentiable(
-        "grouped_forward", _save_for_grouped_backward, _grouped_backward
+        "grouped_forward", _save_for_grouped_backward, _grouped_backward, 1
     )
-    _grouped_forward_into = _autograd.apply_of(
-        _autograd.function(
-            "grouped_forward_out", _forward_into, _save_for_grouped_backward, _grouped_backward
-        )
+    _grouped_forward_into = _autograd.function(
+        "grouped_forward_out", _forward_into, _save_for_grouped_backward, _grouped_backward, 1
     )
     token_rounding = _autograd.differentiable(
         "token_rounding", _save_for_token_rounding_backward, _token_rounding_backward

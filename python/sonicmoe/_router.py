@@ -76,15 +76,6 @@ class Router(nn.Linear):
         return super()._apply(keeping_fp32(fn, [self.bias]), recurse)
 
 
-#: Hooks of every module there is.
-_OF_ALL_MODULES = (
-    nn.modules.module._global_forward_pre_hooks,
-    nn.modules.module._global_forward_hooks,
-    nn.modules.module._global_backward_pre_hooks,
-    nn.modules.module._global_backward_hooks,
-)
-
-
 def is_plain(router: nn.Module, shape: tuple[int, int]) -> bool:
     """Whether calling the router gives the product with its weight, of this shape, and an fp32
     bias, and nothing else. nn.Linear rounds another bias where the layer would not."""
@@ -94,11 +85,11 @@ def is_plain(router: nn.Module, shape: tuple[int, int]) -> bool:
     elif type(router) is not Router:
         return False
     return (
-        router.weight.shape == shape
-        and "forward" not in vars(router)
+        "forward" not in vars(router)
         and not (router._forward_pre_hooks or router._forward_hooks)
         and not (router._backward_pre_hooks or router._backward_hooks)
-        and not any(_OF_ALL_MODULES)
+        and not nn.modules.module._has_any_global_hook()
+        and router.weight.shape == shape
     )
 
 

@@ -40,10 +40,13 @@ _BACKENDS = {
 }
 
 
-def _as_x(x: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor | None:
-    """A result as a DTensor if x is one."""
-    if made is None or not _check.is_dtensor(x):
-        return made
+_OWN_PARTS = (Router, Experts)
+
+
+def _as_dtensor(x: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor | None:
+    """A result as a DTensor like x."""
+    if made is None:
+        return None
     return type(x).from_local(made, x.device_mesh, x.placements, run_check=False)
 
 
@@ -284,7 +287,9 @@ class MoE(nn.Module):
         tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden_size)
         if self.parallel is None:
             for name in ("router", "c_fc", "c_proj"):
-                _check.not_sharded_alone(name, getattr(self, name))
+                part = self._modules[name]
+                if type(part) not in _OWN_PARTS:  # fully_shard changes the class
+                    _check.not_sharded_alone(name, part)
             run, layer = self._run, backend.layer
         else:
             run = functools.partial(self.parallel, self._run)
@@ -299,7 +304,9 @@ class MoE(nn.Module):
                 add_counts(self.tokens_per_expert, counts)
         # A view of two dimensions could not be detached in place, as pipelines do with outputs.
         out = out if x.dim() == 2 else out.view(x.shape)
-        return _as_x(x, out), _as_x(x, aux_loss)
+        if _check.is_dtensor(x):
+            return _as_dtensor(x, out), _as_dtensor(x, aux_loss)
+        return out, aux_loss
 
     def _run(
         self,
@@ -373,8 +380,8 @@ class MoE(nn.Module):
     ) -> tuple[tuple, dict[str, torch.Tensor | str], MainGrads | None]:
         """What the layers take of the experts, in order and by name, and the main_grads."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
-        seen = x.detach()
-        made = self.c_fc(seen), self.c_proj(seen)
+        seen, parts = x.detach(), self._modules
+        made = parts["c_fc"](seen), parts["c_proj"](seen)
         if self.parallel is not None:
             made = self.parallel.local(made, x)
         w1, b1 = weights("c_fc", made[0], x)
@@ -411,6 +418,8 @@ class MoE(nn.Module):
         return logits
 
     def _selection_bias(self) -> torch.Tensor | None:
+        if not self.router_config.selection_bias:
+            return None
         bias = self.selection_bias
         return _as_fp32(bias.to_local() if _check.is_dtensor(bias) else bias)
 
@@ -422,16 +431,18 @@ class MoE(nn.Module):
         named: dict[str, torch.Tensor | str],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
-        plain = is_plain(self.router, (self.num_experts, self.hidden_size))
-        bias = _check.local("router.bias", self.router.bias, x) if plain else None
+        router, config = self._modules["router"], self.router_config
+        plain = is_plain(router, (self.num_experts, self.hidden_size))
+        bias = _check.local("router.bias", router.bias, x) if plain else None
+        scale = self.expert_scale if config.expert_scale else None
         routing = Routing(
-            self.router_config,
+            config,
             logit_bias=_as_fp32(bias),
             selection_bias=self._selection_bias(),
-            expert_scale=_as_fp32(_check.local("expert_scale", self.expert_scale, x)),
+            expert_scale=_as_fp32(_check.local("expert_scale", scale, x)),
         )
         if plain:
-            router_w = _check.local("router.weight", self.router.weight, x)
+            router_w = _check.local("router.weight", router.weight, x)
             x = _check.local("x", x, x)
             return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **named)
         (x,) = autocast(x)
