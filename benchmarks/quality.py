@@ -148,7 +148,7 @@ def command(job: Job, options: argparse.Namespace) -> list[str]:
     line = ["benchmarks/quality.py", "--out", str(options.out), "--jobs", job.name]
     line += ["--device", options.device]
     line += ["--small"] * options.small + ["--quick"] * options.quick
-    return line + (["--text", *map(str, options.text)] if options.text else [])
+    return line + (["--text", *(path.name for path in options.text)] if options.text else [])
 
 
 def about(job: Job, options: argparse.Namespace, device: Any) -> dict[str, Any]:
