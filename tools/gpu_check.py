@@ -79,6 +79,11 @@ BESIDE = (
     "benchmarks/moe-cute.py",
 )
 MAX_PENDING_COMMITS = 10
+# What a receipt has of the parts that --again may take from it.
+PARTS = {
+    "tests": ("tests", "pytest_exit", "errors", "python", "kernels", "test_names"),
+    "sanitizers": ("sanitizer",),
+}
 # Beside the published configurations: few tokens, many experts.
 SMALL = "4096,2048,768,128,8"
 # The first asks how much memory the whole device has left, the others take much of it.
@@ -352,14 +357,14 @@ class Run:
             self.tests[name] = {"PASSED": "passed", "SKIPPED": "skipped"}.get(state, "failed")
         return code
 
-    def sanitizers(self) -> dict[str, str]:
+    def sanitizers(self, names: str) -> dict[str, str]:
         """All at once, which takes less time; the slowest in parts."""
         shards = {"memcheck": 1, "racecheck": 2, "synccheck": 1, "initcheck": 1}
 
         def run(tool: str, shard: int) -> int:
             return self.command(f"{tool}_{shard}", "compute-sanitizer", "--tool", tool,
                                 "--error-exitcode", "9", self.folder / "gpu_test",
-                                "--gtest_brief=1", f"--gtest_filter={SANITIZED}", seconds=300,
+                                "--gtest_brief=1", f"--gtest_filter={names}", seconds=300,
                                 GTEST_TOTAL_SHARDS=shards[tool], GTEST_SHARD_INDEX=shard)  # fmt: skip
 
         parts = [(tool, shard) for tool, count in shards.items() for shard in range(count)]
@@ -440,18 +445,31 @@ class Run:
         }
 
     def again(self, names: str, device: str) -> dict:
-        """The tests part of an earlier call, with new results of some of its C++ tests."""
+        """The tests part of an earlier call or of a receipt, with new results of these C++ tests
+        and of all Python tests."""
         found = self.earlier("tests", device)
-        self.gtest(names, SHARDS)
+        with ThreadPoolExecutor(1) as pool:
+            pytest = pool.submit(self.pytest)
+            self.gtest(names, SHARDS)
+            found["pytest_exit"] = pytest.result()
+        found["kernels"] = cuda_kernels(self.folder / "sonicmoe", self.out / "info.json")
         found["test_names"] |= self.tests
         states = list(found["test_names"].values())
         summary = {state: states.count(state) for state in ("passed", "failed", "skipped")}
         self.good = summary["failed"] == summary["skipped"] == found["pytest_exit"] == 0
         print(f"gpu_check: {summary}, of them {len(self.tests)} again")
-        return found | {"tests": summary}
+        return found | {"tests": summary, "tests_again": names}
 
-    def sanitizers_part(self) -> dict:
-        sanitizer = self.sanitizers()
+    def sanitizers_again(self, names: str, device: str) -> dict:
+        """The same of the sanitizers."""
+        earlier = self.earlier("sanitizers", device)["sanitizer"]
+        again = self.sanitizers_part(names)["sanitizer"]
+        states = {tool: earlier[tool] if again[tool] == "clean" else again[tool] for tool in again}
+        self.good &= set(states.values()) == {"clean"}
+        return {"sanitizer": states, "sanitizers_again": names}
+
+    def sanitizers_part(self, names: str = SANITIZED) -> dict:
+        sanitizer = self.sanitizers(names)
         self.good &= set(sanitizer.values()) == {"clean"}
         print(f"gpu_check: {sanitizer}")
         return {"sanitizer": sanitizer}
@@ -463,23 +481,30 @@ class Run:
         return {"copy_TBps": copy, "bench": rows, "steady_state": hot, "torch_bmm": dense}
 
     def earlier(self, part: str, device: str) -> dict:
-        """What an earlier call for `part` found, on a device of this name."""
-        found = json.loads((self.folder / f"{part}.json").read_text())
+        """What an earlier call for `part` found, or the receipt, on a device of this name."""
+        path = self.folder / f"{part}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+        else:
+            path = UNTIMED
+            receipt = json.loads(path.read_text())
+            found = {key: receipt[key] for key in ("device", *PARTS[part])} | {"good": True}
         if found["device"] != device:
-            sys.exit(f"gpu_check: {part}.json: got {found['device']}, allowed: {device}")
+            sys.exit(f"gpu_check: {path.name}: got {found['device']}, allowed: {device}")
         self.good &= found.pop("good")
         return found
 
     def receipt(self, part: str, quick: bool, again: str = "") -> int:
         """`part`: "tests" and "sanitizers" leave receipt/PART.json; "bench" finds those files in
         the folder and completes the receipt; "all" does everything. `again`: C++ tests whose
-        results replace those in FOLDER/tests.json."""
+        results replace those of FOLDER/tests.json, or of the receipt if that is not there."""
         smi = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
         device, driver = smi.splitlines()[0].split(", ")
         known = {"date": datetime.date.today().isoformat(), "device": device, "driver": driver}
         others = {"tests": self.tests_part, "sanitizers": self.sanitizers_part}
         if again:
             others["tests"] = lambda: self.again(again, device)
+            others["sanitizers"] = lambda: self.sanitizers_again(again, device)
         if part in others:
             known |= others[part]() | {"good": self.good}
             (self.out / f"{part}.json").write_text(json.dumps(known, indent=1) + "\n")
@@ -621,7 +646,8 @@ def main() -> int:
         "--again",
         default="",
         metavar="FILTER",
-        help="with --part tests: these C++ tests alone; FOLDER/tests.json has the rest",
+        help="with --part tests or sanitizers: these C++ tests alone, those of kernels that changed; "
+        f"FOLDER/PART.json has the rest, or {UNTIMED.name}",
     )
     one = commands.add_parser("verify")
     one.add_argument("build", type=Path)

@@ -515,6 +515,49 @@ def test_a_receipt_is_made_in_three_calls(tmp_path, monkeypatch):
         run("bench")
 
 
+def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "output", lambda *_, **__: "NVIDIA H100, 580.1\n")
+    old = {"device": "NVIDIA H100", "pytest_exit": 0, "errors": [], "python": {}, "kernels": ["a"]}
+    old |= {"tests": {"passed": 2}, "test_names": {"A.a": "passed", "B.b": "passed"}}
+    old |= {"sanitizer": {"memcheck": "clean", "racecheck": "errors"}}
+    monkeypatch.setattr(gpu_check, "UNTIMED", tmp_path / "h100.json")
+    gpu_check.UNTIMED.write_text(json.dumps(old))
+    ran, state = [], ["passed"]
+
+    def gtest(self, names, shards=1):
+        ran.append(names)
+        self.tests |= {"B.b": state[0], "C.c": "passed"}
+
+    monkeypatch.setattr(gpu_check.Run, "gtest", gtest)
+    monkeypatch.setattr(gpu_check.Run, "pytest", lambda self: ran.append("pytest") or 0)
+    monkeypatch.setattr(gpu_check, "cuda_kernels", lambda *_: ["a", "c"])
+    monkeypatch.setattr(
+        gpu_check.Run, "sanitizers", lambda *_: dict.fromkeys(old["sanitizer"], "clean")
+    )
+
+    def run(part):
+        code = gpu_check.Run(tmp_path).receipt(part, False, "B.*:C.*")
+        return code, json.loads((tmp_path / "receipt" / f"{part}.json").read_text())
+
+    code, made = run("tests")
+    assert code == 0 and made["test_names"] == {"A.a": "passed", "B.b": "passed", "C.c": "passed"}
+    assert made["tests"]["passed"] == 3 and made["tests_again"] == "B.*:C.*"
+    assert made["kernels"] == ["a", "c"] and sorted(ran) == ["B.*:C.*", "pytest"]
+    state[0] = "failed"
+    code, made = run("tests")
+    assert code == 1 and made["tests"] == {"passed": 2, "failed": 1, "skipped": 0}
+    code, made = run("sanitizers")  # the receipt's own error stays
+    assert code == 1 and made["sanitizer"] == old["sanitizer"]
+    old["sanitizer"]["racecheck"] = "clean"
+    gpu_check.UNTIMED.write_text(json.dumps(old))
+    code, made = run("sanitizers")
+    assert code == 0 and set(made["sanitizer"].values()) == {"clean"}
+    old["device"] = "NVIDIA H200"
+    gpu_check.UNTIMED.write_text(json.dumps(old))
+    with pytest.raises(SystemExit, match="h100.json: got NVIDIA H200, allowed: NVIDIA H100"):
+        run("tests")
+
+
 KERNEL = {"code": b"add", "constants": b"1.0", "registers": 32, "shared": 2048, "target": 64}
 
 
