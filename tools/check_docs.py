@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Checks that documents point at things that exist: relative links and their #anchors in every
-Markdown file, files of this tree named in `code`, and documents named in source comments. Documents
-that changed since the rules for prose began are also held to those (prose.py)."""
+Markdown file, files of this tree named in `code`, and documents named in source comments. Every
+document is also held to the rules for prose (prose.py) and for pages (pages.py)."""
 
 import re
 import sys
 from pathlib import Path
 
+import pages
 import prose
-from changes import BASE, touched_documents
 
 SKIP = re.compile(r"^(\..*|build.*|__pycache__|node_modules)$")
 CODE_DIRS = (
@@ -108,24 +108,22 @@ def check(root):
     return documents, problems
 
 
-def check_prose(root: Path, base: str = BASE) -> tuple[str, list[str]]:
-    """What was checked, and every breach of the rules for prose."""
-    touched = touched_documents(root, base)
-    if touched is None:
-        return f"prose NOT CHECKED: git or commit {base[:7]} is missing here", []
-    return f"prose of {len(touched)} changed since {base[:7]}", [
-        f"{path.relative_to(root)}:{line}: {why}"
-        for path in touched
-        for line, why in prose.problems(path.read_text())
+def check_prose(root: Path) -> list[str]:
+    """Every breach of the rules for prose and pages."""
+    names = [str(path.relative_to(root)) for path in files(root) if path.suffix == ".md"]
+    return [
+        f"{name}:{line}: {why}"
+        for name in names
+        if not pages.exempt(name)
+        for line, why in [*prose.problems((root / name).read_text()), *pages.problems(root, name)]
     ]
 
 
 def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent).resolve()
     documents, problems = check(root)
-    checked, more = check_prose(root)
-    problems += more
-    print("\n".join(problems or [f"docs: {documents} documents, every link resolves; {checked}"]))
+    problems += check_prose(root)
+    print("\n".join(problems or [f"docs: {documents} documents, links, prose and pages"]))
     return 1 if problems else 0
 
 
