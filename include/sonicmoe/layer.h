@@ -64,7 +64,8 @@ SONICMOE_API std::string layer_field(const LayerDesc& desc, const std::string& k
 ///
 ///   x        2Td
 ///   preact   4Rn, without a gate 2Rn; 0 with Recompute::preact
-///   routing  at most 24R + 4(2E+1) + 4(T+1)
+///   routing  20R + 4(2E+1); 24R unless RouterDesc::plain(); 12R for ids and weights;
+///            lists 16R and token rounding 24R, both + 4(2E+1) + 4(T+1)
 ///   logits   2TE or 0
 struct SavedBytes {
   std::size_t x = 0;        ///< the input itself, kept by the caller
@@ -195,8 +196,8 @@ class SONICMOE_API LayerPlan {
   std::vector<const char*> forward_operations() const;
   std::vector<const char*> backward_operations() const;
 
-  /// CUDA: queued on the stream and capturable into a graph, unless checked. CPU: done when it
-  /// returns.
+  /// CUDA: queued on the stream and capturable into a graph, unless checked; it clears
+  /// cudaGetLastError. CPU: done when it returns.
   Status forward(const ForwardArgs& args, Workspace workspace, Stream stream = {},
                  OperationMask operations = kAllOperations) const noexcept;
   /// Refused for inference plans.
