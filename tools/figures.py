@@ -140,7 +140,7 @@ def small_kernels(bench: Rows) -> dict[str, list[tuple[str, str]]]:
 
 def means(bench: Rows, hot: Rows, bmm: Rows) -> list[tuple[str, str]]:
     edits = []
-    for name, rows in (("in turn", bench), ("sustained", hot), ("beside torch.bmm", bmm)):
+    for name, rows in (("interleaved", bench), ("steady state", hot), ("beside torch.bmm", bmm)):
         cells = [f"{rows.mean(w):.2f}" for w in ("forward", "backward", "layer", *OPERATIONS)]
         edits.append(table_row(name, cells))
     return edits

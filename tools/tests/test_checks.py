@@ -417,9 +417,9 @@ def documents(tmp_path, monkeypatch):
         ("docs/kernels/up_proj.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/aggregate.md", "figure", r"(?<=7B-n256 \| )\d"),
         ("docs/kernels/metadata.md", "figure", r"(?<=\| top_k and metadata \| )\d"),
-        ("docs/findings/sustained.md", "figure", r"(?<=\n\| in turn \| )0"),
+        ("docs/findings/sustained.md", "figure", r"(?<=\n\| interleaved \| )0"),
         ("README.md", "place", r"cuBLAS \| interleaved \| "),
-        ("docs/findings/sustained.md", "place", r"in turn \|"),
+        ("docs/findings/sustained.md", "place", r"interleaved \|"),
     ],
 )
 def test_figures_finds_documents_that_the_receipt_does_not_back(
