@@ -197,6 +197,12 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "the selection bias of an expert with the mean count moves",
+        "src/cpu/update_selection_bias.cpp",
+        "    if (count != all) a.selection_bias",
+        "    a.selection_bias",
+    ),
+    Mutant(
         "the gradient of an id that repeats keeps its last entry alone",
         "src/cpu/score_grad.cpp",
         "sum = d.takes_ids() ? sum + gradient : gradient;",
