@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the figures of receipts/h200.json into the README and the documents; --check only compares.
+"""Writes the figures of receipts into the README and the documents; --check only compares.
 
 Each figure has a place, a pattern that must be there once: a document that no longer has it is an
-error, not a figure left out.
+error, not a figure left out. Pictures are compared byte for byte.
 """
 
 import argparse
@@ -11,6 +11,9 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
+
+import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPT = "receipts/h200.json"
@@ -176,6 +179,19 @@ def documents(receipt: dict) -> dict[str, list[tuple[str, str]]]:
     }
 
 
+def drawn() -> dict[str, bytes]:
+    """The pictures."""
+
+    def receipt(name: str) -> dict[str, Any] | None:
+        file = ROOT / "receipts" / f"{name}.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    return {
+        "docs/activation-memory.svg": pictures.activation_memory(receipt("activation_memory")),
+        "docs/throughput.svg": pictures.throughput(receipt("h200"), receipt("grouped_mm")),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a document would change")
@@ -190,7 +206,16 @@ def main() -> int:
             print(f"figures: {name} {'is not what the receipt says' if options.check else 'written'}")
             if not options.check:
                 (ROOT / name).write_text(new)
-    print(f"figures: {len(places)} documents, {sum(map(len, places.values()))} places")
+    made = drawn()
+    for name, picture in made.items():
+        file = ROOT / name
+        if not file.exists() or file.read_bytes() != picture:
+            stale += 1
+            print(f"figures: {name} {'is not what the receipt says' if options.check else 'written'}")
+            if not options.check:
+                file.write_bytes(picture)
+    print(f"figures: {len(places)} documents, {sum(map(len, places.values()))} places, "
+          f"{len(made)} pictures")  # fmt: skip
     return 1 if stale and options.check else 0
 
 

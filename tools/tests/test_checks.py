@@ -399,11 +399,14 @@ def test_tile_times_finds_a_header_that_differs(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def documents(tmp_path, monkeypatch):
-    """The documents with figures, and the receipt, where a test may change them."""
+    """The documents with figures, the pictures, and receipts, where a test may change them."""
     receipt = json.loads((figures.ROOT / figures.RECEIPT).read_text())
     names = [figures.RECEIPT, *figures.documents(receipt)]
+    made = figures.drawn()
+    names += list(made)
     plant(tmp_path, {name: (figures.ROOT / name).read_text() for name in names})
     monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "drawn", lambda: made)  # they take half a second
     return tmp_path
 
 
@@ -420,6 +423,8 @@ def documents(tmp_path, monkeypatch):
         ("docs/findings/sustained.md", "figure", r"(?<=\n\| interleaved \| )0"),
         ("README.md", "place", r"cuBLAS \| interleaved \| "),
         ("docs/findings/sustained.md", "place", r"interleaved \|"),
+        ("docs/throughput.svg", "figure", r"(?<=viewBox=.0 0 )\d"),
+        ("docs/activation-memory.svg", "figure", r"(?<=viewBox=.0 0 )\d"),
     ],
 )
 def test_figures_finds_documents_that_the_receipt_does_not_back(
