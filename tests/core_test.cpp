@@ -256,7 +256,7 @@ TEST(Kernels, CudaRefusesWhatOffsetsCannotReach) {
   }
 }
 
-// By the model, which docs/findings/router-gemm.md compares with measured times.
+// By the model, which docs/findings/archive/router-gemm.md compares with measured times.
 TEST(Kernels, CudaTilesOfTheRouterAreChosenByShape) {
   struct Row {
     std::int64_t tokens, hidden, experts;

@@ -102,8 +102,8 @@ struct HostMemory {
 
 /// Workspace for one call. On the CPU a large one is kept when the call ends, for the next call
 /// that it fits: zeroed pages of memory mapped afresh took a seventh of a step
-/// (docs/findings/cpu-memory.md). One at most is kept; the next large call frees it if that needs
-/// more, or less than 1 / kKeptPerNeeded of it. Calls that overlap take memory of their own.
+/// (docs/findings/archive/cpu-memory.md). One at most is kept; the next large call frees it if that
+/// needs more, or less than 1 / kKeptPerNeeded of it. Calls that overlap take memory of their own.
 /// Elsewhere workspace comes from torch's allocator, which keeps memory itself.
 class Scratch {
  public:

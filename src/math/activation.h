@@ -115,7 +115,7 @@ struct Gated : F {
   SONICMOE_HD float forward(float gate, float up) const { return F::value(gate) * up; }
   /// forward(), but with F::value_by_newton() if F has one. up_proj on a GPU uses it for three
   /// units of four, because the special function unit limits its epilogue
-  /// (docs/findings/sigmoid.md).
+  /// (docs/findings/archive/sigmoid.md).
   SONICMOE_HD float forward_by_newton(float gate, float up) const {
     if constexpr (requires { F::value_by_newton(gate); }) {
       return F::value_by_newton(gate) * up;

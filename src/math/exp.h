@@ -62,7 +62,7 @@ SONICMOE_HD float fast_reciprocal(float x) {
 ///
 /// The first guess negates d's exponent and is good to 5 %. The first step cubes the guess's error,
 /// and the second, Newton's, squares the remaining error. Two Newton steps would end at 2^-17 and
-/// make 1 / 1 less than 1 (docs/findings/sigmoid.md).
+/// make 1 / 1 less than 1 (docs/findings/archive/sigmoid.md).
 SONICMOE_HD float reciprocal_by_newton(float d) {
   float y = from_bits(0x7ef311c7u - bits(d));
   const float r = fma(-d, y, 1.0f);

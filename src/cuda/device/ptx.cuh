@@ -88,7 +88,7 @@ __device__ __forceinline__ void mbarrier_arrive(std::uint32_t barrier) {
 }
 
 /// Arrives on the barrier at the same place in CTA `rank` of the cluster, with CTA scope. Cluster
-/// scope compiles to a fence of the whole GPU in every k block (docs/findings/hopper-gemm.md).
+/// scope would fence the whole GPU in every k block (docs/findings/archive/hopper-gemm.md).
 ///
 /// CTA scope suffices because the arrival publishes no data: it only says that a stage is free.
 /// - wgmma no longer reads the stage: wgmma.wait_group has waited for that.
@@ -202,7 +202,7 @@ __device__ __forceinline__ std::uint64_t l2_policy(bool leave_first) {
 }
 
 /// The same without a policy. Where L2 must ask memory it fetches the 256 bytes around `from`,
-/// because a row's gather reads those next (docs/findings/start-spread.md).
+/// because a row's gather reads those next (docs/findings/archive/start-spread.md).
 __device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const void* from,
                                                      bool valid) {
   const std::uint32_t size = valid ? 16 : 0;

@@ -48,7 +48,7 @@ struct DownProjDgradFamily {
     if (d.rows == 0) return {};
     const std::int64_t n = d.intermediate;
     const int n_blocks = tiles(n, kTileN), k_blocks = tiles(d.hidden, kTileK);
-    // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
+    // Of a tile, fitted to measurements (docs/findings/archive/epilogue-stages.md).
     const double cycles = kTileN * (4.3 * k_blocks + 78);
     TensorMaps maps(d.dtype);
     TensorView view = w2_view(d, a.w2, kTransposed ? kTileN / 2 : kTileK / 2);

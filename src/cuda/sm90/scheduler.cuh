@@ -134,7 +134,8 @@ class TileScheduler {
         index_(static_cast<int>(blockIdx.x) / kCluster) {}
 
   /// The cluster's first tile; false if there is none. With gather_m, clusters start one after the
-  /// other, so that they do not all gather and all store at a time (docs/findings/start-spread.md).
+  /// other, so that they do not all gather and all store at a time
+  /// (docs/findings/archive/start-spread.md).
   __device__ __forceinline__ bool first(Tile* tile) {
     const bool found = walk_.find(index_, rank(), tile);
     if constexpr (Traits::kALoad == ALoad::gather_m) {

@@ -116,7 +116,7 @@ inline int narrow_up_proj_percent(const DeviceTraits& device, std::int64_t bytes
 /// Cycles over which clusters start one after the other, for a product with gathered rows: half a
 /// tile's time. Clusters that start together also store together, tile after tile, and none gathers
 /// meanwhile. 0 where the `bytes` of the gathered tensor fit into L2, which makes it useless, and
-/// where few rounds do not repay the wait (docs/findings/start-spread.md).
+/// where few rounds do not repay the wait (docs/findings/archive/start-spread.md).
 inline int start_spread(const DeviceTraits& device, std::int64_t bytes, double rounds,
                         double tile_cycles) {
   constexpr double kMost = 1e6;  // times the number of clusters it fits an int

@@ -57,7 +57,7 @@ struct UpProjFamily {
     const std::int64_t n = d.intermediate;
     const W1View b1 = w1_view(d, 1);
     const int n_blocks = tiles(n, gated ? kTileN / 2 : kTileN), k_blocks = tiles(d.hidden, kTileK);
-    // Of a tile, fitted to measurements (docs/findings/epilogue-stages.md).
+    // Of a tile, fitted to measurements (docs/findings/archive/epilogue-stages.md).
     const double cycles = kTileN * (4.4 * k_blocks + 20);
     TensorMaps maps(d.dtype);
     OperandB b{.gate_and_up = gated, .last_chunk = last_chunk(parts_of(d).width)};

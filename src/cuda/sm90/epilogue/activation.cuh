@@ -29,8 +29,8 @@ __device__ __forceinline__ Fragment activate(const Fn& fn, const float* gates, c
   for (int j = 0; j < 4; ++j) {
     const float *g = &gates[2 * j], *u = &ups[2 * j];
     // One reciprocal of four goes to the special function unit, three to Newton's method: with all
-    // of them there a tile waits for it (docs/findings/sigmoid.md). The choice goes by column, so
-    // that equal rows have equal bits: j % 2 is a half of the rows, j / 2 of the columns.
+    // of them there a tile waits for it (docs/findings/archive/sigmoid.md). The column decides
+    // which, so equal rows have equal bits: j % 2 is a half of the rows, j / 2 of the columns.
     act.w[j] = Pair<T>::pack(fn.forward_by_newton(g[0], u[0]),
                              j < 2 ? fn.forward(g[1], u[1]) : fn.forward_by_newton(g[1], u[1]));
   }

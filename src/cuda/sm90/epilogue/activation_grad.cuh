@@ -143,7 +143,7 @@ struct StoreActivationGrad : DefersNothing {
         // One body for all chunks, which come to acc[0] to acc[31] in turn. Unrolled, the code does
         // not fit into the instruction cache. Without pin() the compiler serialises wgmma in some
         // kernels, and in narrow tiles, with half as many chunks, even so
-        // (docs/findings/instruction-cache.md).
+        // (docs/findings/archive/instruction-cache.md).
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           store_chunk(chunk, acc);

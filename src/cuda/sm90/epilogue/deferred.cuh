@@ -37,7 +37,8 @@ class StagingTiles {
 };
 
 /// A tile rounded to 16 bits that waits in registers, in chunks of 64 columns. So tensor cores do
-/// not wait for stores, and stores have a tile's time to leave (docs/findings/held-tiles.md).
+/// not wait for stores, and stores have a tile's time to leave
+/// (docs/findings/archive/held-tiles.md).
 template <int kChunks>
 class DeferredChunks {
  public:
