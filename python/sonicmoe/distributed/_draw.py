@@ -1,7 +1,7 @@
 """Random numbers of sharded weights: each rank keeps its part of what one rank would draw.
 
-The weights are DTensors, which torch's annotations take for tensors. Ranks with the same seed then hold parts of one weight. On the CPU it is the weight that a plain
-module draws.
+Ranks with the same seed then hold parts of one weight. On the CPU it is the weight that a plain
+module draws. Weights are DTensors, which torch's annotations take for tensors.
 """
 
 from collections.abc import Callable
