@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from .. import _autograd, _layer, _ops
 from ._collectives import Group, exchanged, exchanging, waited
+from ._gather import of_weights
 
 
 class _Plan(NamedTuple):
@@ -102,7 +103,7 @@ class _Experts(torch.autograd.Function):
         )
         ctx.save_for_backward(x_rows, w1, w2, b2, preact, routing, w1_up)
         ctx.plan, ctx.places, ctx.group, ctx.layer = plan, pairs.places, group, layer
-        ctx.owns_preact, ctx.has_b1_up = True, b1_up is not None
+        ctx.owns_preact = True
         out = exchanged(o, plan.sent, plan.received, group)
         return torch.ops.sonicmoe.combine(out, plan.rows)
 
@@ -143,19 +144,12 @@ class _Experts(torch.autograd.Function):
             dscores = _dscores(plan, exchanged(slots, *back))
         if wants_dx:
             dx = torch.ops.sonicmoe.combine(waited(returning), plan.rows)
-        has_bias = b2 is not None
         return (
             dx,
             dscores,
             None,
             None,
-            dw1 if wants_dw1 else None,
-            db1 if has_bias else None,
-            dw2 if wants_dw2 else None,
-            db2 if has_bias else None,
-            None,
-            dw1_up if wants_dw1_up else None,
-            db1_up if ctx.has_b1_up else None,
+            *of_weights(wants, dw1, db1, dw2, db2, None, dw1_up, db1_up),
         )
 
 

@@ -4,6 +4,8 @@ Forward gathers x, ids and scores, and adds up the partial outputs. Backward gat
 adds up dx and dscores. All sizes are static and nothing waits for the device.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -40,6 +42,11 @@ def own_first(
         return ids, scores
     order = (ids < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :experts]
     return ids.gather(1, order), scores.gather(1, order)
+
+
+def of_weights(wants: Sequence[bool], *gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Gradients for autograd, without those that it does not want."""
+    return [made if wanted else None for made, wanted in zip(gradients, wants, strict=True)]
 
 
 class _Choices(torch.autograd.Function):
@@ -107,13 +114,7 @@ class _Gathered(torch.autograd.Function):
             dscores if wants_dscores else None,
             None,
             None,
-            dw1 if wants_dw1 else None,
-            db1 if b2 is not None else None,
-            dw2 if wants_dw2 else None,
-            db2 if b2 is not None else None,
-            None,
-            dw1_up if wants_dw1_up else None,
-            db1_up if w1_up is not None and b2 is not None else None,
+            *of_weights(wants, dw1, db1, dw2, db2, None, dw1_up, db1_up),
         )
 
 
