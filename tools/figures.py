@@ -64,9 +64,10 @@ def beside_bmm(hot: Rows, dense: list[dict]) -> Rows:
     """The steady-state benchmark with torch.bmm as its dense bound, where that is measured."""
     rows = []
     for gemms in dense:
-        bounds = {"forward": gemms["forward_ms"], "backward": gemms["backward_ms"], **gemms["gemms"]}
-        bounds["layer"] = bounds["forward"] + bounds["backward"]
-        rows += [hot.at[gemms["config"], what] | {"dense_bound_ms": ms} for what, ms in bounds.items()]
+        forward, backward, config = gemms["forward_ms"], gemms["backward_ms"], gemms["config"]
+        bounds = {"forward": forward, "backward": backward, "layer": forward + backward}
+        bounds |= gemms["gemms"]
+        rows += [hot.at[config, what] | {"dense_bound_ms": ms} for what, ms in bounds.items()]
     return Rows(rows)
 
 
@@ -196,6 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a document would change")
     options = parser.parse_args()
+    said = "is not what the receipt says" if options.check else "written"
     places = documents(json.loads((ROOT / RECEIPT).read_text()))
     stale = 0
     for name, edits in places.items():
@@ -203,7 +205,7 @@ def main() -> int:
         new = edited(old, edits, name)
         if new != old:
             stale += 1
-            print(f"figures: {name} {'is not what the receipt says' if options.check else 'written'}")
+            print(f"figures: {name} {said}")
             if not options.check:
                 (ROOT / name).write_text(new)
     made = drawn()
@@ -211,7 +213,7 @@ def main() -> int:
         file = ROOT / name
         if not file.exists() or file.read_bytes() != picture:
             stale += 1
-            print(f"figures: {name} {'is not what the receipt says' if options.check else 'written'}")
+            print(f"figures: {name} {said}")
             if not options.check:
                 file.write_bytes(picture)
     print(f"figures: {len(places)} documents, {sum(map(len, places.values()))} places, "

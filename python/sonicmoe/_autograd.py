@@ -79,9 +79,7 @@ def padded(ctx, *gradients):
 _will_execute = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 # ... and may be followed by another.
-_keeps_graph = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
-)
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 _unwrap = torch._C._functorch.unwrap_if_dead
 

@@ -182,9 +182,7 @@ def main_grads(*named: tuple[str, torch.Tensor | None, torch.Tensor | None]) -> 
             )
 
 
-def on_device(
-    name: str, tensor: torch.Tensor, device: torch.device, name_of_x: str = "x"
-) -> None:
+def on_device(name: str, tensor: torch.Tensor, device: torch.device, name_of_x: str = "x") -> None:
     if tensor.device != device:
         raise ValueError(
             f"{name}: got a tensor on {tensor.device}, allowed: {device}, where {name_of_x} is"

@@ -360,9 +360,7 @@ if AVAILABLE:
     routed_forward = _autograd.differentiable(
         "routed_forward", _save_for_routed_backward, _routed_backward, 2
     )
-    ids_forward = _autograd.differentiable(
-        "ids_forward", _save_for_ids_backward, _ids_backward, 2
-    )
+    ids_forward = _autograd.differentiable("ids_forward", _save_for_ids_backward, _ids_backward, 2)
     logits_forward = _autograd.differentiable(
         "logits_forward", _save_for_logits_backward, _logits_backward, 2
     )
@@ -375,6 +373,4 @@ if AVAILABLE:
     token_rounding = _autograd.differentiable(
         "token_rounding", _save_for_token_rounding_backward, _token_rounding_backward
     )
-    aux_loss = _autograd.differentiable(
-        "aux_loss", _save_for_aux_loss_backward, _aux_loss_backward
-    )
+    aux_loss = _autograd.differentiable("aux_loss", _save_for_aux_loss_backward, _aux_loss_backward)
