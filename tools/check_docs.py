@@ -66,10 +66,10 @@ def anchors(path):
 def dead(root, base, target):
     """Why a link from a file in `base` leads nowhere; None when it does not."""
     name, _, anchor = target.partition("#")
-    path = (base / name) if name else None
-    if path is not None and not path.resolve().is_relative_to(root):
+    path = base / name
+    if not path.resolve().is_relative_to(root):
         return "leaves the repository"
-    if path is not None and not path.exists():
+    if not path.exists():
         return "no such file"
     if anchor and path.suffix == ".md" and anchor not in anchors(path.resolve()):
         return "no such heading"

@@ -44,6 +44,8 @@ def judge(sass: str) -> tuple[int, list[str]]:
     """How many loops over k blocks gather, and what is wrong with them."""
     judged, problems = 0, []
     for part in re.split(r"(?=Function : )", sass):
+        if not (function := FUNCTION.match(part)):
+            continue  # what comes before the first one
         loops = gather_loops(part)
         short = [body for body in loops if len(body) <= LONGEST]
         judged += len(short)
@@ -52,7 +54,7 @@ def judge(sass: str) -> tuple[int, list[str]]:
         if loops and not short:
             problem = f"gathers in no loop of at most {LONGEST} instructions"
         if problem:
-            problems.append(f"{demangled(FUNCTION.match(part)[1])}: {problem}")
+            problems.append(f"{demangled(function[1])}: {problem}")
     return judged, problems
 
 

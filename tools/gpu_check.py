@@ -186,7 +186,10 @@ def compiler_version(build: Path) -> str:
     nvcc = re.search(r"^CMAKE_CUDA_COMPILER:\w+=(.*)$", cache, re.MULTILINE)
     if nvcc is None:
         sys.exit(f"gpu_check: {build} was configured without CUDA")
-    return re.search(r"release ([0-9.]+)", output(nvcc[1], "--version"))[1]
+    release = re.search(r"release ([0-9.]+)", output(nvcc[1], "--version"))
+    if release is None:
+        sys.exit(f"gpu_check: {nvcc[1]} --version names no release")
+    return release[1]
 
 
 def digest(build: Path) -> str:
