@@ -1,3 +1,5 @@
+from typing import overload
+
 import torch
 
 _TYPES = (torch.bfloat16, torch.float16)
@@ -12,6 +14,31 @@ def autocasts(x: torch.Tensor) -> bool:
 def to_fp32(x: torch.Tensor) -> bool:
     """Whether autocast to fp32 is on, which makes the router's logits fp32 and casts nothing."""
     return autocasts(x) and torch.get_autocast_dtype(x.device.type) == torch.float32
+
+
+@overload
+def autocast(x: torch.Tensor) -> tuple[torch.Tensor]: ...
+
+
+@overload
+def autocast(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    w1_up: torch.Tensor | None,
+    b1_up: torch.Tensor | None,
+    /,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+]: ...
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -6,6 +6,7 @@ between, which is no mistake.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -103,7 +104,7 @@ def _refuse_vmap(*_: object, **__: object) -> None:
     )
 
 
-def _refuse_jvp(*_: object) -> None:
+def _refuse_jvp(ctx: Any, *tangents: Any) -> Any:
     raise NotImplementedError(
         "sonicmoe: got a tangent of forward-mode differentiation (jvp, jacfwd), allowed: reverse "
         "mode (backward, torch.func.grad, torch.func.vjp)"
@@ -155,7 +156,8 @@ def function(
     }
     eager = type(name, (torch.autograd.Function,), members)
     # Function.apply without what it does for transforms, which never come here: half its time.
-    apply = super(torch.autograd.Function, eager).apply
+    base: Any = super(torch.autograd.Function, eager)  # whose `apply` has no annotation
+    apply = base.apply
 
     def call(*inputs):
         # A tensor that left its transform is what it wraps.
@@ -164,7 +166,9 @@ def function(
     return call
 
 
-def _transformed(name: str, operator: Callable, save: Callable, backward: Callable) -> type:
+def _transformed(
+    name: str, operator: Callable, save: Callable, backward: Callable
+) -> type[torch.autograd.Function]:
     """The same for torch.func's transforms. They want setup_context, which costs eager calls host
     time, and they always run backward so that its derivative could be taken."""
 

@@ -7,11 +7,15 @@ All messages read `argument: got value, allowed: values`.
 import functools
 import numbers
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import torch
 
 from .enums import ActivationType, allowed_activations, is_glu, parse_activation
 from .router import Routing
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.tensor import DTensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # known without a look at attributes
@@ -40,7 +44,7 @@ def _once_per_kind(check: Callable) -> Callable:
     return checked
 
 
-def _kind(value: object) -> object:
+def _kind(value: Any) -> object:
     if value is None or isinstance(value, str):
         return value
     return type(value), value.dtype, value.device
@@ -57,7 +61,7 @@ def tensors(**values: object) -> None:
             raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
 
 
-def is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     """By what its class has, which lives in a module that is slow to import."""
     kind = type(value)
     return kind not in _PLAIN and hasattr(kind, "to_local") and hasattr(kind, "placements")
@@ -65,6 +69,14 @@ def is_dtensor(value: object) -> bool:
 
 def _of_dtensor(name: str) -> str:
     return f"this rank's tensor, {name}.to_local(); ExpertParallel is for experts that are sharded"
+
+
+@overload
+def local(name: str, value: torch.Tensor, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def local(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None: ...
 
 
 def local(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -86,7 +98,7 @@ def local(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tenso
     return value.to_local()
 
 
-def not_sharded_alone(name: str, part: torch.nn.Module) -> None:
+def not_sharded_alone(name: str, part: torch.nn.Module | None) -> None:
     """Of a part that FSDP2 has made a unit of its own, whose class then has this method."""
     if hasattr(type(part), "set_reshard_after_forward"):
         raise ValueError(
@@ -328,7 +340,7 @@ def _activation(name: str, value: object) -> ActivationType | str | Exception:
 
 
 # What torch.compiler.assume_constant_result() does, after an import of the whole compiler.
-_activation._dynamo_marked_constant = True
+vars(_activation)["_dynamo_marked_constant"] = True
 
 
 def activation(name: str, value: ActivationType | str) -> ActivationType | str:
@@ -437,21 +449,19 @@ def width(name: str, tensor: torch.Tensor, shape: str = "(T, H)") -> int:
 
 def expert_weights(
     name: str,
-    weights: torch.Tensor | None,
+    weights: torch.Tensor,
     out: str,
     in_: str,
     layout: str,
     hidden: int,
     name_of_x: str = "x",
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """The weights as they are stored, without a copy: a contiguous (E, out, in_), or (E, in_, out)
     if the layout is transposed.
 
     The caller gave that tensor or its view by .permute(1, 2, 0). A form fits if H, which is `out`
     or `in_`, has its place in the shape, and the strides are the form's.
     """
-    if weights is None and name in _OPTIONAL:
-        return None
     if not isinstance(weights, torch.Tensor):
         raise TypeError(f"{name}: got {type(weights).__name__}, allowed: a tensor")
     rows, columns = (in_, out) if layout in TRANSPOSED_LAYOUTS else (out, in_)
@@ -468,6 +478,11 @@ def expert_weights(
         f"contiguous (E, {rows}, {columns}), or its view ({rows}, {columns}, E) by "
         f".permute(1, 2, 0), where H is {hidden}, the width of {name_of_x}{hint}"
     )
+
+
+def optional_weights(name: str, weights: torch.Tensor | None, *form: Any) -> torch.Tensor | None:
+    """The same of weights that may be None."""
+    return None if weights is None else expert_weights(name, weights, *form)
 
 
 def _stored(weights: torch.Tensor, place: int, hidden: int) -> torch.Tensor | None:

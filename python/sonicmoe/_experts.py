@@ -51,7 +51,10 @@ def weights(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias as the layer takes them. What a parametrization or an adapter has made may
     lie in any order of memory: a copy puts it right."""
-    weight, bias = made
-    own = _check.local(f"{name}.weight", weight, x), _check.local(f"{name}.bias", bias, x)
-    weight, bias = (t if t is None or isinstance(t, nn.Parameter) else t.contiguous() for t in own)
-    return weight, bias
+    weight = _check.local(f"{name}.weight", made[0], x)
+    bias = _check.local(f"{name}.bias", made[1], x)
+    return _in_order(weight), None if bias is None else _in_order(bias)
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.contiguous()

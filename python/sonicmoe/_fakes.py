@@ -5,7 +5,8 @@ The operators check that it is so.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -297,7 +298,7 @@ def _token_rounding_backward_fake(dscores, logits, token_ids, expert_ids, layer)
 
 
 #: By the operators' names.
-FAKES = {
+FAKES: dict[str, Callable[..., Any]] = {
     "layer_forward": _layer_forward_fake,
     "layer_backward": _layer_backward_fake,
     "routed_forward": _routed_forward_fake,

@@ -59,8 +59,8 @@ class ExpertArgs(NamedTuple):
     ) -> tuple[torch.Tensor, "ExpertArgs"]:
         """x and these, cast by autocast. Where neither they nor `others` can have a backward, these
         are in inference mode and without main_grads."""
-        w1, b1, w2, b2, activation, inference, layout, *rest = self
-        w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute = rest
+        w1, b1, w2, b2, activation, inference, layout = self[:7]
+        w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute = self[7:]
         _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
         if autocasts(x):
             _check.autocast_dtype(x.device)
@@ -198,11 +198,12 @@ def _given_layer(
     given: tuple[torch.Tensor | None, ...],
     experts: ExpertArgs,
     of_router: tuple[torch.Tensor | None, ...] = (),
-    **options: int | str,
+    router: str = "",
+    **options: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An operator whose caller routes: `given` are its arguments behind x, `of_router` the last."""
     x, experts = experts.checked(x, *given, *of_router)
-    inputs = x.contiguous(), *given, *experts.of_operator(**options), *of_router
+    inputs = x.contiguous(), *given, *experts.of_operator(router, **options), *of_router
     return _run(operator, experts.is_inference_mode, *inputs)
 
 
@@ -278,6 +279,7 @@ def token_rounding(
     _ops.require()
     _check.autocast_dtype(logits.device)
     layer = _ops.layer_text(
+        "",
         top_k=int(top_k),
         **_ops.router_options(softmax_over_topk, norm_topk_probs),
         rounding_tile=int(tile),

@@ -1,6 +1,7 @@
 """Gradients that backward adds to the `main_grad` of a parameter, as Megatron's layers do."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class _ToMainGrads(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _added(weight: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def _added(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """What autograd gets for a weight whose gradient is in its main_grad, after adding the rest."""
     if not weight.requires_grad:
         return None

@@ -313,13 +313,13 @@ def grouped_forward(*inputs, out=None):
 
 def _save_for_aux_loss_backward(ctx, inputs, output):
     logits, counts, *options = inputs
-    ctx.loss, ctx.score, mask = [*options, *_AUX_LOSS_DEFAULTS[len(options) :]]
+    ctx.loss, ctx.score, mask = options + _AUX_LOSS_DEFAULTS[len(options) :]
     ctx.save_for_backward(logits, counts, mask)
     ctx.inputs = len(inputs)
 
 
 #: Of the operator's options: loss, score, token_mask.
-_AUX_LOSS_DEFAULTS = ("balance", "softmax", None)
+_AUX_LOSS_DEFAULTS: list[str | None] = ["balance", "softmax", None]
 
 
 def _aux_loss_backward(ctx, dloss):

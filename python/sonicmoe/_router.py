@@ -4,7 +4,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class Router(nn.Linear):
         return super()._apply(keeping_fp32(fn, [self.bias]), recurse)
 
 
-def is_plain(router: nn.Module, shape: tuple[int, int]) -> bool:
+def is_plain(router: nn.Module | None, shape: tuple[int, int]) -> TypeGuard[nn.Linear]:
     """Whether calling the router gives the product with its weight, of this shape, and an fp32
     bias, and nothing else. nn.Linear rounds another bias where the layer would not."""
     if type(router) is nn.Linear:

@@ -81,11 +81,11 @@ def _expert_args(
         activation=kind,
         is_inference_mode=inference,
         layout=layout,
-        w1_main_grad=_check.expert_weights("w1_main_grad", w1_main_grad, *w1_form),
-        w2_main_grad=_check.expert_weights("w2_main_grad", w2_main_grad, *w2_form),
-        w1_up=_check.expert_weights("w1_up", w1_up, *w1_form),
+        w1_main_grad=_check.optional_weights("w1_main_grad", w1_main_grad, *w1_form),
+        w2_main_grad=_check.optional_weights("w2_main_grad", w2_main_grad, *w2_form),
+        w1_up=_check.optional_weights("w1_up", w1_up, *w1_form),
         b1_up=b1_up,
-        w1_up_main_grad=_check.expert_weights("w1_up_main_grad", w1_up_main_grad, *w1_form),
+        w1_up_main_grad=_check.optional_weights("w1_up_main_grad", w1_up_main_grad, *w1_form),
         recompute=_check.recompute("recompute", recompute),
     )
 

@@ -17,6 +17,7 @@ values`. Values of logits are not checked. `reference_losses.py` has the same in
 
 import math
 import numbers
+from collections.abc import Mapping
 
 import torch
 
@@ -199,3 +200,24 @@ def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...], words: str)
     if tuple(tensor.shape) != tuple(shape):
         allowed = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {words} = {allowed}")
+
+
+#: The names of losses that MoE adds up.
+LOSSES = ("switch", "z", "sequence_balance")
+
+
+def checked_losses(losses: Mapping[str, float] | None) -> dict[str, float]:
+    """MoE's weights of losses by name; the switch loss alone for None."""
+    if losses is None:
+        return {"switch": 1.0}
+    allowed = f"a dict of weights by name: {', '.join(map(repr, LOSSES))}"
+    if not isinstance(losses, Mapping):
+        raise TypeError(f"losses: got {losses!r}, allowed: {allowed}")
+    for name, weight in losses.items():
+        if name not in LOSSES:
+            raise ValueError(f"losses: got {name!r}, allowed: {allowed}")
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+            raise TypeError(f"losses[{name!r}]: got {weight!r}, allowed: a number")
+        if not math.isfinite(weight):
+            raise ValueError(f"losses[{name!r}]: got {weight!r}, allowed: finite numbers")
+    return {name: float(weight) for name, weight in losses.items()}

@@ -1,12 +1,10 @@
 """The MoE module."""
 
 import functools
-import math
-import numbers
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +22,13 @@ from ._router import (
     warn_of_constant_weights,
 )
 from .enums import ActivationType, KernelBackendMoE, is_glu
+from .losses import LOSSES, checked_losses
 from .router import RouterConfig, Routing, resolve
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.tensor import DTensor
+
+    from .distributed._style import _Parallel
 
 
 class _Backend(NamedTuple):
@@ -43,31 +47,9 @@ _BACKENDS = {
 _OWN_PARTS = (Router, Experts)
 
 
-def _as_dtensor(x: torch.Tensor, made: torch.Tensor | None) -> torch.Tensor | None:
+def _as_dtensor(x: "DTensor", made: torch.Tensor) -> torch.Tensor:
     """A result as a DTensor like x."""
-    if made is None:
-        return None
     return type(x).from_local(made, x.device_mesh, x.placements, run_check=False)
-
-
-_LOSSES = ("switch", "z", "sequence_balance")
-
-
-def _checked_losses(losses: Mapping[str, float] | None) -> dict[str, float]:
-    """Their weights by name; those of the switch loss alone for None."""
-    if losses is None:
-        return {"switch": 1.0}
-    allowed = f"a dict of weights by name: {', '.join(map(repr, _LOSSES))}"
-    if not isinstance(losses, Mapping):
-        raise TypeError(f"losses: got {losses!r}, allowed: {allowed}")
-    for name, weight in losses.items():
-        if name not in _LOSSES:
-            raise ValueError(f"losses: got {name!r}, allowed: {allowed}")
-        if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-            raise TypeError(f"losses[{name!r}]: got {weight!r}, allowed: a number")
-        if not math.isfinite(weight):
-            raise ValueError(f"losses[{name!r}]: got {weight!r}, allowed: finite numbers")
-    return {name: float(weight) for name, weight in losses.items()}
 
 
 def _as_fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -122,6 +104,13 @@ class MoE(nn.Module):
     backward sets that. Hooks then get an uninitialized tensor, or zeros if the weight's
     `zero_out_wgrad` is true. Where `overwrite_main_grad` is true, backward overwrites `main_grad`.
     """
+
+    router: nn.Module
+    c_fc: Experts
+    c_proj: Experts
+    expert_scale: nn.Parameter | None
+    selection_bias: torch.Tensor | None
+    tokens_per_expert: torch.Tensor
 
     def __init__(
         self,
@@ -184,7 +173,7 @@ class MoE(nn.Module):
         self.intermediate_size = intermediate_size
         self.activation_function = activation_function
         self.router_config = config
-        self.losses = _checked_losses(losses)
+        self.losses = checked_losses(losses)
         self.layout = layout
         self.routing = routing
         self.rounding = rounding
@@ -192,7 +181,7 @@ class MoE(nn.Module):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.recompute = _check.recompute("recompute", recompute)
         #: Set by sonicmoe.distributed.ExpertParallel: how tokens reach the experts of other ranks.
-        self.parallel = None
+        self.parallel: _Parallel | None = None
 
         width = 2 * intermediate_size if is_glu(activation_function) else intermediate_size
         self.router = Router(hidden_size, num_experts, config.logit_bias, config.logits == "f32")
@@ -285,6 +274,8 @@ class MoE(nn.Module):
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         mask = _check.mask_of_tokens(padding_mask, x)
         tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden_size)
+        run: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+        layer: Any  # a module of functions, or what has the same
         if self.parallel is None:
             for name in ("router", "c_fc", "c_proj"):
                 part = self._modules[name]
@@ -305,7 +296,8 @@ class MoE(nn.Module):
         # A view of two dimensions could not be detached in place, as pipelines do with outputs.
         out = out if x.dim() == 2 else out.view(x.shape)
         if _check.is_dtensor(x):
-            return _as_dtensor(x, out), _as_dtensor(x, aux_loss)
+            out = _as_dtensor(x, out)
+            aux_loss = None if aux_loss is None else _as_dtensor(x, aux_loss)
         return out, aux_loss
 
     def _run(
@@ -335,7 +327,7 @@ class MoE(nn.Module):
         length: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Their weighted sum, and the counts (E) of tokens that count; mask (T)."""
-        ids = None
+        ids: Any = None
         counts_again = mask is not None and (self.training or "switch" in self.losses)
         if counts_again or "sequence_balance" in self.losses:
             # The layer does not return them: the choice is made once more.
@@ -367,7 +359,7 @@ class MoE(nn.Module):
                     padding_mask=of_sequences,
                 )
             else:
-                raise ValueError(f"losses: got {name!r}, allowed: {', '.join(_LOSSES)}")
+                raise ValueError(f"losses: got {name!r}, allowed: {', '.join(LOSSES)}")
             terms.append(loss if weight == 1 else weight * loss)
         return (sum(terms[1:], terms[0]) if terms else _no_loss(logits)), counts
 
@@ -377,16 +369,18 @@ class MoE(nn.Module):
         backend: ModuleType,
         kernel_backend_moe: KernelBackendMoE,
         is_inference_mode: bool,
-    ) -> tuple[tuple, dict[str, torch.Tensor | str], MainGrads | None]:
+    ) -> tuple[tuple, dict[str, Any], MainGrads | None]:
         """What the layers take of the experts, in order and by name, and the main_grads."""
         # No gradient reaches x from here. Hooks for the whole backward then wait for the weights'.
-        seen, parts = x.detach(), self._modules
+        seen = x.detach()
+        parts: dict[str, Any] = self._modules  # quicker than attributes
         made = parts["c_fc"](seen), parts["c_proj"](seen)
         if self.parallel is not None:
             made = self.parallel.local(made, x)
         w1, b1 = weights("c_fc", made[0], x)
         w2, b2 = weights("c_proj", made[1], x)
-        named, main_grads = {}, None
+        named: dict[str, Any] = {}
+        main_grads = None
         if backend is _layer:  # the reference keeps what autograd keeps
             named["recompute"] = self.recompute
         if self.gradient_accumulation_fusion:
@@ -412,7 +406,7 @@ class MoE(nn.Module):
                 f"router(x): got shape {tuple(logits.shape)}, allowed: (T, E) = {tuple(shape)}"
             )
         if self.router_config.logits == "f32":
-            return _as_fp32(logits)
+            return logits if logits.dtype.itemsize >= 4 else logits.float()
         if logits.dtype != torch.float32:
             (logits,) = autocast(logits)
         return logits
@@ -428,12 +422,12 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        named: dict[str, torch.Tensor | str],
+        named: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts."""
         router, config = self._modules["router"], self.router_config
-        plain = is_plain(router, (self.num_experts, self.hidden_size))
-        bias = _check.local("router.bias", router.bias, x) if plain else None
+        plain = router if is_plain(router, (self.num_experts, self.hidden_size)) else None
+        bias = None if plain is None else _check.local("router.bias", plain.bias, x)
         scale = self.expert_scale if config.expert_scale else None
         routing = Routing(
             config,
@@ -441,8 +435,8 @@ class MoE(nn.Module):
             selection_bias=self._selection_bias(),
             expert_scale=_as_fp32(_check.local("expert_scale", scale, x)),
         )
-        if plain:
-            router_w = _check.local("router.weight", router.weight, x)
+        if plain is not None:
+            router_w = _check.local("router.weight", plain.weight, x)
             x = _check.local("x", x, x)
             return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **named)
         (x,) = autocast(x)
@@ -456,7 +450,7 @@ class MoE(nn.Module):
         backend: ModuleType,
         x: torch.Tensor,
         experts: tuple,
-        named: dict[str, torch.Tensor | str],
+        named: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
         (x,) = autocast(x.contiguous())  # kept once, by the router and the experts

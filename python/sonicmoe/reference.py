@@ -5,6 +5,7 @@ formula with them, runs on any device and in any floating type (fp64 too), and r
 storage type at the same points: H, A, Y and the output once each, scores never.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def _sigmoid_times(g: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 # Of gate, up and the parameters, each by its name.
-_GATED = {
+_GATED: dict[ActivationType, Callable[..., torch.Tensor]] = {
     ActivationType.SWIGLU: lambda g, u, limit: F.silu(g.clamp(max=limit)) * u.clamp(-limit, limit),
     ActivationType.GEGLU: lambda g, u: F.gelu(g) * u,
     ActivationType.GEGLU_TANH: lambda g, u: F.gelu(g, approximate="tanh") * u,
@@ -51,7 +52,7 @@ _GATED = {
     ),
     ActivationType.QUICK_GEGLU: lambda g, u: _sigmoid_times(g, 1.702) * u,
 }
-_PLAIN = {
+_PLAIN: dict[ActivationType, Callable[[torch.Tensor], torch.Tensor]] = {
     ActivationType.RELU: F.relu,
     ActivationType.RELU_SQ: lambda h: F.relu(h).square(),
     ActivationType.GELU: F.gelu,

@@ -25,8 +25,15 @@ _CHOICES = {
 }
 
 
+class _Texts:
+    """The items of a description that a router's fields are, made once."""
+
+    _scoring: str
+    _choosing: str
+
+
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(_Texts):
     """The options of a router. Of a token's logits z (E), in fp32:
 
     1. z = x Wr^T + bias with `logit_bias`, rounded once to x's dtype, or kept in fp32 with

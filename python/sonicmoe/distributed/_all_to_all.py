@@ -142,7 +142,7 @@ class _Experts(torch.autograd.Function):
             slots = dpairs.new_zeros(len(x_rows), plan.owner.shape[1])
             slots.view(-1).index_copy_(0, ctx.places.long(), dpairs)
             dscores = _dscores(plan, exchanged(slots, *back))
-        if wants_dx:
+        if returning is not None:
             dx = torch.ops.sonicmoe.combine(waited(returning), plan.rows)
         return (
             dx,

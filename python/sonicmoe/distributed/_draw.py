@@ -1,16 +1,17 @@
 """Random numbers of sharded weights: each rank keeps its part of what one rank would draw.
 
 Ranks with the same seed then hold parts of one weight. On the CPU it is the weight that a plain
-module draws. Weights are DTensors, which torch's annotations take for tensors.
+module draws.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def _own(weight: torch.Tensor) -> tuple[slice, ...]:
+def _own(weight: DTensor) -> tuple[slice, ...]:
     """Where this rank's part lies in the whole. Expert parallelism and FSDP2 make blocks."""
     shape, offset = compute_local_shape_and_global_offset(
         weight.shape, weight.device_mesh, weight.placements
@@ -18,7 +19,7 @@ def _own(weight: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
 
 
-def draw_experts_(weight: torch.Tensor, draw: Callable[[torch.Tensor], object]) -> None:
+def draw_experts_(weight: DTensor, draw: Callable[[torch.Tensor], object]) -> None:
     """Fills a weight (E, out, in), for which `draw` fills one expert (out, in) after the other.
 
     A plain tensor gets the same numbers on the CPU, for out * in is a multiple of 16, the block
@@ -32,7 +33,7 @@ def draw_experts_(weight: torch.Tensor, draw: Callable[[torch.Tensor], object]) 
             own[expert - experts.start].copy_(drawn[tuple(rest)])
 
 
-def draw_(weight: torch.Tensor, draw: Callable[[torch.Tensor], object]) -> None:
+def draw_(weight: DTensor, draw: Callable[[torch.Tensor], object]) -> None:
     """Fills a small weight: each rank holds all of it for a while."""
     own = weight.to_local()
     drawn = torch.empty(weight.shape, dtype=own.dtype, device=own.device)

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..moe import MoE
+from ._style import _Parallel
 
 
 def fully_shard_experts(module: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
@@ -28,6 +28,7 @@ def fully_shard_experts(module: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
     parallel = _checked(module, mesh)
     _checked_reduction(module, mesh, options.get("mp_policy"))
     fully_shard([module.c_fc, module.c_proj, parallel], mesh=mesh, **options)
+    assert isinstance(parallel, FSDPModule)  # fully_shard has changed the class
     parallel.set_gradient_divide_factor(float(mesh.size() * parallel.group.size))
     # gloo can sum, but not scale. With one rank in the last dimension torch divides a copy, and
     # would divide a second time after the sum.
@@ -36,7 +37,7 @@ def fully_shard_experts(module: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
     return module
 
 
-def _checked(module: MoE, mesh: DeviceMesh) -> nn.Module:
+def _checked(module: MoE, mesh: DeviceMesh) -> _Parallel:
     """What ExpertParallel has put into the module."""
     if not isinstance(module, MoE):
         raise TypeError(f"module: got {type(module).__name__}, allowed: sonicmoe.MoE")
@@ -100,5 +101,5 @@ def clip_grad_norm_(
 
 
 def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    norm = get_total_norm([p.grad for p in parameters], norm_type)
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -56,15 +56,15 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _checked_mesh(device_mesh)
-        _checked_module(module, device_mesh.size())
-        for part in (module.c_fc, module.c_proj):
+        moe = _checked_module(module, device_mesh.size())
+        for part in (moe.c_fc, moe.c_proj):
             for name, parameter in list(part.named_parameters(recurse=False)):
                 sharded = distribute_tensor(
                     parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
                 )
                 part.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
-        module.parallel = _Parallel(device_mesh, self.transport, self.loss_counts)
-        return module
+        moe.parallel = _Parallel(device_mesh, self.transport, self.loss_counts)
+        return moe
 
 
 def _checked_mesh(mesh: DeviceMesh) -> None:
@@ -86,7 +86,7 @@ def _checked_mesh(mesh: DeviceMesh) -> None:
         ) from error
 
 
-def _checked_module(module: nn.Module, ranks: int) -> None:
+def _checked_module(module: nn.Module, ranks: int) -> MoE:
     if not isinstance(module, MoE):
         raise TypeError(f"module: got {type(module).__name__}, allowed: sonicmoe.MoE")
     if module.routing != "top_k":
@@ -121,6 +121,7 @@ def _checked_module(module: nn.Module, ranks: int) -> None:
                     f"{name}.{key}: got a DTensor with placements {parameter.placements}, allowed: "
                     "a plain parameter; ExpertParallel comes first, once"
                 )
+    return module
 
 
 def _checked_unit(name: str, part: nn.Module) -> None:
