@@ -458,7 +458,7 @@ TEST(Info, ListsDevicesAndKernels) {
   std::set<std::string> names, ops;
   for (const KernelInfo& kernel : kernels()) {
     EXPECT_TRUE(names.insert(kernel.name).second) << kernel.name;
-    // "cpu.up_proj", "sm90.up_proj.128x256": architecture, operation, which of several.
+    // "cpu.up_proj", "cuda.top_k", "sm90.up_proj.128x256": where, operation, which of several.
     const std::string rest = kernel.name.substr(kernel.name.find('.') + 1);
     EXPECT_EQ(rest.substr(0, rest.find('.')), kernel.op);
     EXPECT_EQ(kernel.name.starts_with("cpu"), kernel.device == DeviceType::cpu) << kernel.name;

@@ -4,9 +4,17 @@
 
 #include <cstdint>
 
-/// Wrappers of the PTX that Hopper kernels use, one instruction a function. All shared-memory
-/// addresses are 32-bit addresses of the `shared` state space.
+/// Wrappers of PTX, one instruction a function. All shared-memory addresses are 32-bit addresses of
+/// the `shared` state space.
 namespace sonicmoe::cuda {
+
+/// The architecture that this code is compiled for, such as 90; 0 on the host. For the bodies and
+/// launch bounds of kernels alone: host code asks DeviceTraits::arch.
+#ifdef __CUDA_ARCH__
+inline constexpr int kArch = __CUDA_ARCH__ / 10;
+#else
+inline constexpr int kArch = 0;
+#endif
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
@@ -212,14 +220,14 @@ __device__ __forceinline__ void copy_async_16_of_256(std::uint32_t to, const voi
 }
 
 /// Waits until the kernel before this one in the stream has ended, and its writes are visible.
-/// Returns at once unless this kernel was launched early.
+/// Returns at once unless this kernel was launched early, which needs sm_90.
 __device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (kArch >= 90) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 /// Lets the next kernel in the stream start, if it is launched early. It starts once every thread
 /// block of this kernel has called this or ended.
 __device__ __forceinline__ void let_next_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (kArch >= 90) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 /// This thread arrives on the barrier once all its earlier cp.async have landed. The arrival counts

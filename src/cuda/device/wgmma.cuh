@@ -1,5 +1,9 @@
 #pragma once
 
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "wgmma is code for sm_90a"
+#endif
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -40,7 +40,8 @@ struct Input {
 struct SoftmaxRow {
   RowSoftmax row;
   static constexpr double scale = 1.0;
-  static constexpr int kGradientBlocks = 8;  // on a multiprocessor: registers, without a spill
+  // On a multiprocessor: registers, without a spill.
+  static constexpr int kGradientBlocks = kArch > 90 ? 6 : 8;
 
   template <class T>
   __device__ SoftmaxRow(const T* logits, std::int64_t experts, RouterScore)
@@ -88,7 +89,9 @@ __device__ double block_sum(double x) {
 /// partial[x][e] = sum of the shares of expert e over stretch x; each sequence has `parts`
 /// stretches. Block (x, y) takes the y-th kWarp * kPerLane experts.
 template <class T, int kPerLane, class Row>
-__global__ void __launch_bounds__(kThreads, kPerLane == 4 ? 6 : 2)
+__global__ void __launch_bounds__(kThreads, kPerLane != 4  ? 2
+                                            : kArch >= 120 ? 4
+                                                           : 6)
     sum_shares(Input<T> in, std::int64_t parts, std::int64_t stretch, double* partial) {
   __shared__ double sums[kWarp * kPerLane];
   const std::int64_t experts = in.experts;
@@ -409,8 +412,9 @@ Status run(const AuxLossDesc& d, const AuxLossArgs& a, void* memory, const Exec&
 
 const Kernel<AuxLossDesc> kAuxLoss = {
     .op = "aux_loss",
-    .name = "sm90.aux_loss",
-    .arch = 90,
+    .name = "cuda.aux_loss",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kLogitsTypes,
     .workspace = Scratch::bytes,
     .run = run,

@@ -547,10 +547,10 @@ struct Memory {
 /// Launches one stable counting sort. The count of key b goes to totals[b].
 template <class By, class To>
 void sort(const Shape& shape, const Source& source, const By& by, const To& to, const Memory& m,
-          std::int32_t* totals, cudaStream_t stream) {
+          std::int32_t* totals, const Exec& exec) {
   const unsigned blocks = static_cast<unsigned>(shape.blocks);
-  launch_early(count_keys<By>, blocks, kThreads, 0, stream, shape, source, by, m.counters);
-  launch_early(sum_blocks, blocks_for(shape.bins, kSumBins), kSumBins * kSumParts, 0, stream, shape,
+  launch_early(count_keys<By>, blocks, kThreads, 0, exec, shape, source, by, m.counters);
+  launch_early(sum_blocks, blocks_for(shape.bins, kSumBins), kSumBins * kSumParts, 0, exec, shape,
                m.counters, totals);
   // Blocks past those that place slots rank the experts, a thread an expert.
   const auto with_ranks = [&](int threads) {
@@ -558,9 +558,10 @@ void sort(const Shape& shape, const Source& source, const By& by, const To& to, 
   };
   if (shape.shared()) {
     const std::size_t bytes = 4 * static_cast<std::size_t>((kWarps + 2) * shape.bins);
-    launch_early(place_slots<By, To>, with_ranks(kThreads), kThreads, bytes, stream, shape, source,
+    launch_early(place_slots<By, To>, with_ranks(kThreads), kThreads, bytes, exec, shape, source,
                  by, to, m.counters, totals);
   } else {
+    const cudaStream_t stream = stream_of(exec);
     make_starts<<<1, 1024, 0, stream>>>(shape, totals, m.starts);
     place_slots_slowly<<<with_ranks(kWarp), kWarp, 0, stream>>>(shape, source, by, to, m.counters,
                                                                 totals, m.starts);
@@ -569,7 +570,7 @@ void sort(const Shape& shape, const Source& source, const By& by, const To& to, 
 
 /// For lists: writes token_slots, token_offsets and, for slots that are no rows, slot_rows = -1.
 void sort_by_token(const MetadataDesc& d, const MetadataArgs& a, const Memory& m,
-                   cudaStream_t stream) {
+                   const Exec& exec) {
   const Digits digits(d);
   const Shape shape = Shape::of(d.slots(), std::int64_t{1} << digits.bits);
   Source source{nullptr, nullptr};
@@ -585,10 +586,10 @@ void sort_by_token(const MetadataDesc& d, const MetadataArgs& a, const Memory& m
                      (1 << digits.bits) - 1,
                      a.error_word};
     sort(shape, source, by, ToOrder{order, a.slot_rows, i == 0 ? m.length : nullptr, last}, m,
-         m.totals, stream);
+         m.totals, exec);
     source = {order, m.length};
   }
-  find_tokens<<<blocks_for(d.tokens + 1, 256), 256, 0, stream>>>(
+  find_tokens<<<blocks_for(d.tokens + 1, 256), 256, 0, stream_of(exec)>>>(
       a.token_slots, m.length, a.slot_tokens, d.tokens, a.token_offsets);
 }
 
@@ -607,16 +608,16 @@ Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
   const math::LoadClass load_class(d.experts, d.slots());
   const BlockCounts counts = BlockCounts::of(d.tokens, d.experts, d.top_k);
   if (a.block_counts != nullptr && counts.bytes() > 0) {
-    place_counted(d, a, counts, stream);
+    place_counted(d, a, counts, exec);
     return launched("metadata: launch");
   }
   Memory m;
   Memory::layout(d, memory, &m);
-  if (lists) sort_by_token(d, a, m, stream);
+  if (lists) sort_by_token(d, a, m, exec);
   const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts)};
   const Source source{lists ? a.token_slots : nullptr, lists ? m.length : nullptr};
   sort(Shape::of(d.slots(), d.experts), source, by,
-       ToRows{a, static_cast<std::uint32_t>(d.top_k), load_class}, m, a.counts, stream);
+       ToRows{a, static_cast<std::uint32_t>(d.top_k), load_class}, m, a.counts, exec);
   return launched("metadata: launch");
 }
 
@@ -624,8 +625,9 @@ Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
 
 const Kernel<MetadataDesc> kMetadata = {
     .op = "metadata",
-    .name = "sm90.metadata",
-    .arch = 90,
+    .name = "cuda.metadata",
+    .arch = 80,
+    .and_later = true,
     .workspace = workspace,
     .run = run,
 };

@@ -22,7 +22,7 @@ struct HandedMetadata : MetadataArgs {
 /// Makes all of metadata for the slots of top_k in one launch, from the counts that top_k stored.
 /// `counts` is their layout; a.block_counts must be the counts of these very slots.
 void place_counted(const MetadataDesc& d, const HandedMetadata& a, const BlockCounts& counts,
-                   cudaStream_t stream);
+                   const Exec& exec);
 
 /// Writes order[i] = the expert with exactly i experts before it. An expert comes before another if
 /// its load class is higher, or equal and its id is lower. A thread ranks one expert. `block` is

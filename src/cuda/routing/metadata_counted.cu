@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads) place_counted_slots(Counted p) {
 }  // namespace
 
 void place_counted(const MetadataDesc& d, const HandedMetadata& a, const BlockCounts& counts,
-                   cudaStream_t stream) {
+                   const Exec& exec) {
   const Counted counted{counts,
                         a,
                         static_cast<std::int32_t>(d.slots()),
@@ -261,7 +261,7 @@ void place_counted(const MetadataDesc& d, const HandedMetadata& a, const BlockCo
                         SmallDivisor(d.top_k),
                         SmallDivisor(counts.stride / 16),
                         math::LoadClass(d.experts, d.slots())};
-  launch_early(place_counted_slots, blocks_for(counts.rows, counts.each) + 1, kThreads, 0, stream,
+  launch_early(place_counted_slots, blocks_for(counts.rows, counts.each) + 1, kThreads, 0, exec,
                counted);
 }
 

@@ -288,8 +288,8 @@ void start_rows(const ScoreGradDesc& d, const ScoreGradArgs& a, SlotGradients gr
                : lanes == 8 ? score_grad_rows<T, 8, kAdds>
                             : score_grad_rows<T, 16, kAdds>,
                blocks_for(d.tokens, together), kWarps * kWarp,
-               static_cast<std::size_t>(together * d.experts) * sizeof(T), stream_of(exec),
-               gradients, a.slot_scores, a.slot_experts, static_cast<const T*>(a.dlogits_in),
+               static_cast<std::size_t>(together * d.experts) * sizeof(T), exec, gradients,
+               a.slot_scores, a.slot_experts, static_cast<const T*>(a.dlogits_in),
                static_cast<T*>(a.dlogits), d.tokens, static_cast<std::int32_t>(d.experts),
                static_cast<std::int32_t>(d.top_k));
 }
@@ -306,8 +306,8 @@ Status run_typed(const ScoreGradDesc& d, const ScoreGradArgs& a, SlotGradients g
     const auto once = all ? score_grad<T, true, false> : score_grad<T, false, false>;
     const auto repeats = all ? score_grad<T, true, true> : score_grad<T, false, true>;
     launch_early(d.takes_ids() ? repeats : once, blocks_for(d.tokens, kWarps), kWarps * kWarp,
-                 4 * static_cast<std::size_t>(kWarps * tile), stream_of(exec), gradients,
-                 a.slot_scores, a.slot_experts, static_cast<const T*>(a.logits),
+                 4 * static_cast<std::size_t>(kWarps * tile), exec, gradients, a.slot_scores,
+                 a.slot_experts, static_cast<const T*>(a.logits),
                  static_cast<const T*>(a.dlogits_in), static_cast<T*>(a.dlogits), d.tokens,
                  d.experts, static_cast<int>(d.top_k), tile);
   }
@@ -342,14 +342,13 @@ void start_entries(const ScoreGradDesc& d, void* memory, const Exec& exec, Score
   launch_early(lanes == 4   ? scored_entries<4>
                : lanes == 8 ? scored_entries<8>
                             : scored_entries<kWarp>,
-               blocks_for(d.tokens, kEntryThreads / lanes), kEntryThreads, 0, stream_of(exec),
-               *gradients, a->slot_probabilities, a->slot_experts,
-               d.expert_scale ? a->expert_scale : nullptr, d.score,
-               math::RouterWeights{d.divides(), d.eps, d.scale}, d.tokens, d.experts,
+               blocks_for(d.tokens, kEntryThreads / lanes), kEntryThreads, 0, exec, *gradients,
+               a->slot_probabilities, a->slot_experts, d.expert_scale ? a->expert_scale : nullptr,
+               d.score, math::RouterWeights{d.divides(), d.eps, d.scale}, d.tokens, d.experts,
                static_cast<int>(d.top_k), entries);
   if (scales) {
-    launch_early(sum_expert_scales, blocks_for(d.experts, kWarps), kWarps * kWarp, 0,
-                 stream_of(exec), entries.scale_terms, a->offsets, d.experts, a->dexpert_scale);
+    launch_early(sum_expert_scales, blocks_for(d.experts, kWarps), kWarps * kWarp, 0, exec,
+                 entries.scale_terms, a->offsets, d.experts, a->dexpert_scale);
   }
   a->slot_scores = entries.factors;
   *gradients = {entries.gradients, nullptr, d.over_top_k() || d.reaches_all_experts()};
@@ -363,7 +362,7 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& args, void* memory,
   SlotGradients gradients{a.row_dscores, a.slot_rows};
   if (!d.has_logits()) {
     if (d.rows == 0) return {};
-    launch_early(to_slot_order, blocks_for(d.rows, 256), 256, 0, stream_of(exec), gradients, d.rows,
+    launch_early(to_slot_order, blocks_for(d.rows, 256), 256, 0, exec, gradients, d.rows,
                  a.dscores);
     return launched("score_grad: launch");
   }
@@ -382,8 +381,9 @@ Status run(const ScoreGradDesc& d, const ScoreGradArgs& args, void* memory,
 
 const Kernel<ScoreGradDesc> kScoreGrad = {
     .op = "score_grad",
-    .name = "sm90.score_grad",
-    .arch = 90,
+    .name = "cuda.score_grad",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

@@ -157,9 +157,9 @@ Status run(const SegmentsDesc& d, const SegmentsArgs& a, void* memory, const Exe
                      .next_tile_counter = exec.handoff.next_tile_counter};
   const auto find =
       d.index_type == IndexType::i64 ? find_segments<std::int64_t> : find_segments<std::int32_t>;
-  launch_early(find, 1, kThreads, 0, stream, p);
+  launch_early(find, 1, kThreads, 0, exec, p);
   if (d.experts > kThreads) {
-    launch_early(rank_by_load, blocks_for(d.experts, kThreads), kThreads, 0, stream, p);
+    launch_early(rank_by_load, blocks_for(d.experts, kThreads), kThreads, 0, exec, p);
   }
   return launched("segments: launch");
 }
@@ -168,8 +168,9 @@ Status run(const SegmentsDesc& d, const SegmentsArgs& a, void* memory, const Exe
 
 const Kernel<SegmentsDesc> kSegments = {
     .op = "segments",
-    .name = "sm90.segments",
-    .arch = 90,
+    .name = "cuda.segments",
+    .arch = 80,
+    .and_later = true,
     .workspace = workspace,
     .run = run,
 };

@@ -58,7 +58,9 @@ struct Memory {
 /// Token choice, a warp a token. The probabilities of the block's 8 tokens go through shared
 /// memory, so that the block writes the 8 of each expert as one sector.
 template <class T, int kPerLane>
-__global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8 ? 3 : 2)
+__global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8                  ? 3
+                                                 : kPerLane == 32 && kArch > 90 ? 1
+                                                                                : 2)
     choose_tokens(const T* logits, std::int64_t tokens, Route route, Memory m,
                   std::int32_t* error_word) {
   extern __shared__ std::uint32_t marked[];  // (E, kWarps + 1)
@@ -300,6 +302,12 @@ __device__ float score_of(const std::int32_t* ids, const float* scores, int top_
   return math::from_bits(mark & ~kRouted);
 }
 
+/// The same as a call, for round_expert() where three copies of it spill.
+__device__ __noinline__ void call_select_changing(const std::uint32_t* marked, std::int64_t tokens,
+                                                  bool up, int wanted, Selection* s) {
+  select_changing({marked, tokens, up}, wanted, *s);
+}
+
 /// Rounds each expert, a block an expert: flips kRouted of the tokens that change.
 __global__ void __launch_bounds__(kSelectThreads)
     round_expert(Rounding rounding, int top_k, Memory m, std::int32_t* counts) {
@@ -310,7 +318,12 @@ __global__ void __launch_bounds__(kSelectThreads)
   const int to_drop = c.count - c.floor;
   const int to_add = c.ceil - c.count;
   const auto select = [&](bool up) {
-    select_changing({marked, rounding.tokens, up}, up ? to_add : to_drop, s);
+    const int wanted = up ? to_add : to_drop;
+    if constexpr (kArch > 90) {
+      call_select_changing(marked, rounding.tokens, up, wanted, &s);
+    } else {
+      select_changing({marked, rounding.tokens, up}, wanted, s);
+    }
   };
   // The score sum of the tokens that would change, ascending by token, as by math::lane_sum32.
   const auto changing_score = [&](bool up) {
@@ -510,8 +523,9 @@ Status run(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* memory,
 
 const Kernel<TokenRoundingDesc> kTokenRounding = {
     .op = "token_rounding",
-    .name = "sm90.token_rounding",
-    .arch = 90,
+    .name = "cuda.token_rounding",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

@@ -277,8 +277,9 @@ Status run(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void*
 
 const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad = {
     .op = "token_rounding_grad",
-    .name = "sm90.token_rounding_grad",
-    .arch = 90,
+    .name = "cuda.token_rounding_grad",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

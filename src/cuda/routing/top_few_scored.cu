@@ -512,8 +512,8 @@ Status run_top_few_scored(const TopKDesc& d, const TopKArgs& a, std::uint8_t* bl
                      .error_word = a.error_word};
   const auto start = [&]<class L>(L*) {
     const auto with = [&](auto kernel) {
-      launch_early(kernel, blocks_for(d.tokens, kCounted), L::kThreads, 0, stream_of(exec), args,
-                   route, block_counts, stride);
+      launch_early(kernel, blocks_for(d.tokens, kCounted), L::kThreads, 0, exec, args, route,
+                   block_counts, stride);
       return launched("top_k: launch");
     };
     switch (chooser(d)) {

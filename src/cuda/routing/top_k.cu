@@ -255,7 +255,7 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     if (!s.ok()) return s;
   }
   if (d.takes_ids() && d.plain()) {
-    launch_early(score_ids<T>, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream, logits,
+    launch_early(score_ids<T>, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, exec, logits,
                  a.given_ids, d.tokens, route, a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
   }
@@ -264,7 +264,7 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
   const auto stride = static_cast<std::int32_t>(counts.stride);
   const auto count = [&] {  // what a kernel chose that does not count itself
     if (block_counts == nullptr) return;
-    launch_early(count_ids, static_cast<unsigned>(counts.rows), kFewThreads, 0, stream, a.ids,
+    launch_early(count_ids, static_cast<unsigned>(counts.rows), kFewThreads, 0, exec, a.ids,
                  d.tokens * d.top_k, static_cast<std::int32_t>(kCounted * d.top_k), block_counts,
                  stride);
   };
@@ -275,7 +275,7 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     return launched("top_k: launch");
   }
   if (!fits_warp_row(d.experts, d.top_k)) {
-    launch_early(top_k_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, stream, logits, route,
+    launch_early(top_k_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, exec, logits, route,
                  a.scores, a.ids, a.error_word);
     return launched("top_k: launch");
   }
@@ -287,8 +287,8 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
         const bool full = d.experts == kLanes * kPerLane;
         launch_early(
             full ? top_few<T, kLanes, kPerLane, true> : top_few<T, kLanes, kPerLane, false>,
-            blocks_for(d.tokens, kCounted), kFewThreads, 0, stream, logits, d.tokens, route,
-            a.scores, a.ids, block_counts, stride, a.error_word);
+            blocks_for(d.tokens, kCounted), kFewThreads, 0, exec, logits, d.tokens, route, a.scores,
+            a.ids, block_counts, stride, a.error_word);
         return launched("top_k: launch");
       };
       if (d.experts <= 64) return start(integral_constant<int, 4>{}, integral_constant<int, 16>{});
@@ -304,7 +304,7 @@ Status run_typed(const TopKDesc& d, const TopKArgs& a, void* memory, const Exec&
     const auto by_probability =
         full ? top_k<T, false, kPerLane, true> : top_k<T, false, kPerLane, false>;
     const auto kernel = route.over_top_k ? by_logit : by_probability;
-    launch_early(kernel, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream, logits, d.tokens,
+    launch_early(kernel, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, exec, logits, d.tokens,
                  route, a.scores, a.ids, a.error_word);
     count();
     return launched("top_k: launch");
@@ -322,8 +322,9 @@ Status run(const TopKDesc& desc, const TopKArgs& args, void* memory, const Exec&
 
 const Kernel<TopKDesc> kTopK = {
     .op = "top_k",
-    .name = "sm90.top_k",
-    .arch = 90,
+    .name = "cuda.top_k",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kLogitsTypes,
     .workspace = workspace,
     .run = run,

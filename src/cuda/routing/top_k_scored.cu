@@ -231,21 +231,19 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 template <class T>
 Status run_typed(const TopKDesc& d, const TopKArgs& a, const Exec& exec) {
   const T* const logits = static_cast<const T*>(a.logits);
-  const cudaStream_t stream = stream_of(exec);
   const ScoredRoute route = ScoredRoute::of(d, a);
   const int floats = route.groups > 1 ? kWarps * group_floats(route.experts, route.groups) : 0;
   const std::size_t shared = 4 * static_cast<std::size_t>(floats);
   if (d.takes_ids()) {
-    launch_early(score_ids_scored<T>, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, stream,
-                 logits, a.given_ids, d.tokens, route, a.scores, a.probabilities, a.ids,
-                 a.error_word);
+    launch_early(score_ids_scored<T>, blocks_for(d.tokens, kWarps), kWarps * kWarp, 0, exec, logits,
+                 a.given_ids, d.tokens, route, a.scores, a.probabilities, a.ids, a.error_word);
   } else if (!fits_warp_row(d.experts, d.top_k) || shared > kMostShared) {
-    launch_early(top_k_scored_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, stream, logits,
+    launch_early(top_k_scored_slow<T>, blocks_for(d.tokens, 1), kSlowThreads, 0, exec, logits,
                  route, a.scores, a.probabilities, a.ids, a.error_word);
   } else {
     return visit_row_size(d.experts, [&](auto per_lane) {
       launch_early(top_k_scored<T, per_lane.value>, blocks_for(d.tokens, kWarps), kWarps * kWarp,
-                   shared, stream, logits, d.tokens, route, a.scores, a.probabilities, a.ids,
+                   shared, exec, logits, d.tokens, route, a.scores, a.probabilities, a.ids,
                    a.error_word);
       return launched("top_k: launch");
     });

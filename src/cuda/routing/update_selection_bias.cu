@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) update_bias(UpdateSelectionBiasArgs 
 
 Status run(const UpdateSelectionBiasDesc& d, const UpdateSelectionBiasArgs& a, void*,
            const Exec& exec) noexcept {
-  launch_early(update_bias, 1, kThreads, 0, stream_of(exec), a, static_cast<int>(d.experts));
+  launch_early(update_bias, 1, kThreads, 0, exec, a, static_cast<int>(d.experts));
   return launched("update_selection_bias: launch");
 }
 
@@ -34,8 +34,9 @@ Status run(const UpdateSelectionBiasDesc& d, const UpdateSelectionBiasArgs& a, v
 
 const Kernel<UpdateSelectionBiasDesc> kUpdateSelectionBias = {
     .op = "update_selection_bias",
-    .name = "sm90.update_selection_bias",
-    .arch = 90,
+    .name = "cuda.update_selection_bias",
+    .arch = 80,
+    .and_later = true,
     .run = run,
 };
 

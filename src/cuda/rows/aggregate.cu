@@ -33,6 +33,7 @@ constexpr int kBlocksThatFit = kSlots == 0   ? 4
                                : kSlots <= 2 ? 8
                                : kSlots <= 4 ? 5
                                : kSlots <= 8 ? 4
+                               : kArch > 90  ? 2  // three would spill
                                              : 3;
 
 /// A token has at most kSlots slots, or any number if kSlots is 0.
@@ -125,16 +126,16 @@ void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   const std::int64_t pieces = d.hidden / 8;
   launch_early(a.slot_scores != nullptr ? aggregate<T, kSlots, true, kLists>
                                         : aggregate<T, kSlots, false, kLists>,
-               blocks_for(d.tokens * pieces, kThreads), kThreads, 0, stream_of(exec),
+               blocks_for(d.tokens * pieces, kThreads), kThreads, 0, exec,
                static_cast<const T*>(a.rows), slots_of(d, a), Lists{a.token_offsets, a.token_slots},
                static_cast<const T*>(a.addend), static_cast<T*>(a.out),
                static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(pieces),
                leave_first(d, exec));
 }
 
-/// The parts of a section, whose router weights a block keeps: the most that fit into kMost bytes
-/// and divide the parts of a row. 0 if blocks keep no weights, for one of these reasons, whose
-/// limits are measured (docs/findings/sums.md):
+/// The parts of a section, whose router weights a block keeps: the most that fit into kMost bytes,
+/// leave kLeastRings to the rings and divide the parts of a row. 0 if blocks keep no weights, for
+/// one of these reasons, whose limits are measured (docs/findings/sums.md):
 ///
 /// - L1 does well with the weights of all columns, at most kLeast bytes.
 /// - One part of all experts' weights does not fit.
@@ -142,12 +143,14 @@ void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
 ///   more work than others.
 /// - A block would use the weights that it keeps less than four times.
 unsigned kept_parts(const AggregateDesc& d, const DeviceTraits& device) {
-  constexpr std::int64_t kMost = 128 << 10, kLeast = 128 << 10;
+  constexpr std::int64_t kMost = 128 << 10, kLeast = 128 << 10, kLeastRings = 99 << 10;
   static_assert(kMost <= kLeast, "a block could keep the weights of more columns than there are");
   const std::int64_t column_bytes = d.experts * (d.f32_router_w ? 4 : 2);
   if (d.hidden * column_bytes <= kLeast) return 0;
   const unsigned all = blocks_for(d.hidden, kColumns);
-  unsigned parts = static_cast<unsigned>(kMost / (kColumns * column_bytes));
+  const std::int64_t room =
+      std::clamp(device.block_shared_bytes - kLeastRings, std::int64_t{0}, kMost);
+  unsigned parts = static_cast<unsigned>(room / (kColumns * column_bytes));
   while (parts > 0 && all % parts != 0) --parts;
   if (parts == 0 || all / parts * 8 > static_cast<unsigned>(device.multiprocessors)) return 0;
   const bool used =
@@ -164,12 +167,14 @@ void start_ring(const AggregateDesc& d, const AggregateArgs& a, const Routed& ro
   const int warps =
       std::min(R::kMostWarps, (exec.traits.block_shared_bytes - kept) / R::kWarpBytes);
   const unsigned needed = blocks_for(d.tokens * parts, warps) * sections;
-  const unsigned fit = static_cast<unsigned>(exec.traits.multiprocessors * R::kBlocks);
+  // A multiprocessor keeps 1 KiB of shared memory for itself with each block.
+  const int bytes = warps * R::kWarpBytes + kept;
+  const int held = std::clamp(exec.traits.shared_bytes / (bytes + 1024), 1, R::kBlocks);
+  const unsigned fit = static_cast<unsigned>(exec.traits.multiprocessors * held);
   launch_early(
       aggregate_ring<T, R, Routed>, std::min(needed, fit), static_cast<unsigned>(warps * kWarp),
-      static_cast<std::size_t>(warps * R::kWarpBytes + kept), stream_of(exec),
-      static_cast<const T*>(a.rows), slots_of(d, a), router, static_cast<const T*>(a.addend),
-      static_cast<T*>(a.out), static_cast<std::uint32_t>(d.tokens),
+      static_cast<std::size_t>(bytes), exec, static_cast<const T*>(a.rows), slots_of(d, a), router,
+      static_cast<const T*>(a.addend), static_cast<T*>(a.out), static_cast<std::uint32_t>(d.tokens),
       static_cast<std::uint32_t>(d.hidden), sections, parts, leave_first(d, exec));
 }
 
@@ -217,6 +222,7 @@ Status prepare_rings(const AggregateDesc& d, const Exec& exec) {
     using Routed = decltype(router);
     using Reads = decltype(reads);
     constexpr int kBytes = kWarps * Reads::kWarpBytes;
+    static_assert(kBytes <= 99 << 10, "some devices give a block no more");
     const Status status = allow_shared_memory(aggregate_ring<T, Reads, Routed>, kBytes);
     if (!status.ok()) return status;
     return allow_shared_memory(aggregate_ring<T, decltype(keeps), Routed>,
@@ -240,8 +246,9 @@ Status run(const AggregateDesc& d, const AggregateArgs& a, void*, const Exec& ex
 
 const Kernel<AggregateDesc> kAggregate = {
     .op = "aggregate",
-    .name = "sm90.aggregate",
-    .arch = 90,
+    .name = "cuda.aggregate",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kStorageTypes,
     .prepare = prepare,
     .run = run,

@@ -129,11 +129,16 @@ struct Term {
   float factor;
 };
 
+/// R::kBlocks, or one where ptxas for sm_100 and sm_120 would spill with two.
+template <class R, class Routed>
+inline constexpr int kBlocksWithoutSpills =
+    kArch > 90 && R::kGroup == 8 && !R::kKeeps && Routed::kPieces > 1 ? 1 : R::kBlocks;
+
 /// A missing row or term adds a zero that changes no bit of `out`. The sum of rows begins at
 /// positive zero and never becomes negative zero, so adding either zero keeps its bits. The
 /// router's sum may end as either zero, for it is added to the sum of rows.
 template <class T, class R, class Routed>
-__global__ void __launch_bounds__(R::kMostWarps* kWarp, R::kBlocks)
+__global__ void __launch_bounds__(R::kMostWarps* kWarp, kBlocksWithoutSpills<R, Routed>)
     aggregate_ring(const T* rows, Slots slots, Routed router, const T* addend, T* out,
                    std::uint32_t tokens, std::uint32_t hidden, std::uint32_t sections,
                    std::uint32_t parts, bool leave_first) {

@@ -277,8 +277,9 @@ Status run(const BiasGradDesc& d, const BiasGradArgs& a, void* memory, const Exe
 
 const Kernel<BiasGradDesc> kBiasGrad = {
     .op = "bias_grad",
-    .name = "sm90.bias_grad",
-    .arch = 90,
+    .name = "cuda.bias_grad",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kStorageTypes,
     .workspace = Memory::bytes,
     .run = run,

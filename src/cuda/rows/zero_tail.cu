@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
 Status run(const ZeroTailDesc& d, const ZeroTailArgs& a, void*, const Exec& exec) noexcept {
   if (d.rows == 0 || (a.rows == nullptr && a.values == nullptr)) return {};
   // A piece has 16 bytes, eight elements: d is a multiple of 8.
-  launch_early(clear_rows, blocks_for(d.rows, kThreads), kThreads, 0, stream_of(exec), a,
+  launch_early(clear_rows, blocks_for(d.rows, kThreads), kThreads, 0, exec, a,
                static_cast<std::int32_t>(d.rows), static_cast<int>(d.experts), d.hidden / 8);
   return launched("zero_tail: launch");
 }
@@ -36,8 +36,9 @@ Status run(const ZeroTailDesc& d, const ZeroTailArgs& a, void*, const Exec& exec
 
 const Kernel<ZeroTailDesc> kZeroTail = {
     .op = "zero_tail",
-    .name = "sm90.zero_tail",
-    .arch = 90,
+    .name = "cuda.zero_tail",
+    .arch = 80,
+    .and_later = true,
     .dtypes = kStorageTypes,
     .run = run,
 };
