@@ -5,6 +5,7 @@
 #include "cuda/sm90/kernel_file.h"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/transposed.cuh"
+#include "cuda/sum_dscores.h"
 
 /// dA' = dO[tokens] W2 stays in registers: M = rows, gathered or contiguous; N = n, K = d. With A
 /// recomputed from H: dH = dAct(s dA', H), A' = s A, dS = <dA', A>.
@@ -19,17 +20,6 @@ struct DownProjDgrad
              StoreActivationGrad<Activations, kForm == W1Form::alternating>, kTileN == kWide> {
   static constexpr bool kBPairsRows = kForm == W1Form::alternating;
 };
-
-/// dscores = the sums over the n blocks of `partials` (n_blocks, R), where an expert owns the row.
-Status sum_dscores(const GroupedGemmDesc& d, const float* partials, int n_blocks,
-                   const GroupedGemmArgs& a, const Exec& exec);
-
-/// Bytes of the workspace for each n block's partial dscores, unless there is one n block. The tile
-/// counter lies behind them.
-inline std::size_t partials_bytes(const GroupedGemmDesc& d, int n_blocks) {
-  if (n_blocks == 1) return 0;
-  return static_cast<std::size_t>(n_blocks) * static_cast<std::size_t>(d.rows) * 4;
-}
 
 template <RowSource kSource, class T, bool kTransposed, int kTileN, int kStages>
 struct DownProjDgradFamily {
@@ -80,7 +70,7 @@ struct DownProjDgradFamily {
     encode_preact(&maps, d, a.preact, 64, e.preact_boxes);
     encode_preact(&maps, d, a.dpreact, WarpTile::kRows, e.dpreact_boxes);
     if (!maps.status().ok()) return maps.status();
-    char* const counter = static_cast<char*>(workspace) + partials_bytes(d, n_blocks);
+    char* const counter = static_cast<char*>(workspace) + dscores_partials_bytes(d, n_blocks);
     Status status = launch_scheduled<Config>(d, p, e, counter, exec, "down_proj_dgrad: launch");
     if (!status.ok() || n_blocks == 1 || !d.scored()) return status;
     return sum_dscores(d, e.dscores, n_blocks, a, exec);
@@ -98,7 +88,7 @@ struct DownProjDgradTiles {
   }
 
   static std::size_t workspace(const GroupedGemmDesc& d, const Exec&) {
-    return partials_bytes(d, tiles(d.intermediate, kTileN)) +
+    return dscores_partials_bytes(d, tiles(d.intermediate, kTileN)) +
            (kTileN == kWide ? kTileCounterBytes : 0);
   }
 };

@@ -91,7 +91,7 @@ template <class T, Part... kParts, class From>
 void launch_split(const From* from, const SplitShape& s, T* to, const Exec& exec) {
   launch_early(split<From, T, kParts...>,
                blocks_for(s.split_rows * (s.split_columns / 8), kSplitThreads), kSplitThreads, 0,
-               stream_of(exec), from, s, to);
+               exec, from, s, to);
 }
 
 /// to[s] = the sums of the columns over rows s * stretch to (s + 1) * stretch - 1. A block takes 32
@@ -141,10 +141,10 @@ void launch_column_sums(const From* from, std::int64_t rows, std::int64_t column
   const unsigned across = blocks_for(columns, kWarp);
   if (stretches.count > 0) {
     launch_early(sum_columns<From>, dim3(static_cast<unsigned>(stretches.count), across),
-                 kWarp * kWarp, 0, stream_of(exec), from, rows, width, stretches.rows, memory);
+                 kWarp * kWarp, 0, exec, from, rows, width, stretches.rows, memory);
   }
-  launch_early(sum_columns<float>, dim3(1, across), kWarp * kWarp, 0, stream_of(exec), memory,
-               stretches.count, width, std::max<std::int64_t>(stretches.count, 1), sums);
+  launch_early(sum_columns<float>, dim3(1, across), kWarp * kWarp, 0, exec, memory, stretches.count,
+               width, std::max<std::int64_t>(stretches.count, 1), sums);
 }
 
 }  // namespace sonicmoe::cuda
