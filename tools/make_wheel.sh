@@ -2,7 +2,9 @@
 # Builds dist/sonicmoe-*.whl with the Python of the PATH. auditwheel reads which symbols of glibc and
 # libstdc++ the extension uses and writes the tag that says so (manylinux_2_34 or the like). It adds
 # no library: PyTorch's are there when sonicmoe is imported.
-# Usage: tools/make_wheel.sh    CUDA=OFF tools/make_wheel.sh builds for the CPU alone
+# Usage: tools/make_wheel.sh                    for all architectures of cmake/cuda.cmake
+#        ARCHITECTURES=90a tools/make_wheel.sh  for fewer
+#        CUDA=OFF tools/make_wheel.sh           for the CPU alone
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,6 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 settings=(build-dir=build-wheel cmake.define.SONICMOE_CUDA="${CUDA:-AUTO}"
   cmake.define.CMAKE_CUDA_COMPILER_LAUNCHER="$PWD/tools/compile_device.py")
 command -v ccache >/dev/null && settings+=(cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache)
+[[ -z ${ARCHITECTURES:-} ]] ||
+  settings+=(cmake.define.SONICMOE_CUDA_ARCHITECTURES="$ARCHITECTURES")
 
 rm -rf build-wheel/wheel dist
 # -v: without it pip hides whether there are CUDA kernels, except in the file's name.

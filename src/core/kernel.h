@@ -54,8 +54,10 @@ struct Kernel {
   /// Architecture, operation and, where an operation has several kernels, the variant:
   /// "cpu.up_proj", "sm90.up_proj.128x256".
   const char* name;
-  /// The kernel runs only on devices with this DeviceTraits::arch. 0: the CPU.
+  /// The kernel runs on devices with this DeviceTraits::arch, and with `and_later` on those behind
+  /// it. 0: the CPU.
   int arch = 0;
+  bool and_later = false;
   /// The values of Desc::dtype that the kernel takes; others are rejected. Unused if Desc has no
   /// `dtype`.
   DTypes dtypes = {};
@@ -139,10 +141,16 @@ void for_each_kernel(F&& f) {
   each(kernel_list<TokenRoundingGradDesc>());
 }
 
+/// True if the entry is compiled for devices of this DeviceTraits::arch.
+template <class Desc>
+bool runs_on(const Kernel<Desc>& kernel, int arch) {
+  return kernel.arch == arch || (kernel.and_later && arch > kernel.arch);
+}
+
 /// True if the entry implements `desc`'s operation and is compiled for the device.
 template <class Desc>
 bool is_candidate(const Kernel<Desc>& kernel, const Desc& desc, const DeviceTraits& device) {
-  return std::string_view(kernel.op) == op_name(desc) && kernel.arch == device.arch;
+  return std::string_view(kernel.op) == op_name(desc) && runs_on(kernel, device.arch);
 }
 
 /// Does `wanted` (Options::kernel) select the entry `name`, compiled for `arch`? It does if it is

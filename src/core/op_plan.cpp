@@ -72,17 +72,17 @@ std::string device_reason(Device device) {
 }
 
 std::string architecture_reason(int arch) {
-  std::set<int> compiled;
+  std::set<std::string> allowed;
+  bool runs = false;
   for_each_kernel([&](const auto& kernel) {
-    if (device_type(kernel.arch) == DeviceType::cuda) compiled.insert(kernel.arch);
+    if (device_type(kernel.arch) != DeviceType::cuda) return;
+    runs = runs || runs_on(kernel, arch);
+    allowed.insert(capability(kernel.arch) + (kernel.and_later ? " or later" : ""));
   });
-  if (compiled.contains(arch)) return {};
-  std::string allowed;
-  for (const int one : compiled) {
-    allowed += (allowed.empty() ? "" : ", ") + capability(one);
-    if (one == 90) allowed += " (H100, H200)";
-  }
-  return "device: got cuda of compute capability " + capability(arch) + ", allowed: " + allowed;
+  if (runs) return {};
+  std::string text;
+  for (const std::string& one : allowed) text += (text.empty() ? "" : ", ") + one;
+  return "device: got cuda of compute capability " + capability(arch) + ", allowed: " + text;
 }
 
 DeviceTraits device_traits([[maybe_unused]] Device device) {
