@@ -188,15 +188,54 @@ TEST(DeviceTraits, MultiprocessorsAreLimited) {
 
 TEST(DeviceTraits, TheListSaysWhichArchitecturesRun) {
   if (!has_cuda()) GTEST_SKIP() << "this build has no CUDA";
-  EXPECT_EQ(architecture_reason(90), "");
-  EXPECT_EQ(architecture_reason(80),
-            "device: got cuda of compute capability 8.0, allowed: 9.0 (H100, H200)");
-  EXPECT_EQ(architecture_reason(103),
-            "device: got cuda of compute capability 10.3, allowed: 9.0 (H100, H200)");
+  for (const int arch : {80, 86, 89, 90, 100, 103, 120}) EXPECT_EQ(architecture_reason(arch), "");
+  const std::string reason = architecture_reason(75);
+  EXPECT_NE(reason.find("compute capability 7.5, allowed: 8.0 or later"), std::string::npos)
+      << reason;
   EXPECT_NE(architecture_reason(0), "");  // the CPU's kernels do not count
-  const auto choice = choose_kernel(TopKDesc{}, DeviceTraits{.arch = 80}, "");
+  const auto choice = choose_kernel(TopKDesc{}, DeviceTraits{.arch = 75}, "");
   EXPECT_EQ(choice.kernel, nullptr);
   EXPECT_EQ(choice.walk, "");
+}
+
+// Hopper has kernels of its own, and every other GPU the portable ones: in wide tiles where a
+// thread block may have 147 KB of shared memory and there are tiles enough.
+TEST(DeviceTraits, EveryGpuSinceAmpereHasKernels) {
+  if (!has_cuda()) GTEST_SKIP() << "this build has no CUDA";
+  struct Row {
+    GemmOp op;
+    Shape shape;
+    const char *a100, *small, *b200;  ///< small: L40S, RTX 4090 and RTX 5090
+  };
+  const Row kRows[] = {
+      {GemmOp::up_proj, {24576, 1536, 256, 128, 8}, "128x256", "128x128", "128x256"},
+      {GemmOp::up_proj, {512, 7168, 1408, 16, 6}, "128x128", "128x128", "128x128"},
+      {GemmOp::down_proj, {4096, 2048, 768, 128, 8}, "128x256", "128x128", "128x256"},
+      {GemmOp::down_proj_dgrad, {8192, 2560, 192, 128, 8}, "128x256", "128x128", "128x256"},
+      {GemmOp::up_proj_dgrad, {256, 1024, 512, 8, 2}, "128x128", "128x128", "128x128"},
+      {GemmOp::up_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x256"},
+      {GemmOp::down_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x128"},
+  };
+  const auto name_for = [](const GroupedGemmDesc& desc, const DeviceTraits& device) {
+    const auto choice = choose_kernel(desc, device, "");
+    return choice.kernel == nullptr ? choice.walk : std::string(choice.kernel->name);
+  };
+  for (const Row& row : kRows) {
+    const GroupedGemmDesc desc = product(row.op, row.shape);
+    const std::string head = std::string("sm80.") + op_name(desc) + ".";
+    SCOPED_TRACE(head + std::to_string(desc.tokens));
+    EXPECT_EQ(name_for(desc, kA100), head + row.a100);
+    for (const DeviceTraits& small : {kL40S, kRtx4090, kRtx5090}) {
+      EXPECT_EQ(name_for(desc, small), head + row.small);
+    }
+    EXPECT_EQ(name_for(desc, kB200), head + row.b200);
+    EXPECT_EQ(name_for(desc, kH200).substr(0, 5), "sm90.");
+  }
+  for (const DeviceTraits& device : {kA100, kL40S, kB200, kRtx5090}) {
+    EXPECT_STREQ(choose_kernel(RouterGemmDesc{.experts = 8}, device, "").kernel->name,
+                 "sm80.router_gemm");
+    EXPECT_STREQ(choose_kernel(MetadataDesc{}, device, "").kernel->name, "cuda.metadata");
+  }
 }
 
 TEST(DeviceTraits, KernelsAreNamedByArchitecture) {
@@ -211,9 +250,9 @@ TEST(DeviceTraits, KernelsAreNamedByArchitecture) {
   EXPECT_FALSE(kernel_matches("cpu", "cpu-avx512.up_proj", 0));
   EXPECT_FALSE(kernel_matches("cuda", "cpu.up_proj", 0));
   if (!has_cuda()) GTEST_SKIP() << "this build has no CUDA";
-  for (const char* backend : {"cuda", "sm90"}) {
-    EXPECT_NE(choose_kernel(MetadataDesc{}, kH200, backend).kernel, nullptr);
-  }
+  EXPECT_NE(choose_kernel(MetadataDesc{}, kH200, "cuda").kernel, nullptr);
+  EXPECT_NE(choose_kernel(MetadataDesc{}, kH200, "cuda.metadata").kernel, nullptr);
+  EXPECT_EQ(choose_kernel(MetadataDesc{}, kH200, "sm90").kernel, nullptr);
 }
 
 }  // namespace

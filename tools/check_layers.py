@@ -38,11 +38,13 @@ RULES = {
 # Layers inside src/cuda, from the lowest to the highest. A file belongs to the last one that matches
 # it, and may include files of its own layer and of the layers that it names.
 SM90 = "src/cuda/sm90/"
+SM80 = "src/cuda/sm80/"
 INNER = {
     "base": (("src/cuda/*",), ()),
     "device": (("src/cuda/device/*",), ("base",)),
     "rows": (("src/cuda/rows/*",), ("base", "device")),
     "routing": (("src/cuda/routing/*",), ("base", "device")),
+    "router": (("src/cuda/router_*.cuh",), ("base", "device")),
     "host": ((f"{SM90}tensor_map.*", f"{SM90}tile_choice.h", f"{SM90}layouts.h"), ("base",)),
     "traits": ((f"{SM90}traits.cuh",), ("device",)),
     "pipeline": ((f"{SM90}pipeline.cuh",), ("device", "traits")),
@@ -52,9 +54,16 @@ INNER = {
     "epilogue": ((f"{SM90}epilogue/*",), ("device", "traits", "pipeline")),
     "kernel": ((f"{SM90}grouped_gemm.cuh",), ("scheduler", "mainloop", "epilogue")),
     "launch": ((f"{SM90}launch.cuh", f"{SM90}kernel_file.*"), ("base", "host", "kernel")),
-    "operations": ((f"{SM90}*.cu", f"{SM90}up_proj.cuh", f"{SM90}down_proj*.cuh", f"{SM90}transposed.cuh",
-                    f"{SM90}router_split.cuh"),
-                   ("base", "device", "host", "epilogue", "launch")),
+    "operations": ((f"{SM90}*.cu", f"{SM90}up_proj.cuh", f"{SM90}down_proj*.cuh", f"{SM90}transposed.cuh"),
+                   ("base", "device", "router", "host", "epilogue", "launch")),
+    "portable parts": ((f"{SM80}tile.cuh", f"{SM80}tile_choice.h", f"{SM80}mma.cuh", f"{SM80}operands.cuh"),
+                       ("base", "device")),
+    "portable kernel": ((f"{SM80}grouped_gemm.cuh", f"{SM80}epilogues.cuh"),
+                        ("base", "device", "portable parts")),
+    "portable operations": ((f"{SM80}*.cu", f"{SM80}launch.cuh", f"{SM80}compiled.cuh", f"{SM80}rows.cuh",
+                             f"{SM80}matrices.cuh", f"{SM80}router_gemm.cuh", f"{SM80}up_proj.cuh",
+                             f"{SM80}down_proj_dgrad.cuh"),
+                            ("base", "router", "portable parts", "portable kernel")),
 }  # fmt: skip
 # What may speak to the device outside of its backend, so that the rest of its layer need not.
 CUDA = {"testkit/device_memory.cpp", "cli/bench/device_clock.cpp", "cli/bench/cublas_bound.cpp"}

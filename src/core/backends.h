@@ -84,6 +84,21 @@ extern const Kernel<GroupedGemmDesc> kDownProjWgrad128;
 extern const Kernel<GroupedGemmDesc> kUpProjWgrad256;
 extern const Kernel<GroupedGemmDesc> kUpProjWgrad128;
 
+// For any GPU since Ampere.
+extern const Kernel<RouterGemmDesc> kPortableRouterGemm;
+extern const Kernel<GroupedGemmDesc> kPortableUpProj256;
+extern const Kernel<GroupedGemmDesc> kPortableUpProj128;
+extern const Kernel<GroupedGemmDesc> kPortableDownProj256;
+extern const Kernel<GroupedGemmDesc> kPortableDownProj128;
+extern const Kernel<GroupedGemmDesc> kPortableDownProjDgrad256;
+extern const Kernel<GroupedGemmDesc> kPortableDownProjDgrad128;
+extern const Kernel<GroupedGemmDesc> kPortableUpProjDgrad256;
+extern const Kernel<GroupedGemmDesc> kPortableUpProjDgrad128;
+extern const Kernel<GroupedGemmDesc> kPortableDownProjWgrad256;
+extern const Kernel<GroupedGemmDesc> kPortableDownProjWgrad128;
+extern const Kernel<GroupedGemmDesc> kPortableUpProjWgrad256;
+extern const Kernel<GroupedGemmDesc> kPortableUpProjWgrad128;
+
 extern const Kernel<TopKDesc> kTopK;
 extern const Kernel<MetadataDesc> kMetadata;
 extern const Kernel<SegmentsDesc> kSegments;

@@ -12,9 +12,12 @@ std::span<const Kernel<RouterGemmDesc>* const> kernel_list() {
     &cpu::kRouterGemmAvx512,
     &cpu::kRouterGemm,
 #if SONICMOE_HAS_CUDA
+#if SONICMOE_HAS_SM90
     &cuda::kRouterGemm256,
     &cuda::kRouterGemm128,
     &cuda::kRouterGemm64,
+#endif
+    &cuda::kPortableRouterGemm,
 #endif
   };
   return kList;
@@ -42,6 +45,7 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cpu::kUpProjWgradAvx512,
     &cpu::kUpProjWgrad,  //
 #if SONICMOE_HAS_CUDA
+#if SONICMOE_HAS_SM90
     &cuda::kUpProj256,
     &cuda::kUpProj128,  //
     &cuda::kDownProj256,
@@ -54,6 +58,19 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cuda::kDownProjWgrad128,  //
     &cuda::kUpProjWgrad256,
     &cuda::kUpProjWgrad128,
+#endif
+    &cuda::kPortableUpProj256,
+    &cuda::kPortableUpProj128,  //
+    &cuda::kPortableDownProj256,
+    &cuda::kPortableDownProj128,  //
+    &cuda::kPortableDownProjDgrad256,
+    &cuda::kPortableDownProjDgrad128,  //
+    &cuda::kPortableUpProjDgrad256,
+    &cuda::kPortableUpProjDgrad128,  //
+    &cuda::kPortableDownProjWgrad256,
+    &cuda::kPortableDownProjWgrad128,  //
+    &cuda::kPortableUpProjWgrad256,
+    &cuda::kPortableUpProjWgrad128,
 #endif
   };
   return kList;

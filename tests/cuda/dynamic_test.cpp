@@ -169,7 +169,7 @@ std::vector<Scheduled> dynamic_kernels() {
                              GemmOp::up_proj_dgrad};
   std::vector<Scheduled> all;
   for (const KernelInfo& kernel : kernels_for(kOps)) {
-    if (!kernel.name.ends_with(".128x256")) continue;
+    if (!kernel.name.starts_with("sm90.") || !kernel.name.ends_with(".128x256")) continue;
     all.push_back({kernel, RowSource::gathered, kernel.name});
     if (op_of(kernel) == GemmOp::up_proj_dgrad) continue;
     all.push_back({kernel, RowSource::contiguous, kernel.name + ".contiguous"});

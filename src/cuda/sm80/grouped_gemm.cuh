@@ -1,0 +1,162 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/sm80/mma.cuh"
+#include "cuda/sm80/operands.cuh"
+#include "cuda/sm80/tile.cuh"
+
+/// The portable kernel: one tile of D = A B^T of one expert for each thread block, by cp.async,
+/// ldmatrix and mma.sync.
+///
+///     stages    | 0 | 1 | 2 | 0 | 1 ...   cp.async brings block b + 2 while block b is multiplied
+///     fragments  a b a b ...              ldmatrix brings step s + 1 while step s is multiplied
+///
+/// All warps copy and multiply, and each has 64 x 64 of the tile. Sums go up in K, 16
+/// elements a step. At the end the fp32 sums take the stages' place, and an epilogue reads them row
+/// by row, eight columns a thread.
+namespace sonicmoe::cuda::sm80 {
+
+/// What differs between kernels: the type, the operands, the tile's width and the epilogue.
+template <class T_, class A_, class B_, int kTileN_, class Epilogue_>
+struct Config {
+  using T = T_;
+  using A = A_;
+  using B = B_;
+  using Epilogue = Epilogue_;
+  static constexpr int kTileN = kTileN_;
+  static constexpr int kThreads = kThreadsOf<kTileN>;
+  static constexpr int kBlocks =
+      kMostThreads / kThreads;  ///< of a multiprocessor, at the same time
+  static constexpr int kStages = kStagesOf<kTileN>;
+  static constexpr int kStageBytes = (kTileM + kTileN) * kLineBytes;
+  static constexpr int kBytes = kStages * kStageBytes;
+};
+
+/// The tile's sums in shared memory, in fp32. The padding keeps stores free of bank conflicts.
+template <int kTileN>
+struct Sums {
+  static constexpr int kStride = kTileN + 8;
+  const float* first;
+  __device__ __forceinline__ const float* at(int row, int column) const {
+    return first + row * kStride + column;
+  }
+};
+
+template <class Config>
+struct Params {
+  typename Config::A::Params a;
+  typename Config::B::Params b;
+  Contraction k;
+  Extents extents;
+  typename Config::Epilogue::Params epilogue;
+};
+
+template <class T, class Operand, class Params>
+__device__ __forceinline__ Operand make_operand(const Params& p, const Contraction& k,
+                                                const Tile& tile, int mn_block) {
+  if constexpr (std::is_constructible_v<Operand, const Params&, const Contraction&, const Tile&>) {
+    return Operand(p, k, tile);
+  } else {
+    return Operand(p, tile, mn_block);
+  }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    grouped_gemm(const __grid_constant__ Params<Config> p) {
+  using T = typename Config::T;
+  using A = typename Config::A;
+  using B = typename Config::B;
+  constexpr int kTileN = Config::kTileN, kStages = Config::kStages;
+  constexpr int kAcross = 64 / 8;  // blocks of 8 columns of a warp
+  static_assert(sizeof(float) * kTileM * Sums<kTileN>::kStride <= Config::kBytes);
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ TileSearch search;
+
+  p.epilogue.begin();
+  const Tile tile = find_tile<Config::kThreads>(p.extents, static_cast<int>(blockIdx.x), search);
+  if (tile.expert < 0) return;
+  const int blocks = p.k.blocks > 0 ? p.k.blocks : (tile.rows + kTileK - 1) / kTileK;
+
+  const std::uint32_t stages = shared_address(memory);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp_m = warp % 2 * 64, warp_n = warp / 2 * 64;
+  A a = make_operand<T, A>(p.a, p.k, tile, tile.m_block);
+  B b = make_operand<T, B>(p.b, p.k, tile, tile.n_block);
+  const Fragments<A::kContiguousK, true> a_fragments(warp_m);
+  const Fragments<B::kContiguousK, false> b_fragments(warp_n);
+
+  float acc[4][kAcross][4] = {};
+  std::uint32_t af[2][4][4], bf[2][kAcross / 2][4];
+  const auto fetch = [&](int block, std::uint32_t stage) {
+    if (block < blocks) {
+      a.load(stage, block);
+      b.load(stage + kTileM * kLineBytes, block);
+    }
+    copy_async_commit();
+  };
+  const auto load = [&](int buffer, std::uint32_t stage, int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a_fragments.load(af[buffer][i], stage, i, step);
+#pragma unroll
+    for (int i = 0; i < kAcross / 2; ++i) {
+      b_fragments.load(bf[buffer][i], stage + kTileM * kLineBytes, i, step);
+    }
+  };
+  const auto next = [&](std::uint32_t stage) {
+    stage += Config::kStageBytes;
+    return stage == stages + Config::kBytes ? stages : stage;
+  };
+#pragma unroll
+  for (int s = 0; s < kStages - 1; ++s) fetch(s, stages + s * Config::kStageBytes);
+  copy_async_wait<kStages - 2>();
+  __syncthreads();  // the first block is there
+  if (blocks > 0) load(0, stages, 0);
+  std::uint32_t now = stages, free = stages + (kStages - 1) * Config::kStageBytes;
+#pragma unroll 1
+  for (int block = 0; block < blocks; ++block) {
+    const std::uint32_t after = next(now);
+    constexpr int kSteps = kTileK / 16;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step == kSteps - 1) {
+        copy_async_wait<kStages - 2>();
+        __syncthreads();  // the next block is there, and no warp reads this one any more
+      }
+      load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps);
+      if (step == 0) fetch(block + kStages - 1, free);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+#pragma unroll
+        for (int n = 0; n < kAcross; ++n) {
+          multiply<T>(acc[m][n], af[step % 2][m], &bf[step % 2][n / 2][n % 2 * 2]);
+        }
+      }
+    }
+    now = after;
+    free = next(free);
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // no warp reads a stage any more
+
+  float* const sums = reinterpret_cast<float*>(memory);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+#pragma unroll
+    for (int n = 0; n < kAcross; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_m + m * 16 + half * 8 + lane / 4;
+        const int column = warp_n + n * 8 + lane % 4 * 2;
+        *reinterpret_cast<float2*>(sums + row * Sums<kTileN>::kStride + column) =
+            make_float2(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
+      }
+    }
+  }
+  __syncthreads();  // all sums are there
+  p.epilogue.template store<T, kTileN>(tile, Sums<kTileN>{sums});
+}
+
+}  // namespace sonicmoe::cuda::sm80

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "cuda/sm80/launch.cuh"
+
+/// Products whose rows are K: a matrix of each expert, or of each part of the tokens. N runs along
+/// the contiguous axis of the output.
+namespace sonicmoe::cuda::sm80 {
+
+template <class T, int kTileN>
+using MatrixConfig = Config<T, RowsAlongK<T, kTileM, kThreadsOf<kTileN>>,
+                            RowsAlongK<T, kTileN, kThreadsOf<kTileN>>, kTileN, StoreMatrix>;
+
+template <int kTileN, class F>
+Status visit_matrices(DType dtype, F&& f) {
+  return visit_storage(dtype, [&](auto type) { return f(MatrixConfig<decltype(type), kTileN>{}); });
+}
+
+/// Rows of one operand, of `count` parts of `width` columns, in tiles of `tile`.
+inline Rows columns_of(const void* base, const std::int32_t* row_tokens, std::int64_t width,
+                       int count, int tile) {
+  return {.base = base,
+          .row_tokens = row_tokens,
+          .stride = count * width,
+          .part_offset = width,
+          .width = static_cast<int>(width),
+          .half = tiles(width, tile)};
+}
+
+/// Sets what follows from the operands and launches.
+template <class Config>
+Status launch_matrices(Params<Config> p, const GroupedGemmDesc& d, const GroupedGemmArgs& a,
+                       int m_parts, int n_parts, const Exec& exec, const char* what) {
+  p.extents = extents_of(d, a, n_parts * p.b.half);
+  p.extents.m_blocks = m_parts * p.a.half;
+  p.extents.expert_order = a.expert_order;
+  p.epilogue.rows = p.a.width;
+  p.epilogue.columns = p.b.width;
+  p.epilogue.m_half = p.a.half;
+  p.epilogue.n_half = p.b.half;
+  p.epilogue.f32 = d.f32_weight_grads;
+  p.epilogue.accumulate = d.accumulate_weight_grads;
+  return Compiled<Config>::launch(p, d.experts * p.extents.m_blocks * p.extents.n_blocks, exec,
+                                  what);
+}
+
+/// Where rows have more than one tile's worth of columns, the wide tile reads a quarter less; but
+/// small matrices have too few tiles, and N may reach far past the end.
+inline std::string defer_matrices(const GroupedGemmDesc& d, const DeviceTraits& device,
+                                  std::int64_t m_blocks, std::int64_t n) {
+  return defer_to_narrow(device, static_cast<double>(d.experts * m_blocks), tiles(n, 256),
+                         tiles(n, 128));
+}
+
+}  // namespace sonicmoe::cuda::sm80

@@ -1,0 +1,12 @@
+#pragma once
+
+#include "cuda/sm80/launch.cuh"
+
+/// The kernel of the router's logits = x Wr^T + bias: M = tokens, N = experts, K = d.
+namespace sonicmoe::cuda::sm80 {
+
+template <class T>
+using LogitsConfig =
+    Config<T, RowsAlongM<T, kThreadsOf<128>>, WeightsAlongK<T, 128>, 128, StoreLogits>;
+
+}  // namespace sonicmoe::cuda::sm80

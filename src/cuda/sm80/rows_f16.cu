@@ -1,0 +1,12 @@
+// Products that store rows, of f16: down_proj, up_proj_dgrad and the router's dx.
+#include "cuda/sm80/compiled.cuh"
+#include "cuda/sm80/rows.cuh"
+
+namespace sonicmoe::cuda::sm80 {
+
+template struct Compiled<RowsConfig<__half, true, 256>>;
+template struct Compiled<RowsConfig<__half, true, 128>>;
+template struct Compiled<RowsConfig<__half, false, 256>>;
+template struct Compiled<RowsConfig<__half, false, 128>>;
+
+}  // namespace sonicmoe::cuda::sm80
