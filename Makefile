@@ -12,7 +12,7 @@ CONFIGURE = cmake -G Ninja --log-level=NOTICE $(CCACHE) -S .
 # The CUDA backend: AUTO (when there is an nvcc; `make setup` brings one), ON or OFF.
 CUDA ?= AUTO
 export CUDA
-# What device code is compiled for: here Hopper alone, for four architectures take 80 % longer. Without
+# What device code is compiled for: here Hopper alone, to save time. Without
 # this option, as pip builds, it is all of them: cmake/cuda.cmake.
 ARCHITECTURES ?= 90a
 WITH_CUDA = -DSONICMOE_CUDA=$(CUDA) "-DSONICMOE_CUDA_ARCHITECTURES=$(ARCHITECTURES)" -DCMAKE_CUDA_COMPILER_LAUNCHER=$(CURDIR)/tools/compile_device.py
