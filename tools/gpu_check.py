@@ -89,7 +89,7 @@ SMALL = "4096,2048,768,128,8"
 # The first asks how much memory the whole device has left, the others take much of it.
 ALONE = "CudaPlan.CallsTakeNoDeviceMemory:Types/Large.*"
 # The other tests go in so many processes at a time: what they wait for is mostly the oracle.
-SHARDS = 12
+SHARDS = 13
 # Every kernel once, in what a sanitizer can afford.
 SANITIZED = ":".join(
     [
