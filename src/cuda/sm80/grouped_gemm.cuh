@@ -88,20 +88,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const Fragments<B::kContiguousK, false> b_fragments(warp_n);
 
   float acc[4][kAcross][4] = {};
-  std::uint32_t af[2][4][4], bf[2][kAcross / 2][4];
-  const auto fetch = [&](int block, std::uint32_t stage) {
-    if (block < blocks) {
-      a.load(stage, block);
-      b.load(stage + kTileM * kLineBytes, block);
-    }
+  static_assert(kAcross == 8);
+  std::uint32_t af[2][4][4], bf[2][4][4];
+  const auto fetch_a = [&](int block, std::uint32_t stage) {
+    if (block < blocks) a.load(stage, block);
+  };
+  const auto fetch_b = [&](int block, std::uint32_t stage) {
+    if (block < blocks) b.load(stage + kTileM * kLineBytes, block);
     copy_async_commit();
   };
-  const auto load = [&](int buffer, std::uint32_t stage, int step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a_fragments.load(af[buffer][i], stage, i, step);
-#pragma unroll
-    for (int i = 0; i < kAcross / 2; ++i) {
-      b_fragments.load(bf[buffer][i], stage + kTileM * kLineBytes, i, step);
+  // Fragment `i` of the eight of a step.
+  const auto load = [&](int buffer, std::uint32_t stage, int step, int i) {
+    if (i < 4) {
+      a_fragments.load(af[buffer][i], stage, i, step);
+    } else {
+      b_fragments.load(bf[buffer][i - 4], stage + kTileM * kLineBytes, i - 4, step);
     }
   };
   const auto next = [&](std::uint32_t stage) {
@@ -109,10 +110,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     return stage == stages + Config::kBytes ? stages : stage;
   };
 #pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) fetch(s, stages + s * Config::kStageBytes);
+  for (int s = 0; s < kStages - 1; ++s) {
+    fetch_a(s, stages + s * Config::kStageBytes);
+    fetch_b(s, stages + s * Config::kStageBytes);
+  }
   copy_async_wait<kStages - 2>();
   __syncthreads();  // the first block is there
-  if (blocks > 0) load(0, stages, 0);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (blocks > 0) load(0, stages, 0, i);
+  }
   std::uint32_t now = stages, free = stages + (kStages - 1) * Config::kStageBytes;
 #pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
@@ -124,13 +131,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         copy_async_wait<kStages - 2>();
         __syncthreads();  // the next block is there, and no warp reads this one any more
       }
-      load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps);
-      if (step == 0) fetch(block + kStages - 1, free);
+      // Copies and fragments come between products: one after the other they would fill the
+      // queue to shared memory, and the products behind them would wait.
+      if (step == 0) fetch_a(block + kStages - 1, free);
+      if (step == 1) fetch_b(block + kStages - 1, free);
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      for (int i = 0; i < 8; ++i) {
+        load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps, i);
 #pragma unroll
-        for (int n = 0; n < kAcross; ++n) {
-          multiply<T>(acc[m][n], af[step % 2][m], &bf[step % 2][n / 2][n % 2 * 2]);
+        for (int n = i % 2 * 4; n < i % 2 * 4 + 4; ++n) {
+          multiply<T>(acc[i / 2][n], af[step % 2][i / 2], &bf[step % 2][n / 2][n % 2 * 2]);
         }
       }
     }
