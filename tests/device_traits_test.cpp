@@ -208,10 +208,10 @@ TEST(DeviceTraits, EveryGpuSinceAmpereHasKernels) {
     const char *a100, *small, *b200;  ///< small: L40S, RTX 4090 and RTX 5090
   };
   const Row kRows[] = {
-      {GemmOp::up_proj, {24576, 1536, 256, 128, 8}, "128x256", "128x128", "128x256"},
-      {GemmOp::up_proj, {512, 7168, 1408, 16, 6}, "128x128", "128x128", "128x128"},
-      {GemmOp::down_proj, {4096, 2048, 768, 128, 8}, "128x256", "128x128", "128x256"},
-      {GemmOp::down_proj_dgrad, {8192, 2560, 192, 128, 8}, "128x256", "128x128", "128x256"},
+      {GemmOp::up_proj, {24576, 1536, 256, 128, 8}, "128x128", "128x128", "128x256"},
+      {GemmOp::up_proj, {512, 7168, 1408, 16, 6}, "128x128", "128x128", "128x256"},
+      {GemmOp::down_proj, {4096, 2048, 768, 128, 8}, "128x128", "128x128", "128x256"},
+      {GemmOp::down_proj_dgrad, {8192, 2560, 192, 128, 8}, "128x128", "128x128", "128x256"},
       {GemmOp::up_proj_dgrad, {256, 1024, 512, 8, 2}, "128x128", "128x128", "128x128"},
       {GemmOp::up_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x256"},
       {GemmOp::down_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x128"},

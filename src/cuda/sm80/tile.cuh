@@ -40,9 +40,10 @@ struct Extents {
 };
 
 /// What find_tile() keeps in shared memory.
-struct TileSearch {
-  Tile found;
+struct alignas(16) TileSearch {
+  // In front: the compiler reads them 16 bytes at a time, and `found` is written meanwhile.
   int of_warp[kMostThreads / 32];
+  Tile found;
 };
 
 /// m blocks whose tiles of one n block come before the next n block, so that thread blocks that run

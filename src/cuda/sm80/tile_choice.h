@@ -26,16 +26,15 @@ inline double m_blocks(std::int64_t rows, std::int64_t experts) {
   return sum / 3 * static_cast<double>(experts);
 }
 
-/// Tiles of 128 x 256 defer to tiles of 128 x 128, which take 57 % of their time, where those end
-/// earlier: with few tiles, or where n blocks reach far past the end. A multiprocessor has one
-/// thread block at a time, for either tile fills its shared memory or its registers.
+/// Tiles of 128 x 256 defer to tiles of 128 x 128 where those end earlier: with few tiles, or where
+/// n blocks reach far past the end. A multiprocessor has one wide tile at a time or two narrow
+/// ones, which take as long; a narrow one alone takes half.
 inline std::string defer_to_narrow(const DeviceTraits& device, double m_blocks, int wide,
                                    int narrow) {
-  constexpr double kNarrow = 0.57;
-  const auto rounds = [&](int across) {
-    return std::max(1.0, std::ceil(m_blocks * across / std::max(device.multiprocessors, 1)));
-  };
-  if (rounds(wide) <= rounds(narrow) * kNarrow) return {};
+  const double each = m_blocks / std::max(device.multiprocessors, 1);
+  const double wide_time = std::ceil(each * wide);
+  const double narrow_time = each * narrow <= 1 ? 0.5 : std::ceil(each * narrow / 2);
+  if (wide_time <= narrow_time) return {};
   return std::to_string(narrow) + " narrow tiles across take less time than " +
          std::to_string(wide);
 }
