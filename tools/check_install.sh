@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 configure=(cmake -G Ninja --log-level=NOTICE -DCMAKE_BUILD_TYPE=Release)
 command -v ccache >/dev/null && configure+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-cuda=(-DSONICMOE_CUDA="${CUDA:-AUTO}"
+cuda=(-DSONICMOE_CUDA="${CUDA:-AUTO}" "-DSONICMOE_CUDA_ARCHITECTURES=${ARCHITECTURES:-90a}"
   -DCMAKE_CUDA_COMPILER_LAUNCHER="$PWD/tools/compile_device.py")
 
 for kind in static shared; do
