@@ -12,8 +12,8 @@ CONFIGURE = cmake -G Ninja --log-level=NOTICE $(CCACHE) -S .
 # The CUDA backend: AUTO (when there is an nvcc; `make setup` brings one), ON or OFF.
 CUDA ?= AUTO
 export CUDA
-# What device code is compiled for: here Hopper alone, to save time. Without
-# this option, as pip builds, it is all of them: cmake/cuda.cmake.
+# What device code is compiled for: here Hopper alone, to save time. pip takes all that
+# cmake/cuda.cmake lists.
 ARCHITECTURES ?= 90a
 WITH_CUDA = -DSONICMOE_CUDA=$(CUDA) "-DSONICMOE_CUDA_ARCHITECTURES=$(ARCHITECTURES)" -DCMAKE_CUDA_COMPILER_LAUNCHER=$(CURDIR)/tools/compile_device.py
 JOBS := $(shell nproc)

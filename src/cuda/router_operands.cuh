@@ -33,7 +33,7 @@ inline int parts_of(const RouterGemmDesc& d) {
   return d.f32_logits ? 2 : 1;
 }
 
-/// The copy engine wants rows that start at multiples of 16 bytes.
+/// Products load rows that start at multiples of 16 bytes.
 inline bool needs_padding(const RouterGemmDesc& d) {
   return d.pass != GemmPass::forward && parts_of(d) == 1 && d.experts % 8 != 0;
 }

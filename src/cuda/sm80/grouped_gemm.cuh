@@ -9,12 +9,12 @@
 /// The portable kernel: one tile of D = A B^T of one expert for each thread block, by cp.async,
 /// ldmatrix and mma.sync.
 ///
-///     stages    | 0 | 1 | 2 | 0 | 1 ...   cp.async brings block b + 2 while block b is multiplied
+///     stages    | 0 | 1 | 2 | 0 | 1 ...   cp.async brings a later block while one is multiplied
 ///     fragments  a b a b ...              ldmatrix brings step s + 1 while step s is multiplied
 ///
-/// All warps copy and multiply, and each has 64 x 64 of the tile. Sums go up in K, 16
-/// elements a step. At the end the fp32 sums take the stages' place, and an epilogue reads them row
-/// by row, eight columns a thread.
+/// All warps copy and multiply, and each has 64 x 64 of the tile. Sums go up in K, 16 elements a
+/// step. At the end the fp32 sums take the stages' place. An epilogue reads them row by row, eight
+/// columns a thread.
 namespace sonicmoe::cuda::sm80 {
 
 /// What differs between kernels: the type, the operands, the tile's width and the epilogue.
@@ -52,16 +52,6 @@ struct Params {
   typename Config::Epilogue::Params epilogue;
 };
 
-template <class T, class Operand, class Params>
-__device__ __forceinline__ Operand make_operand(const Params& p, const Contraction& k,
-                                                const Tile& tile, int mn_block) {
-  if constexpr (std::is_constructible_v<Operand, const Params&, const Contraction&, const Tile&>) {
-    return Operand(p, k, tile);
-  } else {
-    return Operand(p, tile, mn_block);
-  }
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     grouped_gemm(const __grid_constant__ Params<Config> p) {
@@ -82,27 +72,26 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const std::uint32_t stages = shared_address(memory);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int warp_m = warp % 2 * 64, warp_n = warp / 2 * 64;
-  A a = make_operand<T, A>(p.a, p.k, tile, tile.m_block);
-  B b = make_operand<T, B>(p.b, p.k, tile, tile.n_block);
+  A a(p.a, p.k, tile, tile.m_block);
+  B b(p.b, p.k, tile, tile.n_block);
   const Fragments<A::kContiguousK, true> a_fragments(warp_m);
   const Fragments<B::kContiguousK, false> b_fragments(warp_n);
 
   float acc[4][kAcross][4] = {};
   static_assert(kAcross == 8);
   std::uint32_t af[2][4][4], bf[2][4][4];
-  const auto fetch_a = [&](int block, std::uint32_t stage) {
-    if (block < blocks) a.load(stage, block);
-  };
-  const auto fetch_b = [&](int block, std::uint32_t stage) {
-    if (block < blocks) b.load(stage + kTileM * kLineBytes, block);
+  const auto fetch = [&](int block, std::uint32_t stage) {
+    if (block < blocks) {
+      a.load(stage, block);
+      b.load(stage + kTileM * kLineBytes, block);
+    }
     copy_async_commit();
   };
-  // Fragment `i` of the eight of a step.
-  const auto load = [&](int buffer, std::uint32_t stage, int step, int i) {
-    if (i < 4) {
+  const auto load = [&](int buffer, std::uint32_t stage, int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
       a_fragments.load(af[buffer][i], stage, i, step);
-    } else {
-      b_fragments.load(bf[buffer][i - 4], stage + kTileM * kLineBytes, i - 4, step);
+      b_fragments.load(bf[buffer][i], stage + kTileM * kLineBytes, i, step);
     }
   };
   const auto next = [&](std::uint32_t stage) {
@@ -110,16 +99,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     return stage == stages + Config::kBytes ? stages : stage;
   };
 #pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) {
-    fetch_a(s, stages + s * Config::kStageBytes);
-    fetch_b(s, stages + s * Config::kStageBytes);
-  }
+  for (int s = 0; s < kStages - 1; ++s) fetch(s, stages + s * Config::kStageBytes);
   copy_async_wait<kStages - 2>();
   __syncthreads();  // the first block is there
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (blocks > 0) load(0, stages, 0, i);
-  }
+  if (blocks > 0) load(0, stages, 0);
   std::uint32_t now = stages, free = stages + (kStages - 1) * Config::kStageBytes;
 #pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
@@ -131,16 +114,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         copy_async_wait<kStages - 2>();
         __syncthreads();  // the next block is there, and no warp reads this one any more
       }
-      // Copies and fragments come between products: one after the other they would fill the
-      // queue to shared memory, and the products behind them would wait.
-      if (step == 0) fetch_a(block + kStages - 1, free);
-      if (step == 1) fetch_b(block + kStages - 1, free);
+      load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps);
+      if (step == 0) fetch(block + kStages - 1, free);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps, i);
+      for (int m = 0; m < 4; ++m) {
 #pragma unroll
-        for (int n = i % 2 * 4; n < i % 2 * 4 + 4; ++n) {
-          multiply<T>(acc[i / 2][n], af[step % 2][i / 2], &bf[step % 2][n / 2][n % 2 * 2]);
+        for (int n = 0; n < kAcross; ++n) {
+          multiply<T>(acc[m][n], af[step % 2][m], &bf[step % 2][n / 2][n % 2 * 2]);
         }
       }
     }

@@ -36,11 +36,13 @@ inline std::int64_t most_tiles(const GroupedGemmDesc& d, int n_blocks) {
   return (d.rows / kTileM + std::min(d.experts, d.rows)) * n_blocks;
 }
 
-/// Calls f(constant) with a flag.
-template <class F>
-Status visit_flag(bool flag, F&& f) {
-  if (flag) return f(std::true_type{});
-  return f(std::false_type{});
+/// Calls f(ConfigOf<T, flag>{}) for the type T of `dtype`.
+template <template <class, bool> class ConfigOf, class F>
+Status visit_configs(DType dtype, bool flag, F&& f) {
+  return visit_storage(dtype, [&](auto type) {
+    using T = decltype(type);
+    return flag ? f(ConfigOf<T, true>{}) : f(ConfigOf<T, false>{});
+  });
 }
 
 /// Completes an entry of the kernel list. `Operation::visit(d, f)` calls f(Config{}) with the

@@ -26,21 +26,30 @@ inline Rows columns_of(const void* base, const std::int32_t* row_tokens, std::in
           .half = tiles(width, tile)};
 }
 
-/// Sets what follows from the operands and launches.
+/// Sets how many tiles the operands make, and launches.
 template <class Config>
-Status launch_matrices(Params<Config> p, const GroupedGemmDesc& d, const GroupedGemmArgs& a,
-                       int m_parts, int n_parts, const Exec& exec, const char* what) {
-  p.extents = extents_of(d, a, n_parts * p.b.half);
+Status launch_tiles(Params<Config> p, int m_parts, int n_parts, const Exec& exec,
+                    const char* what) {
   p.extents.m_blocks = m_parts * p.a.half;
-  p.extents.expert_order = a.expert_order;
+  p.extents.n_blocks = n_parts * p.b.half;
   p.epilogue.rows = p.a.width;
   p.epilogue.columns = p.b.width;
   p.epilogue.m_half = p.a.half;
   p.epilogue.n_half = p.b.half;
+  const std::int64_t tiles =
+      std::int64_t{p.extents.experts} * p.extents.m_blocks * p.extents.n_blocks;
+  return Compiled<Config>::launch(p, tiles, exec, what);
+}
+
+/// The same for a gradient of the experts' weights.
+template <class Config>
+Status launch_matrices(Params<Config> p, const GroupedGemmDesc& d, const GroupedGemmArgs& a,
+                       int m_parts, int n_parts, const Exec& exec, const char* what) {
+  p.extents = extents_of(d, a, 0);
+  p.extents.expert_order = a.expert_order;
   p.epilogue.f32 = d.f32_weight_grads;
   p.epilogue.accumulate = d.accumulate_weight_grads;
-  return Compiled<Config>::launch(p, d.experts * p.extents.m_blocks * p.extents.n_blocks, exec,
-                                  what);
+  return launch_tiles<Config>(p, m_parts, n_parts, exec, what);
 }
 
 /// Where rows have more than one tile's worth of columns, the wide tile reads a quarter less; but

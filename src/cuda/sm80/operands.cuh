@@ -75,11 +75,12 @@ class RowsAlongM {
   using Params = Rows;
   static constexpr bool kContiguousK = true;
 
-  __device__ __forceinline__ RowsAlongM(const Rows& p, const Contraction& k, const Tile& tile)
+  __device__ __forceinline__ RowsAlongM(const Rows& p, const Contraction& k, const Tile& tile,
+                                        int m_block)
       : k_(k), part_offset_(p.part_offset) {
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
-      const int row = tile.m_block * kTileM + copier_.line + i * Copier<kThreads>::kApart;
+      const int row = m_block * kTileM + copier_.line + i * Copier<kThreads>::kApart;
       valid_[i] = row < tile.rows;
       std::int64_t at = valid_[i] ? tile.first_row + row : 0;
       if (valid_[i] && p.row_tokens != nullptr) at = p.row_tokens[at];
@@ -114,12 +115,13 @@ class WeightsAlongK {
   using Params = Weights;
   static constexpr bool kContiguousK = true;
 
-  __device__ __forceinline__ WeightsAlongK(const Weights& p, const Contraction& k, const Tile& tile)
+  __device__ __forceinline__ WeightsAlongK(const Weights& p, const Contraction& k, const Tile& tile,
+                                           int n_block)
       : k_(k), part_offset_(p.part_offset) {
     const int line = copier_.line;
     const int part = p.pairs ? line / 8 % 2 : 0;
-    const int first = p.pairs ? tile.n_block * (kTileN / 2) + line / 16 * 8 + line % 8
-                              : tile.n_block * kTileN + line;
+    const int first =
+        p.pairs ? n_block * (kTileN / 2) + line / 16 * 8 + line % 8 : n_block * kTileN + line;
     const int apart = Copier<kThreads>::kApart / (p.pairs ? 2 : 1);
     from_ = static_cast<const T*>(p.base[part]) + tile.expert * p.expert_stride + first * p.stride +
             copier_.piece * 8;
@@ -156,11 +158,11 @@ class WeightsAlongN {
   using Params = Weights;
   static constexpr bool kContiguousK = false;
 
-  __device__ __forceinline__ WeightsAlongN(const Weights& p, const Contraction& k, const Tile& tile)
+  __device__ __forceinline__ WeightsAlongN(const Weights& p, const Contraction& k, const Tile& tile,
+                                           int n_block)
       : p_(p), k_(k), expert_offset_(tile.expert * p.expert_stride) {
     const int piece = copier_.piece;
-    column_ =
-        p.pairs ? tile.n_block * (kTileN / 2) + piece / 2 * 8 : tile.n_block * kTileN + piece * 8;
+    column_ = p.pairs ? n_block * (kTileN / 2) + piece / 2 * 8 : n_block * kTileN + piece * 8;
     expert_offset_ += p.pairs && piece % 2 != 0 ? p.part_offset : 0;
   }
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
@@ -196,7 +198,8 @@ class RowsAlongK {
   using Params = Rows;
   static constexpr bool kContiguousK = false;
 
-  __device__ __forceinline__ RowsAlongK(const Rows& p, const Tile& tile, int mn_block)
+  __device__ __forceinline__ RowsAlongK(const Rows& p, const Contraction&, const Tile& tile,
+                                        int mn_block)
       : p_(p), tile_(tile) {
     const int part = mn_block >= p.half;
     column_ = (mn_block - part * p.half) * kTile + copier_.piece * 8;
@@ -254,7 +257,7 @@ __device__ __forceinline__ void ldmatrix_transposed(std::uint32_t (&to)[4], std:
 template <bool kContiguousK, bool kIsA>
 class Fragments {
  public:
-  /// `first`: of the warp along M or N, a multiple of 32.
+  /// `first`: of the warp along M or N, a multiple of 64.
   __device__ __forceinline__ explicit Fragments(int first) {
     const int lane = static_cast<int>(threadIdx.x) % 32, low = lane % 8;
     const int second = lane / 8 % 2, third = lane / 16;  // which of the four matrices
@@ -262,8 +265,7 @@ class Fragments {
     if constexpr (kContiguousK) {
       offset_ = (first + mn * 8 + low) * kLineBytes + ((k ^ low) * 16);
     } else {
-      offset_ = first / 64 * 64 * kLineBytes + (k * 8 + low) * kLineBytes +
-                (((first % 64 / 8 + mn) ^ low) * 16);
+      offset_ = (first + k * 8 + low) * kLineBytes + ((mn ^ low) * 16);
     }
   }
   /// Elements 16 i on along M or N, 16 step on along K.
@@ -272,8 +274,7 @@ class Fragments {
     if constexpr (kContiguousK) {
       ldmatrix(to, (operand + offset_ + i * 16 * kLineBytes) ^ (step * 32));
     } else {
-      ldmatrix_transposed(to, ((operand + offset_ + step * 16 * kLineBytes) ^ (i % 4 * 32)) +
-                                  i / 4 * 64 * kLineBytes);
+      ldmatrix_transposed(to, (operand + offset_ + step * 16 * kLineBytes) ^ (i * 32));
     }
   }
 

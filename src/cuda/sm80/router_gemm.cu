@@ -41,7 +41,7 @@ struct Router {
       case GemmPass::forward:
         return visit_storage(d.dtype, [&](auto type) { return f(LogitsConfig<decltype(type)>{}); });
       case GemmPass::dgrad:
-        return visit_rows<kTileN>(d.dtype, false, f);
+        return RowsOf<kTileN>::visit(d.dtype, false, f);
       case GemmPass::wgrad:
         break;
     }
@@ -110,14 +110,9 @@ struct Router {
                      .epilogue = {.out = {partials, partials},
                                   .expert_stride = experts * d.hidden,
                                   .row_stride = d.hidden,
-                                  .rows = static_cast<int>(experts),
-                                  .columns = static_cast<int>(d.hidden),
                                   .f32 = true}};
     p.a.stride = parts_of(d) * padded(d.experts);
-    p.extents.m_blocks = p.epilogue.m_half = p.a.half;
-    p.extents.n_blocks = p.epilogue.n_half = p.b.half;
-    const Status status = Compiled<Config>::launch(
-        p, std::int64_t{parts.count} * p.a.half * p.b.half, exec, "router_gemm: launch");
+    const Status status = launch_tiles<Config>(p, 1, 1, exec, "router_gemm: launch");
     if (!status.ok()) return status;
     add_partials<typename Config::T>(d, parts.count, partials, a.dw, exec);
     return launched("router_gemm: sums");

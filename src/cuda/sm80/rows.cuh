@@ -13,14 +13,16 @@ using RowsConfig =
            kTileN, StoreRows>;
 
 /// Calls f(RowsConfig{}) for weights whose K is contiguous, or N.
-template <int kTileN, class F>
-Status visit_rows(DType dtype, bool contiguous_k, F&& f) {
-  return visit_storage(dtype, [&](auto type) {
-    return visit_flag(contiguous_k, [&](auto along_k) {
-      return f(RowsConfig<decltype(type), decltype(along_k)::value, kTileN>{});
-    });
-  });
-}
+template <int kTileN>
+struct RowsOf {
+  template <class T, bool kContiguousK>
+  using Config = RowsConfig<T, kContiguousK, kTileN>;
+
+  template <class F>
+  static Status visit(DType dtype, bool contiguous_k, F&& f) {
+    return visit_configs<Config>(dtype, contiguous_k, f);
+  }
+};
 
 inline std::string defer_rows(const GroupedGemmDesc& d, const DeviceTraits& device) {
   return defer_to_narrow(device, m_blocks(d.usual_rows(), d.experts), tiles(d.hidden, 256),

@@ -16,11 +16,7 @@ struct UpProj {
 
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_storage(d.dtype, [&](auto type) {
-      return visit_flag(d.transposed(), [&](auto transposed) {
-        return f(ConfigOf<decltype(type), decltype(transposed)::value>{});
-      });
-    });
+    return visit_configs<ConfigOf>(d.dtype, d.transposed(), f);
   }
 
   template <class Config>

@@ -10,7 +10,7 @@ template <int kTileN>
 struct UpProjDgrad {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_rows<kTileN>(d.dtype, d.transposed(), f);
+    return RowsOf<kTileN>::visit(d.dtype, d.transposed(), f);
   }
 
   template <class Config>
