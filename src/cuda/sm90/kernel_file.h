@@ -11,10 +11,10 @@ namespace sonicmoe::cuda {
 
 /// What such a file compiles, for a family as prepare_family() takes it (launch.cuh).
 /// kernel_file.cuh has the definitions, the file instantiates them.
-template <class Family>
+template <class Family, class Desc = GroupedGemmDesc>
 struct KernelFile {
-  static Status prepare(const GroupedGemmDesc& d, const Exec& exec);
-  static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& args, void* workspace,
+  static Status prepare(const Desc& d, const Exec& exec);
+  static Status run(const Desc& d, const typename Desc::Args& args, void* workspace,
                     const Exec& exec) noexcept;
 };
 
@@ -39,14 +39,14 @@ Status visit_file(const GroupedGemmDesc& d, F&& f) {
 
 /// Completes an entry of the kernel list whose kernels are compiled in files of their own.
 /// `Operation::visit(d, f)` calls f(KernelFile{}).
-template <class Operation>
-constexpr Kernel<GroupedGemmDesc> file_entry(Kernel<GroupedGemmDesc> kernel) {
+template <class Operation, class Desc = GroupedGemmDesc>
+constexpr Kernel<Desc> file_entry(Kernel<Desc> kernel) {
   kernel.arch = 90;
   kernel.dtypes = kStorageTypes;
-  kernel.prepare = [](const GroupedGemmDesc& d, const Exec& exec) {
+  kernel.prepare = [](const Desc& d, const Exec& exec) {
     return Operation::visit(d, [&](auto file) { return file.prepare(d, exec); });
   };
-  kernel.run = [](const GroupedGemmDesc& d, const GroupedGemmArgs& args, void* workspace,
+  kernel.run = [](const Desc& d, const typename Desc::Args& args, void* workspace,
                   const Exec& exec) noexcept {
     return Operation::visit(d, [&](auto file) { return file.run(d, args, workspace, exec); });
   };
