@@ -80,11 +80,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   float acc[4][kAcross][4] = {};
   static_assert(kAcross == 8);
   std::uint32_t af[2][4][4], bf[2][4][4];
-  const auto fetch = [&](int block, std::uint32_t stage) {
-    if (block < blocks) {
-      a.load(stage, block);
-      b.load(stage + kTileM * kLineBytes, block);
-    }
+  const auto fetch_a = [&](int block, std::uint32_t stage) {
+    if (block < blocks) a.load(stage, block);
+  };
+  const auto fetch_b = [&](int block, std::uint32_t stage) {
+    if (block < blocks) b.load(stage + kTileM * kLineBytes, block);
     copy_async_commit();
   };
   const auto load = [&](int buffer, std::uint32_t stage, int step) {
@@ -99,14 +99,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     return stage == stages + Config::kBytes ? stages : stage;
   };
 #pragma unroll
-  for (int s = 0; s < kStages - 1; ++s) fetch(s, stages + s * Config::kStageBytes);
+  for (int s = 0; s < kStages - 1; ++s) {
+    fetch_a(s, stages + s * Config::kStageBytes);
+    fetch_b(s, stages + s * Config::kStageBytes);
+  }
   copy_async_wait<kStages - 2>();
   __syncthreads();  // the first block is there
   if (blocks > 0) load(0, stages, 0);
-  std::uint32_t now = stages, free = stages + (kStages - 1) * Config::kStageBytes;
+  std::uint32_t now = stages;
 #pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
     const std::uint32_t after = next(now);
+    // The stage before it in the ring, which no warp reads any more.
+    const std::uint32_t free =
+        (now == stages ? stages + Config::kBytes : now) - Config::kStageBytes;
     constexpr int kSteps = kTileK / 16;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -115,7 +121,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         __syncthreads();  // the next block is there, and no warp reads this one any more
       }
       load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps);
-      if (step == 0) fetch(block + kStages - 1, free);
+      if (step == 0) fetch_a(block + kStages - 1, free);
+      if (step == 1) fetch_b(block + kStages - 1, free);
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -125,7 +132,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       }
     }
     now = after;
-    free = next(free);
   }
   copy_async_wait<0>();
   __syncthreads();  // no warp reads a stage any more
@@ -146,7 +152,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     }
   }
   __syncthreads();  // all sums are there
-  p.epilogue.template store<T, kTileN>(tile, Sums<kTileN>{sums});
+  // Read again, rather than kept in registers through the product.
+  p.epilogue.template store<T, kTileN>(search.found, Sums<kTileN>{sums});
 }
 
 }  // namespace sonicmoe::cuda::sm80

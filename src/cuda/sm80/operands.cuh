@@ -68,6 +68,12 @@ struct Copier {
   }
 };
 
+/// Where the expert's row `row` lies: a number of rows, or -1 behind its last.
+__device__ __forceinline__ int place_of_row(const Rows& p, const Tile& tile, int row) {
+  const int at = row < tile.rows ? tile.first_row + row : -1;
+  return p.row_tokens != nullptr && at >= 0 ? p.row_tokens[at] : at;
+}
+
 /// Operand A: the expert's rows are M, K contiguous.
 template <class T, int kThreads>
 class RowsAlongM {
@@ -77,34 +83,32 @@ class RowsAlongM {
 
   __device__ __forceinline__ RowsAlongM(const Rows& p, const Contraction& k, const Tile& tile,
                                         int m_block)
-      : k_(k), part_offset_(p.part_offset) {
+      : p_(p), k_(k) {
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       const int row = m_block * kTileM + copier_.line + i * Copier<kThreads>::kApart;
-      valid_[i] = row < tile.rows;
-      std::int64_t at = valid_[i] ? tile.first_row + row : 0;
-      if (valid_[i] && p.row_tokens != nullptr) at = p.row_tokens[at];
-      from_[i] = static_cast<const T*>(p.base) + at * p.stride + copier_.piece * 8;
+      at_[i] = place_of_row(p, tile, row);
     }
   }
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
     const PlaceInK at(k_, block);
-    const bool inside = at.first + copier_.piece * 8 < k_.width;
-    const std::int64_t offset = at.part * part_offset_ + at.first;
+    const int first = at.first + copier_.piece * 8;
+    const T* const base = static_cast<const T*>(p_.base);
+    const T* const from = base + at.part * p_.part_offset + first;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
+      const bool valid = first < k_.width && at_[i] >= 0;
       copy_async_16(stage + copier_.offset + i * Copier<kThreads>::kBytesApart,
-                    inside ? from_[i] + offset : from_[i], inside && valid_[i]);
+                    valid ? from + at_[i] * p_.stride : base, valid);
     }
   }
 
  private:
   static constexpr int kLines = kTileM / Copier<kThreads>::kApart;
+  const Rows& p_;
   const Contraction& k_;
-  std::int64_t part_offset_;
   Copier<kThreads> copier_;
-  const T* from_[kLines];
-  bool valid_[kLines];
+  int at_[kLines];
 };
 
 /// Operand B: weights with K contiguous, lines are N.
@@ -117,34 +121,36 @@ class WeightsAlongK {
 
   __device__ __forceinline__ WeightsAlongK(const Weights& p, const Contraction& k, const Tile& tile,
                                            int n_block)
-      : k_(k), part_offset_(p.part_offset) {
+      : p_(p), k_(k) {
     const int line = copier_.line;
     const int part = p.pairs ? line / 8 % 2 : 0;
     const int first =
         p.pairs ? n_block * (kTileN / 2) + line / 16 * 8 + line % 8 : n_block * kTileN + line;
-    const int apart = Copier<kThreads>::kApart / (p.pairs ? 2 : 1);
     from_ = static_cast<const T*>(p.base[part]) + tile.expert * p.expert_stride + first * p.stride +
             copier_.piece * 8;
-    step_ = apart * p.stride;
-    lines_ = first < p.width ? min(kLines, (p.width - first + apart - 1) / apart) : 0;
+    lines_ = first < p.width ? min(kLines, (p.width - first + apart() - 1) / apart()) : 0;
     if (lines_ == 0) from_ = static_cast<const T*>(p.base[part]);
   }
   __device__ __forceinline__ void load(std::uint32_t stage, int block) {
     const PlaceInK at(k_, block);
     const bool inside = at.first + copier_.piece * 8 < k_.width;
-    const T* from = inside ? from_ + at.part * part_offset_ + at.first : from_;
+    const T* from = inside ? from_ + at.part * p_.part_offset + at.first : from_;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       copy_async_16(stage + copier_.offset + i * Copier<kThreads>::kBytesApart, from,
                     inside && i < lines_);
-      if (i + 1 < lines_) from += step_;
+      if (i + 1 < lines_) from += apart() * p_.stride;
     }
   }
 
  private:
   static constexpr int kLines = kTileN / Copier<kThreads>::kApart;
+  /// Lines of the matrix from one copy of this thread to the next.
+  __device__ __forceinline__ int apart() const {
+    return Copier<kThreads>::kApart / (p_.pairs ? 2 : 1);
+  }
+  const Weights& p_;
   const Contraction& k_;
-  std::int64_t part_offset_, step_;
   Copier<kThreads> copier_;
   const T* from_;
   int lines_;  ///< that this thread copies: the others lie past the matrix
@@ -227,8 +233,7 @@ class RowsAlongK {
 #pragma unroll
     for (int i = 0; i < Copier<kThreads>::kOfK; ++i) {
       const int row = block * kTileK + copier_.line + i * Copier<kThreads>::kApart;
-      at_[i] = row < tile_.rows ? tile_.first_row + row : -1;
-      if (p_.row_tokens != nullptr && at_[i] >= 0) at_[i] = p_.row_tokens[at_[i]];
+      at_[i] = place_of_row(p_, tile_, row);
     }
   }
   const Rows& p_;
@@ -236,7 +241,7 @@ class RowsAlongK {
   Copier<kThreads> copier_;
   const T* base_;
   int column_;
-  std::int64_t at_[Copier<kThreads>::kOfK];
+  int at_[Copier<kThreads>::kOfK];
 };
 
 __device__ __forceinline__ void ldmatrix(std::uint32_t (&to)[4], std::uint32_t from) {
