@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/device_code.h"
 #include "core/op_plan.h"
 #include "cuda/sm90/tile_choice.h"
 #include "known_devices.h"
@@ -196,6 +197,20 @@ TEST(DeviceTraits, TheListSaysWhichArchitecturesRun) {
   const auto choice = choose_kernel(TopKDesc{}, DeviceTraits{.arch = 75}, "");
   EXPECT_EQ(choice.kernel, nullptr);
   EXPECT_EQ(choice.walk, "");
+}
+
+TEST(DeviceTraits, DeviceCodeRunsOnWhatItWasCompiledFor) {
+  const std::string all = "80,90a,100,120";
+  for (const int arch : {80, 86, 89, 90, 100, 103, 120, 121}) {
+    EXPECT_EQ(device_code_reason(all, arch), "") << arch;
+  }
+  for (const int arch : {75, 110}) EXPECT_NE(device_code_reason(all, arch), "") << arch;
+  for (const int arch : {80, 89, 91, 100}) EXPECT_NE(device_code_reason("90a", arch), "") << arch;
+  for (const int arch : {80, 86, 90, 120}) EXPECT_EQ(device_code_reason("80-virtual", arch), "");
+  EXPECT_NE(device_code_reason("86", 80), "");
+  EXPECT_EQ(device_code_reason("86,90-virtual,90a", 75),
+            "device: got cuda of compute capability 7.5, allowed: 8.6 to 8.9, 9.0 or later, 9.0 "
+            "(what this build has device code for; SONICMOE_CUDA_ARCHITECTURES chooses)");
 }
 
 // Hopper has kernels of its own, and every other GPU the portable ones: in wide tiles where a

@@ -7,6 +7,7 @@
 
 #include "core/backends.h"
 #include "core/block_counts.h"
+#include "core/device_code.h"
 #include "core/validate.h"
 
 namespace sonicmoe {
@@ -60,7 +61,9 @@ std::string device_reason(Device device) {
   if (device.type == DeviceType::cuda) {
 #if SONICMOE_HAS_CUDA
     if (std::string reason = cuda::device_reason(device.index); !reason.empty()) return reason;
-    return architecture_reason(device_traits(device).arch);
+    const int arch = device_traits(device).arch;
+    if (std::string reason = architecture_reason(arch); !reason.empty()) return reason;
+    return device_code_reason(SONICMOE_DEVICE_CODE, arch);
 #else
     return "device: got cuda, allowed: cpu (this build has no CUDA kernels)";
 #endif
