@@ -23,7 +23,7 @@ CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src t
 SECONDS ?= 60
 FRAMEWORKS = $(basename $(notdir $(wildcard tools/integrations/*.txt)))
 
-.PHONY: help setup build device-build receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers reference install-check wheel wheel-check snippets clean
+.PHONY: help setup build device-build architectures receipt-check demo test test-integrations sanitize fuzz mutants bench format lint headers reference install-check wheel wheel-check snippets clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 28
@@ -39,6 +39,9 @@ build: setup  ## library, command-line tool, PyTorch extension and tests into bu
 device-build: build  ## what compiling the device files cost and gave; fails on spills and the like
 	python tools/check_device_build.py build
 	python tools/check_machine_code.py build
+
+architectures: build  ## compile device files for the GPUs that the build leaves out; fails alike
+	python tools/check_architectures.py build
 
 receipt-check: build  ## does a receipt (tools/gpu_check.py) still vouch for this build?
 	python tools/gpu_check.py verify build

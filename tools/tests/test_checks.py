@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import changes
+import check_architectures
 import check_commits
 import check_device_build
 import check_docs
@@ -319,6 +320,45 @@ def test_device_build(tmp_path, capsys, log, expected):
     text = capsys.readouterr().out
     assert expected in text
     assert failed == ("nothing to object to" not in text)
+
+
+def test_architectures(tmp_path, capsys):
+    (nvcc := tmp_path / "nvcc").write_text(
+        f"""#!/bin/sh
+case "$*" in
+  *bad.cu*sm_120*) echo "{GOOD_LOG.splitlines()[1].replace("0 bytes spill", "8 bytes spill")}" >&2 ;;
+  *gone.cu*) exit 1 ;;
+esac
+for last; do :; done
+echo "$*" >>{tmp_path}/commands
+"""
+    )
+    nvcc.chmod(0o755)
+
+    def checked(*names):
+        entries = [
+            {
+                "file": f"src/cuda/{name}",
+                "command": f"ccache {nvcc} -O3 -gencode=arch=compute_90a,code=sm_90a -c {name} -o {name}.o",
+            }
+            for name in names
+        ]
+        plant(tmp_path, {"compile_commands.json": json.dumps(entries)})
+        failed = check_architectures.check(tmp_path, ("80", "120"))
+        return failed, capsys.readouterr().out
+
+    failed, text = checked("rows/a.cu", "sm90/b.cu", "c.cpp")
+    assert not failed and "2 compilations for 80, 120, none spills" in text
+    first, second = sorted((tmp_path / "commands").read_text().splitlines())
+    assert "-gencode" not in first + second and "a.cu.o" not in first + second
+    assert first.startswith("-O3 -cubin rows/a.cu -o /") and "-arch=sm_120" in first
+    assert "-arch=sm_80" in second
+    failed, text = checked("rows/a.cu", "rows/bad.cu")
+    assert failed and "rows/bad.cu sm_120: ?: 8 bytes spill stores" in text
+    failed, text = checked("rows/gone.cu")
+    assert failed and "rows/gone.cu sm_80: nvcc failed" in text
+    failed, text = checked("sm90/b.cu")
+    assert failed and "has no device files" in text
 
 
 GATHER_LOOP = """
