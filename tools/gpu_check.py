@@ -609,11 +609,15 @@ def problems(build: Path, path: Path | None = None) -> list[str]:
 
 
 def verify(build: Path) -> int:
-    found = problems(build)
-    for path in (RECEIPT, UNTIMED):
-        if not (found if path == RECEIPT else problems(build, path)):
-            print(f"gpu_check: {path.relative_to(ROOT)} covers this build")
-            return 0
+    found, path = problems(build), RECEIPT
+    if found and UNTIMED.exists():
+        found, path = min(
+            (found, path), (problems(build, UNTIMED), UNTIMED), key=lambda x: len(x[0])
+        )
+    if not found:
+        print(f"gpu_check: {path.relative_to(ROOT)} covers this build")
+        return 0
+    print(f"gpu_check: {path.relative_to(ROOT)} does not cover this build:")
     shown = found[:10] + [f"... and {len(found) - 10} more"] * (len(found) > 10)
     print("\n".join(f"gpu_check: {problem}" for problem in shown))
     if not PENDING.exists():
