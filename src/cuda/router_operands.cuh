@@ -18,6 +18,9 @@
 ///   dWr      dlogits (T, 2 P): small, big
 ///
 /// P is E rounded up to a multiple of 8, with zeros.
+///
+/// Functions that launch are static, as files are compiled for different architectures: a copy of
+/// another file would launch a kernel that lacks the device's.
 namespace sonicmoe::cuda {
 
 /// How often an expert counts in the product: once for each part.
@@ -137,8 +140,8 @@ inline SplitShape stacked(const RouterGemmDesc& d, bool by_row) {
 
 /// Copies operands into the workspace in parts, where there is more than one.
 template <class T>
-Operands split_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, T* w, T* dlogits,
-                        const Exec& exec) {
+static Operands split_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, T* w, T* dlogits,
+                               const Exec& exec) {
   const auto* const f32_w = static_cast<const float*>(a.w);
   const auto* const f32_dlogits = static_cast<const float*>(a.dlogits);
   switch (d.pass) {
@@ -164,8 +167,8 @@ Operands split_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, T* w, 
 
 /// dbias = the sums of the columns of dlogits.
 template <class T>
-void sum_dlogits(const RouterGemmDesc& d, const RouterGemmArgs& a, float* stretches,
-                 const Exec& exec) {
+static void sum_dlogits(const RouterGemmDesc& d, const RouterGemmArgs& a, float* stretches,
+                        const Exec& exec) {
   if (d.f32_logits) {
     launch_column_sums(static_cast<const float*>(a.dlogits), d.tokens, d.experts, stretches,
                        a.dbias, exec);
@@ -177,8 +180,8 @@ void sum_dlogits(const RouterGemmDesc& d, const RouterGemmArgs& a, float* stretc
 
 /// dWr from the products of `token_parts` parts of the tokens.
 template <class T>
-void add_partials(const RouterGemmDesc& d, int token_parts, const float* partials, void* dw,
-                  const Exec& exec) {
+static void add_partials(const RouterGemmDesc& d, int token_parts, const float* partials, void* dw,
+                         const Exec& exec) {
   const std::int64_t elements = d.experts * d.hidden;
   constexpr int kSumThreads = 256;
   const auto blocks = blocks_for(elements, kSumThreads);
@@ -205,8 +208,8 @@ inline bool multiplies(const RouterGemmDesc& d, const RouterGemmArgs& a) {
 /// What comes before a product: dbias, and copies of operands where a product cannot read them as
 /// they are.
 template <class T>
-Status prepare_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, const Regions& at,
-                        void* memory, const Exec& exec, Operands* operands) {
+static Status prepare_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, const Regions& at,
+                               void* memory, const Exec& exec, Operands* operands) {
   const auto region = [&](std::size_t offset) { return static_cast<char*>(memory) + offset; };
   *operands = {a.w, a.dlogits};
   if (d.pass == GemmPass::wgrad && d.bias && a.dbias != nullptr) {

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kSplitThreads)
 }
 
 template <class T, Part... kParts, class From>
-void launch_split(const From* from, const SplitShape& s, T* to, const Exec& exec) {
+static void launch_split(const From* from, const SplitShape& s, T* to, const Exec& exec) {
   launch_early(split<From, T, kParts...>,
                blocks_for(s.split_rows * (s.split_columns / 8), kSplitThreads), kSplitThreads, 0,
                exec, from, s, to);
@@ -134,8 +134,8 @@ inline Stretches stretches_of(std::int64_t rows) {
 /// sums (columns) = the sums of the columns of `from` (rows, columns). `memory` has a row of fp32
 /// sums for each stretch.
 template <class From>
-void launch_column_sums(const From* from, std::int64_t rows, std::int64_t columns, float* memory,
-                        float* sums, const Exec& exec) {
+static void launch_column_sums(const From* from, std::int64_t rows, std::int64_t columns,
+                               float* memory, float* sums, const Exec& exec) {
   const Stretches stretches = stretches_of(rows);
   const int width = static_cast<int>(columns);
   const unsigned across = blocks_for(columns, kWarp);
