@@ -214,7 +214,7 @@ TEST(DeviceTraits, DeviceCodeRunsOnWhatItWasCompiledFor) {
 }
 
 // Hopper has kernels of its own, and every other GPU the portable ones: in wide tiles where a
-// thread block may have 147 KB of shared memory and there are tiles enough.
+// thread block may have 192 KiB of shared memory and there are tiles enough.
 TEST(DeviceTraits, EveryGpuSinceAmpereHasKernels) {
   if (!has_cuda()) GTEST_SKIP() << "this build has no CUDA";
   struct Row {

@@ -178,10 +178,10 @@ struct Options {
   /// CUDA only: the call waits for the device and refuses bad data (StatusCode::invalid_data)
   /// instead of skipping it. A graph cannot capture such a call. CPU calls always check their data.
   bool checked = false;
-  /// CUDA only: how many multiprocessors the products and the sums with the router's part fill, an
-  /// even number; 0 = all. The others stay free, for communication. Short kernels around the
-  /// products still use free multiprocessors. Plans choose tiles for this number, which changes the
-  /// order of two fp32 sums: dS goes tile by tile along n, dWr part by part of the tokens.
+  /// CUDA only: how many multiprocessors Hopper's products and sums with the router's part fill, an
+  /// even number; 0 = all. The others stay free, for communication. Short kernels around them and
+  /// portable products use all. Plans choose tiles for this number, which changes the order of two
+  /// fp32 sums: dS goes tile by tile along n, dWr part by part of the tokens.
   int multiprocessors = 0;
   /// The entry of the kernel list to run ("sm90.up_proj.128x256"), or its backend ("cpu", "cuda")
   /// or architecture ("sm90"). It binds those operations of a plan that have such an entry.
