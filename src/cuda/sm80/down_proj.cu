@@ -17,7 +17,7 @@ struct DownProj {
     if (d.rows == 0) return {};
     const int n_blocks = tiles(d.hidden, kTileN);
     const bool scored = !d.gathers() && d.scored();  // else they enter in the sum of a token's rows
-    const Params<Config> p{.a = {.base = a.act, .stride = d.intermediate},
+    const Params<Config> p{.a = {.base = a.act, .stride = stride_of(d.intermediate)},
                            .b = w2_of(d, a.w2, d.hidden),
                            .k = contraction(d.intermediate),
                            .extents = extents_of(d, a, n_blocks),

@@ -32,7 +32,7 @@ struct DownProjDgrad {
     float* const dscores = n_blocks == 1 ? a.row_dscores : static_cast<float*>(workspace);
     const Params<Config> p{.a = {.base = a.dout,
                                  .row_tokens = d.gathers() ? a.row_tokens : nullptr,
-                                 .stride = d.hidden},
+                                 .stride = stride_of(d.hidden)},
                            .b = w2_of(d, a.w2, d.intermediate),
                            .k = contraction(d.hidden),
                            .extents = extents_of(d, a, n_blocks),

@@ -80,12 +80,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   float acc[4][kAcross][4] = {};
   static_assert(kAcross == 8);
   std::uint32_t af[2][4][4], bf[2][4][4];
+  // A block past the last one becomes zeros: a branch would keep products from going on beside it.
   const auto fetch_a = [&](int block, std::uint32_t stage) {
-    if (block < blocks) a.load(stage, block);
+    a.load(stage, block, block < blocks);
+    copy_async_commit();
   };
   const auto fetch_b = [&](int block, std::uint32_t stage) {
-    if (block < blocks) b.load(stage + kTileM * kLineBytes, block);
-    copy_async_commit();
+    b.load(stage + kTileM * kLineBytes, block, block < blocks);
   };
   const auto load = [&](int buffer, std::uint32_t stage, int step) {
 #pragma unroll
@@ -100,12 +101,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   };
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
-    fetch_a(s, stages + s * Config::kStageBytes);
     fetch_b(s, stages + s * Config::kStageBytes);
+    fetch_a(s, stages + s * Config::kStageBytes);
   }
   copy_async_wait<kStages - 2>();
   __syncthreads();  // the first block is there
-  if (blocks > 0) load(0, stages, 0);
+  load(0, stages, 0);
   std::uint32_t now = stages;
 #pragma unroll 1
   for (int block = 0; block < blocks; ++block) {
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         __syncthreads();  // the next block is there, and no warp reads this one any more
       }
       load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps);
-      if (step == 0) fetch_a(block + kStages - 1, free);
-      if (step == 1) fetch_b(block + kStages - 1, free);
+      if (step == 0) fetch_b(block + kStages - 1, free);
+      if (step == 1) fetch_a(block + kStages - 1, free);
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
 #pragma unroll

@@ -71,6 +71,9 @@ inline std::string reject_rows(const char* argument, std::int64_t rows) {
   return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
          std::to_string(kMost) + " (on CUDA)";
 }
+/// Bytes of so many elements from line to line: widths are at most 2^20.
+inline int stride_of(std::int64_t elements) { return static_cast<int>(2 * elements); }
+
 template <int kTileN>
 std::string reject_gemm(const GroupedGemmDesc& d, const DeviceTraits& device) {
   if (std::string reason = reject_rows("rows", d.rows); !reason.empty()) return reason;
@@ -93,16 +96,16 @@ inline Contraction contraction(std::int64_t width, int parts = 1) {
 /// W2: (E, d, n), or (E, n, d) if transposed.
 inline Weights w2_of(const GroupedGemmDesc& d, const void* w2, std::int64_t width) {
   return {.base = {w2, w2},
-          .stride = d.transposed() ? d.hidden : d.intermediate,
           .expert_stride = d.hidden * d.intermediate,
+          .stride = stride_of(d.transposed() ? d.hidden : d.intermediate),
           .width = static_cast<int>(width)};
 }
 /// W1 with columns as (E, d, W).
 inline Weights w1_columns(const GroupedGemmDesc& d, const void* w1, std::int64_t width) {
   return {.base = {w1, w1},
-          .stride = d.preact_width(),
           .expert_stride = d.hidden * d.preact_width(),
           .part_offset = d.intermediate,
+          .stride = stride_of(d.preact_width()),
           .width = static_cast<int>(width)};
 }
 /// W1 with gates and ups as rows; base[0] and base[1] are the two matrices.
@@ -110,8 +113,8 @@ inline Weights w1_rows(const GroupedGemmDesc& d, const void* w1, const void* w1_
                        std::int64_t width) {
   const W1View view = w1_view(d, d.hidden);
   return {.base = {w1, is_glu(d.activation) ? up_base(d, view, w1, w1_up) : w1},
-          .stride = view.row_stride,
           .expert_stride = view.expert_stride,
+          .stride = stride_of(view.row_stride),
           .width = static_cast<int>(width)};
 }
 

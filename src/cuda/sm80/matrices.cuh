@@ -20,8 +20,8 @@ inline Rows columns_of(const void* base, const std::int32_t* row_tokens, std::in
                        int count, int tile) {
   return {.base = base,
           .row_tokens = row_tokens,
-          .stride = count * width,
           .part_offset = width,
+          .stride = stride_of(count * width),
           .width = static_cast<int>(width),
           .half = tiles(width, tile)};
 }

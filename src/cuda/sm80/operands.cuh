@@ -12,8 +12,8 @@
 ///     K contiguous    line l: element l of M or N, 64 elements of K
 ///     MN contiguous   line 64 c + k: element k of K, elements 64 c to 64 c + 63 of M or N
 ///
-/// cp.async writes zeros for pieces outside a matrix. So elements of K past the end are zero in
-/// both operands, and no garbage meets a zero.
+/// cp.async writes zeros for pieces outside a matrix, and reads nothing there. So elements of K
+/// past the end are zero in both operands, and no garbage meets a zero.
 namespace sonicmoe::cuda::sm80 {
 
 /// K as the products go through it: in one part, or in two with a matrix or columns of their own.
@@ -34,8 +34,8 @@ struct PlaceInK {
 struct Rows {
   const void* base;
   const std::int32_t* row_tokens;  ///< (R), or null: contiguous
-  std::int64_t stride;             ///< elements from row to row
   std::int64_t part_offset;        ///< elements from the first part of columns to the second
+  int stride;                      ///< bytes from row to row
   int width;                       ///< columns of a part, where the rows are K
   int half;                        ///< the same: tiles of the first part along M or N
 };
@@ -43,12 +43,23 @@ struct Rows {
 /// A weight matrix of each expert.
 struct Weights {
   const void* base[2];  ///< pairs: gate and up, with K contiguous. MN contiguous: by part of K
-  std::int64_t stride;  ///< elements from line to line
   std::int64_t expert_stride;
   std::int64_t part_offset;  ///< elements from the first part of the columns to the second
+  int stride;                ///< bytes from line to line
   int width;                 ///< of M or N: all of it, or units in pairs
   bool pairs;                ///< N is 8 gates, their 8 ups, the next 8 gates, ...
 };
+
+/// `lines` lines of `stride` bytes on, by one instruction.
+template <class T>
+__device__ __forceinline__ const T* advance(const T* from, int lines, int stride) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) +
+                                    std::int64_t{lines} * stride);
+}
+/// How many of `most` places, `apart` apart from `first` on, lie below `width`.
+__device__ __forceinline__ int count_inside(int first, int width, int apart, int most) {
+  return first < width ? min(most, (width - first + apart - 1) / apart) : 0;
+}
 
 /// The piece, and the first line, that a thread copies. Its further lines are kApart apart, so all
 /// have the same place in their line.
@@ -90,16 +101,15 @@ class RowsAlongM {
       at_[i] = place_of_row(p, tile, row);
     }
   }
-  __device__ __forceinline__ void load(std::uint32_t stage, int block) {
+  __device__ __forceinline__ void load(std::uint32_t stage, int block, bool live) const {
     const PlaceInK at(k_, block);
     const int first = at.first + copier_.piece * 8;
-    const T* const base = static_cast<const T*>(p_.base);
-    const T* const from = base + at.part * p_.part_offset + first;
+    const bool inside = live && first < k_.width;
+    const T* const from = static_cast<const T*>(p_.base) + at.part * p_.part_offset + first;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
-      const bool valid = first < k_.width && at_[i] >= 0;
       copy_async_16(stage + copier_.offset + i * Copier<kThreads>::kBytesApart,
-                    valid ? from + at_[i] * p_.stride : base, valid);
+                    advance(from, at_[i], p_.stride), inside && at_[i] >= 0);
     }
   }
 
@@ -126,20 +136,19 @@ class WeightsAlongK {
     const int part = p.pairs ? line / 8 % 2 : 0;
     const int first =
         p.pairs ? n_block * (kTileN / 2) + line / 16 * 8 + line % 8 : n_block * kTileN + line;
-    from_ = static_cast<const T*>(p.base[part]) + tile.expert * p.expert_stride + first * p.stride +
+    from_ = advance(static_cast<const T*>(p.base[part]) + tile.expert * p.expert_stride, first,
+                    p.stride) +
             copier_.piece * 8;
-    lines_ = first < p.width ? min(kLines, (p.width - first + apart() - 1) / apart()) : 0;
-    if (lines_ == 0) from_ = static_cast<const T*>(p.base[part]);
+    lines_ = count_inside(first, p.width, apart(), kLines);
   }
-  __device__ __forceinline__ void load(std::uint32_t stage, int block) {
+  __device__ __forceinline__ void load(std::uint32_t stage, int block, bool live) const {
     const PlaceInK at(k_, block);
-    const bool inside = at.first + copier_.piece * 8 < k_.width;
-    const T* from = inside ? from_ + at.part * p_.part_offset + at.first : from_;
+    const bool inside = live && at.first + copier_.piece * 8 < k_.width;
+    const T* const from = from_ + at.part * p_.part_offset + at.first;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
-      copy_async_16(stage + copier_.offset + i * Copier<kThreads>::kBytesApart, from,
-                    inside && i < lines_);
-      if (i + 1 < lines_) from += apart() * p_.stride;
+      copy_async_16(stage + copier_.offset + i * Copier<kThreads>::kBytesApart,
+                    advance(from, i * apart(), p_.stride), inside && i < lines_);
     }
   }
 
@@ -166,35 +175,41 @@ class WeightsAlongN {
 
   __device__ __forceinline__ WeightsAlongN(const Weights& p, const Contraction& k, const Tile& tile,
                                            int n_block)
-      : p_(p), k_(k), expert_offset_(tile.expert * p.expert_stride) {
+      : p_(p), k_(k) {
     const int piece = copier_.piece;
-    column_ = p.pairs ? n_block * (kTileN / 2) + piece / 2 * 8 : n_block * kTileN + piece * 8;
-    expert_offset_ += p.pairs && piece % 2 != 0 ? p.part_offset : 0;
+    const int column =
+        p.pairs ? n_block * (kTileN / 2) + piece / 2 * 8 : n_block * kTileN + piece * 8;
+    offset_ = tile.expert * p.expert_stride + column;
+    offset_ += p.pairs && piece % 2 != 0 ? p.part_offset : 0;
+    chunks_ = count_inside(column, p.width, apart(), kChunks);
   }
-  __device__ __forceinline__ void load(std::uint32_t stage, int block) {
+  __device__ __forceinline__ void load(std::uint32_t stage, int block, bool live) const {
     const PlaceInK at(k_, block);
-    const T* const base = static_cast<const T*>(p_.base[at.part]);
-    const int apart = p_.pairs ? kTileK / 2 : kTileK;
+    const int line = at.first + copier_.line, left = live ? k_.width - line : 0;
+    const T* const from =
+        advance(static_cast<const T*>(p_.base[at.part]) + offset_, line, p_.stride);
 #pragma unroll
     for (int i = 0; i < Copier<kThreads>::kOfK; ++i) {
-      const int line = at.first + copier_.line + i * Copier<kThreads>::kApart;
-      const T* from = base + expert_offset_ + line * p_.stride + column_;
+      const int further = i * Copier<kThreads>::kApart;
 #pragma unroll
-      for (int chunk = 0; chunk < kTileN / kTileK; ++chunk) {
-        const bool valid = line < k_.width && column_ + chunk * apart < p_.width;
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
         copy_async_16(stage + copier_.offset +
                           (chunk * Copier<kThreads>::kOfK + i) * Copier<kThreads>::kBytesApart,
-                      valid ? from + chunk * apart : base, valid);
+                      advance(from, further, p_.stride) + chunk * apart(),
+                      further < left && chunk < chunks_);
       }
     }
   }
 
  private:
+  static constexpr int kChunks = kTileN / kTileK;
+  /// Columns from one chunk to the next.
+  __device__ __forceinline__ int apart() const { return p_.pairs ? kTileK / 2 : kTileK; }
   const Weights& p_;
   const Contraction& k_;
-  std::int64_t expert_offset_;
   Copier<kThreads> copier_;
-  int column_;
+  std::int64_t offset_;
+  int chunks_;  ///< that this thread copies: the others lie past the matrix
 };
 
 /// Either operand of a weight gradient, `kTile` wide: the expert's rows are K, columns M or N.
@@ -208,26 +223,27 @@ class RowsAlongK {
                                         int mn_block)
       : p_(p), tile_(tile) {
     const int part = mn_block >= p.half;
-    column_ = (mn_block - part * p.half) * kTile + copier_.piece * 8;
-    base_ = static_cast<const T*>(p.base) + part * p.part_offset + column_;
+    const int column = (mn_block - part * p.half) * kTile + copier_.piece * 8;
+    base_ = static_cast<const T*>(p.base) + part * p.part_offset + column;
+    chunks_ = count_inside(column, p.width, kTileK, kChunks);
     find(0);
   }
-  __device__ __forceinline__ void load(std::uint32_t stage, int block) {
+  __device__ __forceinline__ void load(std::uint32_t stage, int block, bool) {
 #pragma unroll
     for (int i = 0; i < Copier<kThreads>::kOfK; ++i) {
-      const T* const from = base_ + at_[i] * p_.stride;
+      const T* const from = advance(base_, at_[i], p_.stride);
 #pragma unroll
-      for (int chunk = 0; chunk < kTile / kTileK; ++chunk) {
-        const bool valid = at_[i] >= 0 && column_ + chunk * kTileK < p_.width;
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
         copy_async_16(stage + copier_.offset +
                           (chunk * Copier<kThreads>::kOfK + i) * Copier<kThreads>::kBytesApart,
-                      valid ? from + chunk * kTileK : p_.base, valid);
+                      from + chunk * kTileK, at_[i] >= 0 && chunk < chunks_);
       }
     }
     find(block + 1);
   }
 
  private:
+  static constexpr int kChunks = kTile / kTileK;
   /// Looks up where this thread's rows of the next block are.
   __device__ __forceinline__ void find(int block) {
 #pragma unroll
@@ -240,7 +256,7 @@ class RowsAlongK {
   const Tile& tile_;
   Copier<kThreads> copier_;
   const T* base_;
-  int column_;
+  int chunks_;  ///< that this thread copies: the others lie past the matrix
   int at_[Copier<kThreads>::kOfK];
 };
 
@@ -277,9 +293,9 @@ class Fragments {
   __device__ __forceinline__ void load(std::uint32_t (&to)[4], std::uint32_t operand, int i,
                                        int step) const {
     if constexpr (kContiguousK) {
-      ldmatrix(to, (operand + offset_ + i * 16 * kLineBytes) ^ (step * 32));
+      ldmatrix(to, operand + (offset_ ^ (step * 32)) + i * 16 * kLineBytes);
     } else {
-      ldmatrix_transposed(to, (operand + offset_ + step * 16 * kLineBytes) ^ (i * 32));
+      ldmatrix_transposed(to, operand + (offset_ ^ (i * 32)) + step * 16 * kLineBytes);
     }
   }
 

@@ -31,7 +31,7 @@ Extents all_tokens(const RouterGemmDesc& d, int n_blocks) {
   return {.experts = 1, .rows = tokens, .part_rows = tokens, .n_blocks = n_blocks};
 }
 Weights matrix(const void* base, std::int64_t stride, std::int64_t width) {
-  return {.base = {base, base}, .stride = stride, .width = static_cast<int>(width)};
+  return {.base = {base, base}, .stride = stride_of(stride), .width = static_cast<int>(width)};
 }
 
 struct Router {
@@ -82,7 +82,7 @@ struct Router {
                      .k = contraction(kForward ? d.hidden : experts),
                      .extents = all_tokens(d, n_blocks)};
     if constexpr (kForward) {
-      p.a = Rows{.base = a.x, .stride = d.hidden};
+      p.a = Rows{.base = a.x, .stride = stride_of(d.hidden)};
       p.epilogue = typename Config::Epilogue::Params{.out = a.logits,
                                                      .bias = d.bias ? a.bias : nullptr,
                                                      .experts = static_cast<int>(d.experts),
@@ -90,7 +90,7 @@ struct Router {
                                                      .f32 = d.f32_logits,
                                                      .parts = parts_of(d) > 1};
     } else {
-      p.a = Rows{.base = operands.dlogits, .stride = parts_of(d) * padded(d.experts)};
+      p.a = Rows{.base = operands.dlogits, .stride = stride_of(parts_of(d) * padded(d.experts))};
       p.epilogue =
           typename Config::Epilogue::Params{.out = a.dx, .columns = static_cast<int>(d.hidden)};
     }
@@ -111,7 +111,7 @@ struct Router {
                                   .expert_stride = experts * d.hidden,
                                   .row_stride = d.hidden,
                                   .f32 = true}};
-    p.a.stride = parts_of(d) * padded(d.experts);
+    p.a.stride = stride_of(parts_of(d) * padded(d.experts));
     const Status status = launch_tiles<Config>(p, 1, 1, exec, "router_gemm: launch");
     if (!status.ok()) return status;
     add_partials<typename Config::T>(d, parts.count, partials, a.dw, exec);

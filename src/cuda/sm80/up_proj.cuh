@@ -26,20 +26,21 @@ struct UpProj {
     const std::int64_t n = d.intermediate;
     const int n_blocks = tiles(n, gated ? kTileN / 2 : kTileN);
     const W1View b1 = w1_view(d, 1);
-    Params<Config> p{
-        .a = {.base = a.x, .row_tokens = d.gathers() ? a.row_tokens : nullptr, .stride = d.hidden},
-        .b = d.transposed() ? w1_columns(d, a.w1, d.alternates() ? 2 * n : n)
-                            : w1_rows(d, a.w1, a.w1_up, n),
-        .k = contraction(d.hidden),
-        .extents = extents_of(d, a, n_blocks),
-        .epilogue = {.preact = d.inference ? nullptr : a.preact,
-                     .act = a.act,
-                     .bias_stride = b1.row_stride,
-                     .bias_expert_stride = b1.expert_stride,
-                     .reset = exec.handoff.next_tile_counter,
-                     .units = static_cast<int>(n),
-                     .alternates = d.alternates(),
-                     .activation = d.activation}};
+    Params<Config> p{.a = {.base = a.x,
+                           .row_tokens = d.gathers() ? a.row_tokens : nullptr,
+                           .stride = stride_of(d.hidden)},
+                     .b = d.transposed() ? w1_columns(d, a.w1, d.alternates() ? 2 * n : n)
+                                         : w1_rows(d, a.w1, a.w1_up, n),
+                     .k = contraction(d.hidden),
+                     .extents = extents_of(d, a, n_blocks),
+                     .epilogue = {.preact = d.inference ? nullptr : a.preact,
+                                  .act = a.act,
+                                  .bias_stride = b1.row_stride,
+                                  .bias_expert_stride = b1.expert_stride,
+                                  .reset = exec.handoff.next_tile_counter,
+                                  .units = static_cast<int>(n),
+                                  .alternates = d.alternates(),
+                                  .activation = d.activation}};
     p.b.pairs = gated && !d.alternates();
     if (d.bias) {
       p.epilogue.bias[0] = a.b1;

@@ -19,7 +19,7 @@ struct UpProjDgrad {
     const Parts parts = parts_of(d);
     const int n_blocks = tiles(d.hidden, kTileN);
     const Params<Config> p{
-        .a = {.base = a.dpreact, .stride = d.preact_width(), .part_offset = parts.width},
+        .a = {.base = a.dpreact, .part_offset = parts.width, .stride = stride_of(d.preact_width())},
         .b = d.transposed() ? w1_columns(d, a.w1, d.hidden) : w1_rows(d, a.w1, a.w1_up, d.hidden),
         .k = contraction(parts.width, parts.count),
         .extents = extents_of(d, a, n_blocks),
