@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compiles the device files of a build folder for the architectures that it leaves out.
 
-    tools/check_architectures.py BUILD [ARCHITECTURE...]     default: 80 100 120
+    tools/check_architectures.py BUILD            all of them, for 80, 100 and 120
+    tools/check_architectures.py BUILD FOLDER     those of src/cuda/FOLDER
 
 Nothing is kept but what the compiler says, which check_device_build.py judges: spills, warnings,
 time and memory of each file and architecture. src/cuda/sm90 is for Hopper alone and is left out.
@@ -9,7 +10,6 @@ time and memory of each file and architecture. src/cuda/sm90 is for Hopper alone
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -31,11 +31,12 @@ def command_for(command: list[str], architecture: str, output: str) -> list[str]
     return [*command, f"-arch=sm_{architecture}", "-Xptxas=-v"]
 
 
-def compilations(build: Path, architectures: tuple[str, ...]):
+def compilations(build: Path, architectures: tuple[str, ...], folder: str = ""):
     """(name, command without output, architecture) of each."""
     for entry in json.loads((build / "compile_commands.json").read_text()):
         source = Path(entry["file"])
-        if source.suffix == ".cu" and source.parent.name != "sm90":
+        wanted = source.parent.name == folder if folder else source.parent.name != "sm90"
+        if source.suffix == ".cu" and wanted:
             command = shlex.split(entry["command"])
             nvcc = next(i for i, part in enumerate(command) if Path(part).name == "nvcc")
             for architecture in architectures:
@@ -57,8 +58,8 @@ def compiled(name: str, command: list[str], architecture: str) -> tuple[str, int
     return name, done.returncode, done.stderr
 
 
-def check(build: Path, architectures: tuple[str, ...]) -> int:
-    wanted = list(compilations(build, architectures))
+def check(build: Path, architectures: tuple[str, ...] = OTHERS, folder: str = "") -> int:
+    wanted = list(compilations(build, architectures, folder))
     problems = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, code, log in pool.map(lambda one: compiled(*one), wanted):
@@ -70,6 +71,6 @@ def check(build: Path, architectures: tuple[str, ...]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or not all(re.fullmatch(r"\d+a?", one) for one in sys.argv[2:]):
-        sys.exit("usage: check_architectures.py BUILD_FOLDER [ARCHITECTURE...], like 80 100 120")
-    sys.exit(check(Path(sys.argv[1]), tuple(sys.argv[2:]) or OTHERS))
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: check_architectures.py BUILD_FOLDER [FOLDER_OF_SRC_CUDA]")
+    sys.exit(check(Path(sys.argv[1]), folder="".join(sys.argv[2:])))

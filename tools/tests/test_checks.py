@@ -353,6 +353,10 @@ echo "$*" >>{tmp_path}/commands
     assert all(command.startswith("-O3 -cubin rows/a.cu -o /") for command in commands)
     assert not any("-gencode" in command or "a.cu.o" in command for command in commands)
     assert sorted(re.findall(r"-arch=(\w+)", "".join(commands))) == ["sm_120", "sm_80"]
+    assert not check_architectures.check(tmp_path, ("80",), "rows")
+    assert "1 compilations for 80" in capsys.readouterr().out
+    assert check_architectures.check(tmp_path, ("80",), "sm80")
+    capsys.readouterr()
     failed, text = checked("rows/a.cu", "rows/bad.cu")
     assert failed and "rows/bad.cu sm_120: ?: 8 bytes spill stores" in text
     failed, text = checked("rows/gone.cu")
