@@ -55,7 +55,7 @@ INNER = {
     "kernel": ((f"{SM90}grouped_gemm.cuh",), ("scheduler", "mainloop", "epilogue")),
     "launch": ((f"{SM90}launch.cuh", f"{SM90}kernel_file.*"), ("base", "host", "kernel")),
     "operations": ((f"{SM90}*.cu", f"{SM90}up_proj*.cuh", f"{SM90}down_proj*.cuh",
-                    f"{SM90}router_gemm.cuh", f"{SM90}transposed.cuh"),
+                    f"{SM90}router_gemm.cuh", f"{SM90}transposed.cuh", f"{SM90}wgrad.cuh"),
                    ("base", "device", "router", "host", "epilogue", "launch")),
     "portable parts": ((f"{SM80}tile.cuh", f"{SM80}tile_choice.h", f"{SM80}mma.cuh", f"{SM80}operands.cuh"),
                        ("base", "device")),

@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   // A block past the last one becomes zeros: a branch would keep products from going on beside it.
   const auto fetch_a = [&](int block, std::uint32_t stage) {
     a.load(stage, block, block < blocks);
-    copy_async_commit();
   };
   const auto fetch_b = [&](int block, std::uint32_t stage) {
     b.load(stage + kTileM * kLineBytes, block, block < blocks);
@@ -103,6 +102,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   for (int s = 0; s < kStages - 1; ++s) {
     fetch_b(s, stages + s * Config::kStageBytes);
     fetch_a(s, stages + s * Config::kStageBytes);
+    copy_async_commit();
   }
   copy_async_wait<kStages - 2>();
   __syncthreads();  // the first block is there
@@ -123,7 +123,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
       }
       load((step + 1) % 2, step == kSteps - 1 ? after : now, (step + 1) % kSteps);
       if (step == 0) fetch_b(block + kStages - 1, free);
-      if (step == 1) fetch_a(block + kStages - 1, free);
+      if (step == 1) {  // apart from B's copies: fewer addresses in registers at a time
+        fetch_a(block + kStages - 1, free);
+        copy_async_commit();
+      }
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
 #pragma unroll

@@ -228,7 +228,8 @@ class RowsAlongK {
     chunks_ = count_inside(column, p.width, kTileK, kChunks);
     find(0);
   }
-  __device__ __forceinline__ void load(std::uint32_t stage, int block, bool) {
+  /// Blocks that are not live have no rows: at_ says so.
+  __device__ __forceinline__ void load(std::uint32_t stage, int block, bool /*live*/) {
 #pragma unroll
     for (int i = 0; i < Copier<kThreads>::kOfK; ++i) {
       const T* const from = advance(base_, at_[i], p_.stride);

@@ -1,8 +1,7 @@
 #pragma once
 
 #include "cuda/sm90/epilogue/store_transposed.cuh"
-#include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/layouts.h"
+#include "cuda/sm90/wgrad.cuh"
 
 /// dW2 = dO[tokens]^T (s A): M = d (dO gathered along K), N = n, K = rows. With transposed weights
 /// the transpose is stored.
@@ -17,20 +16,12 @@ struct DownProjWgrad : Traits<T, kALoad, Major::mn, kTileN, Schedule::cooperativ
 
 template <int kTileN, int kStages>
 struct DownProjWgradFamily {
+  template <class T, ALoad kALoad, bool kTransposed, bool kPlain>
+  using ConfigOf = DownProjWgrad<T, kALoad, kTransposed, kPlain, kTileN, kStages>;
+
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return visit_storage(d.dtype, [&](auto type) {
-      using T = decltype(type);
-      const bool plain = !d.f32_weight_grads && !d.accumulate_weight_grads;
-      return visit_a_load_k(d, [&](auto a_load) {
-        return visit_transposed(d, [&](auto transposed) {
-          constexpr ALoad kALoad = decltype(a_load)::value;
-          constexpr bool kTransposed = decltype(transposed)::value;
-          if (plain) return f(DownProjWgrad<T, kALoad, kTransposed, true, kTileN, kStages>{});
-          return f(DownProjWgrad<T, kALoad, kTransposed, false, kTileN, kStages>{});
-        });
-      });
-    });
+    return visit_wgrad<ConfigOf>(d, f);
   }
 
   template <class Config>

@@ -186,7 +186,7 @@ struct RouterFamily {
   }
 };
 
-/// By the experts of a tile.
+/// The kernels whose tiles have kTileN experts, in a file for each storage type.
 template <int kTileN>
 struct RouterTiles {
   template <class F>
