@@ -1,11 +1,12 @@
-// The entries of down_proj in the kernel list, and its kernels of weights that are not transposed.
+// The entries of down_proj in the kernel list, and its kernels in wide tiles.
 #include "cuda/sm90/down_proj.cuh"
 #include "cuda/sm90/kernel_file.cuh"
 
 namespace sonicmoe::cuda {
 
-// In down_proj_transposed.cu.
+// In files of their own.
 extern template struct KernelFile<WideDownProj::Family<true>>;
+extern template struct KernelFile<PingpongDownProj::Family<false>>;
 extern template struct KernelFile<PingpongDownProj::Family<true>>;
 
 namespace {
@@ -27,6 +28,5 @@ constinit const Kernel<GroupedGemmDesc> kDownProj192 = file_entry<PingpongDownPr
     {.op = "down_proj", .name = "sm90.down_proj.128x192", .reject = reject_gemm});
 
 template struct KernelFile<WideDownProj::Family<false>>;
-template struct KernelFile<PingpongDownProj::Family<false>>;
 
 }  // namespace sonicmoe::cuda

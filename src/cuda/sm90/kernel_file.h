@@ -5,8 +5,8 @@
 #include "cuda/storage.cuh"
 
 /// Some operations have too many kernels for one device file. OPERATION.cu has their entries of the
-/// kernel list, and other files have their kernels: with activations OPERATION_SOURCE_TYPE.cu those
-/// of one source of rows and one storage type, OPERATION_transposed... those of transposed weights.
+/// kernel list, and other files have their kernels. These are named by what they share, among it
+/// the tile, transposed weights, the source of rows and the storage type.
 namespace sonicmoe::cuda {
 
 /// What such a file compiles, for a family as prepare_family() takes it (launch.cuh).
