@@ -93,12 +93,16 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
   int runs = 0;
   for (const DType dtype : kTypes) {
     const int before = runs;
-    for (const Shape& shape : shapes()) {
+    const std::vector<Shape> all = shapes();
+    for (int s = 0; s < std::ssize(all); ++s) {
+      const Shape& shape = all[s];
       LayerDesc desc = layer_of(shape, dtype);
       const std::vector<ActivationSpec> activations = exact_activations(op);
       for (int a = 0; a < std::ssize(activations); ++a) {
         desc.experts.activation = activations[a];
         for (const W1Layout layout : layouts(desc.experts.activation)) {
+          // The CPU's code is the same at each shape, CUDA has a kernel for each activation.
+          if (kOnCpu && s > 0 && (a + static_cast<int>(layout) + s) % 4 != 0) continue;
           desc.experts.w1_layout = layout;
           desc.experts.bias = (a + static_cast<int>(layout)) % 2 == 0;
           desc.experts.dpreact_in_workspace =
@@ -537,7 +541,7 @@ TEST_P(ExactWeightGradient, AnyOrderOfExperts) {
 // Few runs, which a tool that watches every access can afford: with a gate, a bias and a part of a
 // tile, and without a gate, with tiles that are full.
 TEST_P(ExactGemm, Quick) {
-  if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run everything";
+  if (kOnCpu) GTEST_SKIP() << "the sanitizers of the CPU run the tests above";
   const GemmOp op = op_of(GetParam());
   int runs = 0;
   for (const bool gated : {true, false}) {
