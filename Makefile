@@ -51,7 +51,7 @@ demo: build  ## train a small MoE language model; options: make demo ARGS='--tex
 
 test: build  ## every test that needs no GPU
 	ctest --test-dir build -LE gpu --output-on-failure --no-tests=error -j $(JOBS)
-	python -m pytest -q -n $(JOBS) --dist loadfile \
+	OMP_NUM_THREADS=1 python -m pytest -q -n $(JOBS) --dist loadfile \
 	  cli/tests python/tests demo/tests examples/tests tools/tests
 
 test-integrations: build  ## the frameworks' adapters, each beside its framework, without a GPU
