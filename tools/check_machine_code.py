@@ -6,10 +6,12 @@ gradients 2 to 3 %, eight the other products 2 to 9 (docs/findings/machine-code.
 source nor what ptxas says shows it, for ptxas makes one of additions and shifts, too.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from check_device_build import demangled, device_files, verdict
@@ -68,17 +70,22 @@ def cuobjdump() -> str:
 
 def check(build: Path) -> int:
     program = cuobjdump()
-    loops, problems = 0, []
-    for name, machine_code in device_files(build):
-        if "/sm90/" not in name:
-            continue
-        dump = subprocess.run([program, "-sass", machine_code], capture_output=True, text=True)
-        if dump.returncode != 0:
-            problems.append(f"{name}: {machine_code}: {dump.stderr.strip()}")
-            continue
-        found, wrong = judge(dump.stdout)
-        loops += found
-        problems += [f"{name}: {problem}" for problem in wrong]
+    files = [(name, file) for name, file in device_files(build) if "/sm90/" in name]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        dumps = pool.map(
+            lambda file: subprocess.run(
+                [program, "-sass", file[1]], capture_output=True, text=True
+            ),
+            files,
+        )
+        loops, problems = 0, []
+        for (name, machine_code), dump in zip(files, dumps, strict=True):
+            if dump.returncode != 0:
+                problems.append(f"{name}: {machine_code}: {dump.stderr.strip()}")
+                continue
+            found, wrong = judge(dump.stdout)
+            loops += found
+            problems += [f"{name}: {problem}" for problem in wrong]
     good = f"machine code: {loops} loops gather, nothing to object to"
     return verdict(build, loops, "kernel that gathers", problems, good)
 
