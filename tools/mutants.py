@@ -1,23 +1,19 @@
 #!/usr/bin/env python3
 """Breaks the sources in one way at a time and shows that each turns a test red.
 
-Works on a copy of the tree in build-mutants. A test counts as red if it fails with the mutant and
-passes without. Exit code 1 if a mutant survives, or if its pattern is not found exactly once: then
+Works on a copy of the tree in build-mutants. The tests that a mutant names must fail with it and
+pass without. Exit code 1 if a mutant survives, or if its pattern is not found exactly once: then
 the code has moved on, and the pattern has to follow.
 
 Usage: tools/mutants.py [WORD...]    only the mutants whose name contains a WORD
 """
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +27,7 @@ COPIED = ("CMakeLists.txt", "cmake", "include", "src", "testkit", "tests")
 @dataclass
 class Mutant:
     name: str
+    test: str  # who notices: "PROGRAM FILTER", the fewer tests the better
     file: str
     old: str
     new: str
@@ -39,24 +36,28 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "router: ties of groups go to the higher one",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_deepseek_v3_*",
         "src/cpu/scored_routing.h",
         "better += a > b || (a == b && other < g);",
         "better += a > b || (a == b && other > g);",
     ),
     Mutant(
         "router: a selection bias in the weights",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_sigmoid_*",
         "src/cpu/scored_routing.h",
         "s.values[e] = d.selection_bias ? math::add(by[e], selection_bias[e]) : by[e];",
         "s.values[e] = s.p[e] = d.selection_bias ? math::add(by[e], selection_bias[e]) : by[e];",
     ),
     Mutant(
         "router: groups by the wrong score",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_deepseek_v3_*",
         "src/cpu/scored_routing.h",
         "return two ? math::add(best[0], best[1]) : best[0];",
         "return best[0];",
     ),
     Mutant(
         "router: a bias after the rounding",
+        "ops_test Kernels/ExactRouterGemm.BiasAndFloats/*",
         "src/cpu/router_gemm.cpp",
         "scratch.tile[i * nj + j] += p.bias[j0 + j];",
         "scratch.tile[i * nj + j] = to_float(from_float<Out>(scratch.tile[i * nj + j])) + "
@@ -64,108 +65,126 @@ MUTANTS = [
     ),
     Mutant(
         "router: a renormalisation without its gradient",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_sigmoid_*",
         "src/math/router_score.h",
         "    if (!renormalize) return h;",
         "    return h;",
     ),
     Mutant(
         "losses: a masked token counts",
+        "ops_test AuxLoss.TwoTimesRule",
         "src/cpu/aux_loss.cpp",
         "return !d.masked || a.token_mask[t] != 0;",
         "return true || !d.masked || a.token_mask[t] != 0;",
     ),
     Mutant(
         "router: the choice forgets its bias",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_deepseek_v3_*",
         "src/cpu/scored_routing.h",
         "d.selection_bias ? math::add(by[e], selection_bias[e]) : by[e];",
         "by[e];",
     ),
     Mutant(
         "router: eps left out of a gradient",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_eps_*",
         "src/math/router_score.h",
         "return divisor == 0.0f ? 0.0f : div(sub(h, inner), divisor);",
         "return divisor == 0.0f ? 0.0f : div(sub(h, inner), sub(divisor, eps));",
     ),
     Mutant(
         "router: a sigmoid's gradient subtracts a sum",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_sigmoid_*",
         "src/cpu/score_grad.cpp",
         "return d.plain() || d.over_top_k() || d.reaches_all_experts();",
         "return true;",
     ),
     Mutant(
         "router: the gradient of an expert's scale without the other scale",
+        "gradient_test Cases/LayerGradient.AgreesWithFiniteDifferences/scaled_softmax",
         "src/cpu/score_grad.cpp",
         "math::fma(g, weights.scaled(w, 1.0f), a.dexpert_scale[e]);",
         "math::fma(g, w, a.dexpert_scale[e]);",
     ),
     Mutant(
         "router: no bias in the logits",
+        "layer_test Cases/Layer.AgreesWithTheOracle/router_gpt_oss_*",
         "src/cpu/router_gemm.cpp",
         "i < ni && p.bias != nullptr; ++i",
         "i < 0; ++i",
     ),
     Mutant(
         "gate and up swapped",
+        "layer_test Layers.RandomOnesAgreeWithTheOracle",
         "src/cpu/grouped_gemm.h",
         "return inside(half * width, 2 * width, 1);",
         "return inside((1 - half) * width, 2 * width, 1);",
     ),
     Mutant(
         "alternating gates and ups read as halves",
+        "layer_test Layers.RandomOnesAgreeWithTheOracle",
         "src/cpu/grouped_gemm.h",
         "if (d.alternates()) return f(fn, std::integral_constant<int, 2>{});",
         "",
     ),
     Mutant(
         "no step of Newton's",
+        "activation_test Activations.ObjectsAgreeWithTheTable",
         "src/math/exp.h",
         "return fma(y, fma(-d, y, 1.0f), y);",
         "return y;",
     ),
     Mutant(
         "a gate may be any number",
+        "core_test Activation.ByNewtonIsTheSameFunction",
         "src/math/activation.h",
         "x = at_least(x, -86.6f);",
         "x = at_least(x, -100.0f);",
     ),
     Mutant(
         "a clamp without its zero gradient",
+        "core_test Activation.ParametersAgreeWithFp64",
         "src/math/activation.h",
         "return {v * u, gate > limit ? 0.0f : da * u * slope, fabsf(up) > limit ? 0.0f : da * v};",
         "return {v * u, gate > limit ? 0.0f : da * u * slope, da * v};",
     ),
     Mutant(
         "A' without the score s",
+        "layer_test Cases/Layer.AgreesWithTheOracle/*",
         "src/cpu/down_proj_dgrad.cpp",
         "scaled_act[j] = from_float<T>(score * r.act);",
         "scaled_act[j] = from_float<T>(r.act);",
     ),
     Mutant(
         "dW of an empty expert not zeroed",
+        "ops_test Kernels/ExactWeightGradient.OverwritesOrAccumulates/*",
         "src/cpu/down_proj_wgrad.cpp",
         "if (begin == end) std::fill_n(scratch.tile, ni * nj, 0.0f);",
         "if (begin == end) return;",
     ),
     Mutant(
         "ties go to the higher expert",
+        "ops_test TopK.*",
         "src/cpu/routing.h",
         "for (; at > 0 && values[e] > best[at - 1]; --at) {",
         "for (; at > 0 && values[e] >= best[at - 1]; --at) {",
     ),
     Mutant(
         "no b2 term in dS",
+        "layer_test Cases/Layer.AgreesWithTheOracle/*bias*",
         "src/cpu/bias_grad.cpp",
         "a.row_dscores[r] += dot(dout, b2, d.hidden);",
         "(void)dot(dout, b2, d.hidden);",
     ),
     Mutant(
         "last row of an expert left out",
+        "layer_test Layers.RandomOnesAgreeWithTheOracle",
         "src/cpu/parallel.h",
         "f(thread, RowBlock{expert, begins[expert] + begin, std::min(size, rows - begin)},",
         "f(thread, RowBlock{expert, begins[expert] + begin, std::min(size, rows - begin - 1)},",
     ),
     Mutant(
         "a score on the wrong side of the bias",
+        "layer_test Cases/Layer.AgreesWithTheOracle/rows_*bias*",
         "src/cpu/down_proj.cpp",
         "    case ScoreAt::before_down:  // s A W2^T: the product is linear in A\n",
         "    case ScoreAt::before_down:\n"
@@ -174,108 +193,126 @@ MUTANTS = [
     ),
     Mutant(
         "a score in b2's gradient where b2 gets none",
+        "layer_test Cases/Layer.AgreesWithTheOracle/rows_*bias*",
         "src/cpu/bias_grad.cpp",
         "return d.scores_bias() ? a.row_scores[r] : 1.0f;",
         "return d.scored() ? a.row_scores[r] : 1.0f;",
     ),
     Mutant(
         "a tail row read",
+        "ops_test Kernels/ExactWeightGradient.OverwritesOrAccumulates/*",
         "src/cpu/down_proj_wgrad.cpp",
         "const std::int64_t end = row_ends(a)[expert];",
         "const std::int64_t end = expert + 1 < d.experts ? a.offsets[expert + 1] : d.rows;",
     ),
     Mutant(
         "a padded row counted",
+        "layer_test Cases/Layer.AgreesWithTheOracle/rows_*tile_counts*",
         "src/core/segments.h",
         "return args.ends != nullptr ? args.ends : args.offsets + 1;",
         "return args.offsets + 1;",
     ),
     Mutant(
         "rows of no expert left as they are",
+        "layer_test Cases/Layer.AgreesWithTheOracle/*",
         "src/cpu/zero_tail.cpp",
         "  clear(from, d.rows);",
         "",
     ),
     Mutant(
         "the selection bias of an expert with the mean count moves",
+        "ops_test UpdateSelectionBias.*",
         "src/cpu/update_selection_bias.cpp",
         "    if (count != all) a.selection_bias",
         "    a.selection_bias",
     ),
     Mutant(
         "the gradient of an id that repeats keeps its last entry alone",
+        "layer_test Cases/Layer.AgreesWithTheOracle/input_*",
         "src/cpu/score_grad.cpp",
         "sum = d.takes_ids() ? sum + gradient : gradient;",
         "sum = gradient;",
     ),
     Mutant(
         "loaded experts last in the order for weight gradients",
+        "ops_test Metadata.PropertiesOf*",
         "src/cpu/metadata.cpp",
         "return mine > other ||",
         "return mine < other ||",
     ),
     Mutant(
         "the router's terms and dX's rows in one sum",
+        "ops_test Aggregate.RoutersPart*",
         "src/cpu/aggregate.cpp",
         "true, n, routers);",
         "true, n, sum);",
     ),
     Mutant(
         "the layer does not add to dW1 and dW2",
+        "layer_test Layers.WeightGradientsInFp32AndAccumulated",
         "src/core/layer_plan.cpp",
         "experts.desc = d.grouped();",
         "experts.desc = d.grouped(), experts.desc.accumulate_weight_grads = false;",
     ),
     Mutant(
         "dX is left out where dW1 is not wanted",
+        "layer_test Layers.OnlyWantedGradientsAreMade",
         "src/core/experts_plan.cpp",
         'seq->run_for(args.dx_rows, "up_proj_dgrad"',
         'seq->run_for(args.dw1, "up_proj_dgrad"',
     ),
     Mutant(
         "dH in the workspace where the caller brings memory",
+        "memory_test Memory.DpreactInTheCallersMemory",
         "src/core/experts_plan.cpp",
         "if (!desc.dpreact_in_workspace) return args.dpreact;",
         "",
     ),
     Mutant(
         "H is made again with the gate's bias in place of the up rows'",
+        "recompute_test Recompute.OnlyWantedGradients",
         "src/core/experts_plan.cpp",
         "            .b1_up = args.b1_up,\n            .preact = dh,",
         "            .b1_up = args.b1,\n            .preact = dh,",
     ),
     Mutant(
         "forward writes an H that nobody keeps",
+        "recompute_test Recompute.OnlyWantedGradients",
         "src/core/experts_plan.cpp",
         "up_proj_desc(desc.keeps_preact())",
         "up_proj_desc(!desc.inference)",
     ),
     Mutant(
         "a call runs operations that it was not asked for",
+        "plans_test Plans.OperationsThatAreNotWantedDoNotRun",
         "src/core/sequence.h",
         "if (!wants_next()) return;",
         "(void)wants_next();",
     ),
     Mutant(
         "a field's text is not read back",
+        "core_test LayerText.*",
         "src/core/layer_text.cpp",
         '*out = text == "true";',
         '*out = text != "true";',
     ),
     Mutant(
         "dH of the up rows written before their H is read",
+        "layer_test Layers.DpreactMayTakeThePlaceOfPreact",
         "src/cpu/down_proj_dgrad.cpp",
         "const float g = to_float(h[j * kStep]);",
         "const float g = to_float(h[j * kStep]); if (Fn::kIsGlu) dh[j * kStep + up] = T{};",
     ),
     Mutant(
         "token rounding: a tie goes up",
+        "token_rounding_test TokenRounding.TenThousandRandomCases*",
         "src/math/rounding.h",
         "return c.ceil - c.count < c.count - c.floor;",
         "return c.ceil - c.count <= c.count - c.floor;",
     ),
     Mutant(
         "token rounding: more rows than tokens",
+        "token_rounding_test TokenRounding.TenThousandRandomCases*",
         "src/math/rounding.h",
         "ceil <= tokens};",
         "ceil <= tokens + 1};",
@@ -298,9 +335,9 @@ def copy_tree():
                 copy.unlink()
 
 
-def build():
+def build(*targets: str):
     environment = {**os.environ, "CCACHE_BASEDIR": str(TREE)}
-    commands: list[list[str | Path]] = [["ninja", "-C", BUILD]]
+    commands: list[list[str | Path]] = [["ninja", "-C", BUILD, *targets]]
     if not (BUILD / "build.ninja").is_file():
         launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
         commands.insert(
@@ -324,64 +361,20 @@ def build():
             sys.exit(f"{done.stdout}{done.stderr}mutants: this does not build")
 
 
-def tests():
-    """Command and environment of every test program by name, as ctest would run it."""
-    shown = subprocess.run(["ctest", "--test-dir", BUILD, "--show-only=json-v1"],
-                           capture_output=True, text=True, check=True)  # fmt: skip
-    found = {}
-    for test in json.loads(shown.stdout)["tests"]:
-        properties = {entry["name"]: entry["value"] for entry in test["properties"]}
-        variables = dict(line.split("=", 1) for line in properties.get("ENVIRONMENT", []))
-        environment = {**os.environ, **variables, "GTEST_FAIL_FAST": "1"}
-        found[test["name"]] = test["command"], environment
-    return found or sys.exit("mutants: ctest knows no tests")
-
-
-def run(name, command, environment, running, stop):
-    """The name of a test program and those of its tests that fail; nothing if all pass."""
-    if stop.is_set():
-        return []
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        running.append(process)
-        if stop.is_set():  # in between
-            process.kill()
-        try:
-            code = process.wait(timeout=300)
-        except subprocess.TimeoutExpired:  # red too: without a mutant it is half a minute
-            process.kill()
-            code = process.wait()
-        if code == 0 or stop.is_set():
-            return []
-        output.seek(0)
-        failed = re.findall(r"^\[  FAILED  \] ([\w./]+)(?:,| \()", output.read(), re.MULTILINE)
-    return [name, *dict.fromkeys(failed)]
-
-
-def failing_tests():
-    """What run() says of the first test program that fails; the others are not waited for."""
-    running: list[subprocess.Popen] = []
-    stop = threading.Event()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [
-            pool.submit(run, name, command, environment, running, stop)
-            for name, (command, environment) in tests().items()
-        ]
-        for job in as_completed(jobs):
-            if red := job.result():
-                stop.set()
-                for process in running:
-                    process.kill()
-                return red
-    return []
-
-
-def fails_unchanged(red):
-    """Whether these tests also fail without a mutant: then they say nothing about one."""
-    program, *names = red
-    _, environment = tests()[program]
-    command = [UNCHANGED / program, f"--gtest_filter={':'.join(names) or '*'}"]
-    return subprocess.run(command, env=environment, capture_output=True).returncode != 0
+def failing_tests(program: Path, only: str) -> list[str]:
+    """Those of the tests `only` (a filter) that fail, or how the program ended without naming one."""
+    environment = os.environ | {"GTEST_FAIL_FAST": "1", "OMP_WAIT_POLICY": "passive"}
+    command: list[str | Path] = [program, f"--gtest_filter={only}"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:  # red too: without a mutant it is half a minute
+        return [f"{program.name} is still running after 300 s"]
+    if "Running 0 tests" in done.stdout:
+        sys.exit(f"mutants: {program.name} has no test {only}")
+    failed = re.findall(r"^\[  FAILED  \] ([\w./]+)(?:,| \()", done.stdout, re.MULTILINE)
+    if done.returncode and not failed:
+        return [f"{program.name} ends with {done.returncode}"]
+    return list(dict.fromkeys(failed))
 
 
 def main(words):
@@ -400,22 +393,22 @@ def main(words):
     shutil.rmtree(UNCHANGED, ignore_errors=True)
     shutil.copytree(BUILD / "bin", UNCHANGED)
 
-    survivors, known = 0, set()
+    survivors = 0
     for mutant in chosen:
         began = time.monotonic()
+        program, only = mutant.test.split()
+        if failed := failing_tests(UNCHANGED / program, only):
+            sys.exit(f"mutants: the unchanged tree already fails {failed}")
         file = TREE / mutant.file
         text = file.read_text()
         file.write_text(text.replace(mutant.old, mutant.new))
         try:
-            build()
-            red = failing_tests()
+            build(program)
+            failed = failing_tests(BUILD / "bin" / program, only)
         finally:
             file.write_text(text)
-        if red and tuple(red) not in known and fails_unchanged(red):
-            sys.exit(f"mutants: the unchanged tree already fails {red}")
-        known.add(tuple(red))
-        survivors += not red
-        verdict = f"red: {', '.join(red[:3])}" if red else "SURVIVED: no test notices"
+        survivors += not failed
+        verdict = f"red: {failed[0]}" if failed else f"SURVIVED: {mutant.test} passes"
         print(f"{mutant.name:40} {verdict}  ({time.monotonic() - began:.0f} s)", flush=True)
     print(f"mutants: {len(chosen) - survivors} of {len(chosen)} turn a test red")
     return 1 if survivors else 0
