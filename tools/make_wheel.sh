@@ -15,7 +15,8 @@ command -v ccache >/dev/null && settings+=(cmake.define.CMAKE_CXX_COMPILER_LAUNC
 [[ -z ${ARCHITECTURES:-} ]] ||
   settings+=(cmake.define.SONICMOE_CUDA_ARCHITECTURES="$ARCHITECTURES")
 
-rm -rf build-wheel/wheel dist
+# Without the cache, in which options of an earlier wheel would stay.
+rm -rf build-wheel/wheel build-wheel/CMakeCache.txt dist
 # -v: without it pip hides whether there are CUDA kernels, except in the file's name.
 python -m pip wheel -v --disable-pip-version-check --no-build-isolation --no-deps \
   "${settings[@]/#/--config-settings=}" --wheel-dir build-wheel/wheel .
