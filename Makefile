@@ -9,12 +9,14 @@ export CCACHE_BASEDIR := $(CURDIR)
 # Looked up when a recipe runs: `make setup` may just have installed it.
 CCACHE = $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 CONFIGURE = cmake -G Ninja --log-level=NOTICE $(CCACHE) -S .
+# Options are remembered by the build folder: `make test` keeps what `make build CUDA=OFF` said.
+remembered = $(or $(shell sed -n 's/^$(1):STRING=//p' build/CMakeCache.txt 2>/dev/null),$(2))
 # The CUDA backend: AUTO (when there is an nvcc; `make setup` brings one), ON or OFF.
-CUDA ?= AUTO
+CUDA ?= $(call remembered,SONICMOE_CUDA,AUTO)
 export CUDA
 # What device code is compiled for: here Hopper alone, to save time. pip takes all that
 # cmake/cuda.cmake lists.
-ARCHITECTURES ?= 90a
+ARCHITECTURES ?= $(call remembered,SONICMOE_CUDA_ARCHITECTURES,90a)
 WITH_CUDA = -DSONICMOE_CUDA=$(CUDA) "-DSONICMOE_CUDA_ARCHITECTURES=$(ARCHITECTURES)" -DCMAKE_CUDA_COMPILER_LAUNCHER=$(CURDIR)/tools/compile_device.py
 JOBS := $(shell nproc)
 CXX_FILES = $(shell find benchmarks cli cmake examples fuzz include python src testkit tests \
