@@ -24,17 +24,12 @@ from typing import Any
 import grouped_mm
 import torch
 from arguments import positive
+from rows import SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 import sonicmoe  # noqa: E402
 
-# T, H, I, E, K.
-SHAPES = {
-    "7B-n256": [24576, 1536, 256, 128, 8],
-    "30B-n1024": [32768, 4096, 1024, 64, 4],
-    "Qwen3-30B": [32768, 2048, 768, 128, 8],
-}
 SMALL = {name: [64, 64, 32, 8, 2] for name in SHAPES}
 
 #: Of ScatterMoE, TFLOP/s forward and backward in bf16 on an H200, from given scores and ids.

@@ -102,7 +102,8 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
         desc.experts.activation = activations[a];
         for (const W1Layout layout : layouts(desc.experts.activation)) {
           // The CPU's code is the same at each shape, CUDA has a kernel for each activation.
-          if (kOnCpu && s > 0 && (a + static_cast<int>(layout) + s) % 4 != 0) continue;
+          // Fifths, because biases and scores below go by halves and thirds of the same sum.
+          if (kOnCpu && s > 0 && (a + static_cast<int>(layout) + s) % 5 > 1) continue;
           desc.experts.w1_layout = layout;
           desc.experts.bias = (a + static_cast<int>(layout)) % 2 == 0;
           desc.experts.dpreact_in_workspace =

@@ -55,10 +55,12 @@ def test_ratios():
     assert portable.over_grouped_mm(row) == 2
 
 
-def test_what_it_refuses(capsys):
-    assert portable.made_for_hopper(["sm80.up_proj.128x128", "sm90.up_proj.128x128"]) == [
-        "sm90.up_proj.128x128"
-    ]
+def test_what_it_refuses(arguments, tmp_path, capsys, monkeypatch):
+    found = {"sm80.up_proj.128x128": {}, "sm90.up_proj.128x128": {}}
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=r"got sm90\.up_proj\."):
+        patch.setattr(portable, "bench", lambda *_: found)
+        portable.main(arguments)
+    assert not (tmp_path / "receipt.json").exists()
     with pytest.raises(SystemExit):
         portable.main(["--repeats", "0"])
     assert "--repeats: got '0'" in capsys.readouterr().err
