@@ -56,6 +56,7 @@ class Layer:
         logits = torch.rand(tokens, self.experts, device=device, generator=generator)
         weights, ids = logits.topk(self.top_k)
         self.ids = ids.int()
+        self.every_expert = torch.arange(self.experts, dtype=torch.int32, device=device)
         self.weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
         self.x = normal(0.2, tokens, hidden)
         self.w1 = normal(0.02, self.experts, 2 * intermediate, hidden)
@@ -70,7 +71,8 @@ class Layer:
 
     def torchs(self) -> torch.Tensor:
         flat, order = self.ids.flatten().sort(stable=True)
-        ends = flat.bincount(minlength=self.experts).cumsum(0, dtype=torch.int32)
+        # Not bincount: on CUDA the host would wait for it.
+        ends = torch.searchsorted(flat, self.every_expert, right=True, out_int32=True)
         tokens = order // self.top_k
         h = F.grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
         y = F.grouped_mm(self.activation(h), self.w2.mT, offs=ends)
