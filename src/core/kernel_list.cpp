@@ -60,13 +60,10 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cuda::kUpProjWgrad128,
 #endif
     &cuda::kPortableUpProj256,
-    &cuda::kPortableUpProj128,  //
-    &cuda::kPortableDownProj256,
-    &cuda::kPortableDownProj128,  //
-    &cuda::kPortableDownProjDgrad256,
-    &cuda::kPortableDownProjDgrad128,  //
-    &cuda::kPortableUpProjDgrad256,
-    &cuda::kPortableUpProjDgrad128,  //
+    &cuda::kPortableUpProj128,      //
+    &cuda::kPortableDownProj,       //
+    &cuda::kPortableDownProjDgrad,  //
+    &cuda::kPortableUpProjDgrad,    //
     &cuda::kPortableDownProjWgrad256,
     &cuda::kPortableDownProjWgrad128,  //
     &cuda::kPortableUpProjWgrad256,

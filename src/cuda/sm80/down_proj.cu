@@ -5,17 +5,16 @@ namespace sonicmoe::cuda {
 namespace sm80 {
 namespace {
 
-template <int kTileN>
 struct DownProj {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return RowsOf<kTileN>::visit(d.dtype, !d.transposed(), f);
+    return visit_configs<RowsConfig>(d.dtype, !d.transposed(), f);
   }
 
   template <class Config>
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*, const Exec& exec) {
     if (d.rows == 0) return {};
-    const int n_blocks = tiles(d.hidden, kTileN);
+    const int n_blocks = tiles(d.hidden, Config::kTileN);
     const bool scored = !d.gathers() && d.scored();  // else they enter in the sum of a token's rows
     const Params<Config> p{.a = {.base = a.act, .stride = stride_of(d.intermediate)},
                            .b = w2_of(d, a.w2, d.hidden),
@@ -33,13 +32,8 @@ struct DownProj {
 }  // namespace
 }  // namespace sm80
 
-constinit const Kernel<GroupedGemmDesc> kPortableDownProj256 =
-    sm80::entry<sm80::DownProj<256>, GroupedGemmDesc>({.op = "down_proj",
-                                                       .name = "sm80.down_proj.128x256",
-                                                       .reject = sm80::reject_gemm<256>,
-                                                       .defer = sm80::defer_rows});
-constinit const Kernel<GroupedGemmDesc> kPortableDownProj128 =
-    sm80::entry<sm80::DownProj<128>, GroupedGemmDesc>(
+constinit const Kernel<GroupedGemmDesc> kPortableDownProj =
+    sm80::entry<sm80::DownProj, GroupedGemmDesc>(
         {.op = "down_proj", .name = "sm80.down_proj.128x128", .reject = sm80::reject_gemm<128>});
 
 }  // namespace sonicmoe::cuda

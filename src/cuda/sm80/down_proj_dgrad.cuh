@@ -7,8 +7,9 @@
 /// recomputed from H: dH = dAct(s dA', H), A' = s A, dS = <dA', A>.
 namespace sonicmoe::cuda::sm80 {
 
-template <int kTileN>
 struct DownProjDgrad {
+  static constexpr int kTileN = 128;
+
   template <class T, bool kTransposed>
   using ConfigOf =
       Config<T, RowsAlongM<T, kThreadsOf<kTileN>>,

@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda::sm80 {
 
-template struct Compiled<DownProjDgrad<256>::ConfigOf<__nv_bfloat16, false>>;
-template struct Compiled<DownProjDgrad<128>::ConfigOf<__nv_bfloat16, false>>;
+template struct Compiled<DownProjDgrad::ConfigOf<__nv_bfloat16, false>>;
+template struct Compiled<DownProjDgrad::ConfigOf<__nv_bfloat16, true>>;
 
 }  // namespace sonicmoe::cuda::sm80

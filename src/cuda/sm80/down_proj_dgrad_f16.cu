@@ -4,7 +4,7 @@
 
 namespace sonicmoe::cuda::sm80 {
 
-template struct Compiled<DownProjDgrad<256>::ConfigOf<__half, false>>;
-template struct Compiled<DownProjDgrad<128>::ConfigOf<__half, false>>;
+template struct Compiled<DownProjDgrad::ConfigOf<__half, false>>;
+template struct Compiled<DownProjDgrad::ConfigOf<__half, true>>;
 
 }  // namespace sonicmoe::cuda::sm80

@@ -34,13 +34,31 @@ __device__ __forceinline__ void write(void* base, std::int64_t at, const float (
   *reinterpret_cast<Eight<T>*>(static_cast<T*>(base) + at) = eight;
 }
 
-/// Calls f(row, piece) for this thread's pieces of the tile, `kPieces` in each of `rows` rows.
-template <int kTileN, int kPieces, class F>
-__device__ __forceinline__ void for_each_piece(int rows, F&& f) {
+/// Calls f(row, piece, sums) for this thread's pieces of the tile: `kPieces` in each of `rows`
+/// rows, of `kColumns` columns each. It reads the sums of kBatch pieces together: where nothing
+/// else runs on the multiprocessor, or little is done with them, the way from shared memory is what
+/// takes time.
+template <int kTileN, int kColumns, int kBatch, class F>
+__device__ __forceinline__ void for_each_piece(const Sums<kTileN>& sums, int rows, F&& f) {
+  constexpr int kPieces = kTileN / kColumns, kThreads = kThreadsOf<kTileN>;
+  static_assert(kTileM * kPieces % (kBatch * kThreads) == 0);
   const int last = min(rows, kTileM) * kPieces;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < last; i += kThreadsOf<kTileN>) {
-    f(i / kPieces, i % kPieces);
+  for (int first = static_cast<int>(threadIdx.x); first < last; first += kBatch * kThreads) {
+    float v[kBatch][kColumns / 8][8];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * kThreads;
+#pragma unroll
+      for (int part = 0; part < kColumns / 8; ++part) {
+        take(v[j][part], sums.at(i / kPieces, i % kPieces * kColumns + part * 8));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * kThreads;
+      if (i < last) f(i / kPieces, i % kPieces, v[j]);
+    }
   }
 }
 
@@ -56,13 +74,13 @@ struct StoreRows {
     __device__ __forceinline__ void begin() const {}
     template <class T, int kTileN>
     __device__ __forceinline__ void store(const Tile& tile, const Sums<kTileN>& sums) const {
-      for_each_piece<kTileN, kTileN / 8>(
-          tile.rows - tile.m_block * kTileM, [&](int row, int piece) {
+      for_each_piece<kTileN, 8, 4>(
+          sums, tile.rows - tile.m_block * kTileM, [&](int row, int piece, float(&sum)[1][8]) {
             const int column = tile.n_block * kTileN + piece * 8;
             if (column >= columns) return;
             const std::int64_t at = tile.first_row + tile.m_block * kTileM + row;
-            float v[8], b[8] = {};
-            take(v, sums.at(row, piece * 8));
+            float(&v)[8] = sum[0];
+            float b[8] = {};
             if (bias != nullptr) read<T>(b, bias, std::int64_t{tile.expert} * columns + column);
             const float score = row_scores != nullptr ? row_scores[at] : 1.0f;
 #pragma unroll
@@ -96,23 +114,26 @@ struct StoreActivation {
       math::visit_activation(activation, [&](const auto& fn) {
         using Fn = std::decay_t<decltype(fn)>;
         constexpr int kUnits = Fn::kIsGlu ? kTileN / 2 : kTileN;
-        for_each_piece<kTileN, kUnits / 8>(
-            tile.rows - tile.m_block * kTileM, [&](int row, int piece) {
+        constexpr int kParts = Fn::kIsGlu ? 2 : 1;
+        constexpr int kBatch = kTileN / 128;  // a narrow tile has another one beside it
+        for_each_piece<kTileN, 8 * kParts, kBatch>(
+            sums, tile.rows - tile.m_block * kTileM,
+            [&](int row, int piece, const float(&sum)[kParts][8]) {
               const int unit = tile.n_block * kUnits + piece * 8;
               if (unit >= units) return;
-              store_units<T, Fn::kIsGlu>(fn, tile, sums.at(row, piece * (Fn::kIsGlu ? 16 : 8)), row,
-                                         unit);
+              store_units<T, Fn::kIsGlu>(fn, tile, sum, row, unit);
             });
       });
     }
 
     template <class T, bool kGated, class Fn>
-    __device__ __forceinline__ void store_units(const Fn& fn, const Tile& tile, const float* from,
-                                                int row, int unit) const {
+    __device__ __forceinline__ void store_units(const Fn& fn, const Tile& tile,
+                                                const float (&sum)[kGated ? 2 : 1][8], int row,
+                                                int unit) const {
       const std::int64_t at = tile.first_row + tile.m_block * kTileM + row;
       float h[2][8] = {};  // the sixteen columns of the tile, then gates and ups
-      take(h[0], from);
-      if (kGated) take(h[1], from + 8);
+#pragma unroll
+      for (int i = 0; i < (kGated ? 16 : 8); ++i) h[i / 8][i % 8] = sum[i / 8][i % 8];
       if (kGated && alternates) part_pairs(h);
       if (bias[0] != nullptr) {
 #pragma unroll
@@ -272,19 +293,20 @@ struct StoreMatrix {
       const int first_row = (tile.m_block - m_part * m_half) * kTileM;
       const int first_column = (tile.n_block - n_part * n_half) * kTileN;
       const std::int64_t base = tile.expert * expert_stride + n_part * part_offset;
-      for_each_piece<kTileN, kTileN / 8>(rows - first_row, [&](int row, int piece) {
-        const int column = first_column + piece * 8;
-        if (column >= columns) return;
-        const std::int64_t at = base + (first_row + row) * row_stride + column;
-        float v[8], old[8];
-        take(v, sums.at(row, piece * 8));
-        if (accumulate) {
-          read<Out>(old, out[m_part], at);
+      for_each_piece<kTileN, 8, 1>(
+          sums, rows - first_row, [&](int row, int piece, float(&sum)[1][8]) {
+            const int column = first_column + piece * 8;
+            if (column >= columns) return;
+            const std::int64_t at = base + (first_row + row) * row_stride + column;
+            float(&v)[8] = sum[0];
+            if (accumulate) {
+              float old[8];
+              read<Out>(old, out[m_part], at);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) v[i] = math::add(v[i], old[i]);
-        }
-        write<Out>(out[m_part], at, v);
-      });
+              for (int i = 0; i < 8; ++i) v[i] = math::add(v[i], old[i]);
+            }
+            write<Out>(out[m_part], at, v);
+          });
     }
   };
 };

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const int blocks = p.k.blocks > 0 ? p.k.blocks : (tile.rows + kTileK - 1) / kTileK;
 
   const std::uint32_t stages = shared_address(memory);
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = static_cast<int>(threadIdx.x / 32);
   const int warp_m = warp % 2 * 64, warp_n = warp / 2 * 64;
   A a(p.a, p.k, tile, tile.m_block);
   B b(p.b, p.k, tile, tile.n_block);
@@ -127,10 +127,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         fetch_a(block + kStages - 1, free);
         copy_async_commit();
       }
+      // B's fragment stays where it is for four products: they read fewer registers.
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      for (int n = 0; n < kAcross; ++n) {
 #pragma unroll
-        for (int n = 0; n < kAcross; ++n) {
+        for (int down = 0; down < 4; ++down) {
+          const int m = n % 2 == 0 ? down : 3 - down;
           multiply<T>(acc[m][n], af[step % 2][m], &bf[step % 2][n / 2][n % 2 * 2]);
         }
       }
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   __syncthreads();  // no warp reads a stage any more
 
   float* const sums = reinterpret_cast<float*>(memory);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -157,7 +159,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   }
   __syncthreads();  // all sums are there
   // Read again, rather than kept in registers through the product.
-  p.epilogue.template store<T, kTileN>(search.found, Sums<kTileN>{sums});
+  const Tile done = search.found;
+  p.epilogue.template store<T, kTileN>(done, Sums<kTileN>{sums});
 }
 
 }  // namespace sonicmoe::cuda::sm80

@@ -72,9 +72,8 @@ struct Copier {
   int piece, line;
   std::uint32_t offset;  ///< in the operand's part of a stage
   __device__ __forceinline__ Copier() {
-    const int t = static_cast<int>(threadIdx.x);
-    piece = t % kPieces;
-    line = t / kPieces;
+    piece = static_cast<int>(threadIdx.x % kPieces);
+    line = static_cast<int>(threadIdx.x / kPieces);
     offset = static_cast<std::uint32_t>(line * kLineBytes + ((piece ^ (line % 8)) * 16));
   }
 };
@@ -281,7 +280,7 @@ class Fragments {
  public:
   /// `first`: of the warp along M or N, a multiple of 64.
   __device__ __forceinline__ explicit Fragments(int first) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, low = lane % 8;
+    const int lane = static_cast<int>(threadIdx.x % 32), low = lane % 8;
     const int second = lane / 8 % 2, third = lane / 16;  // which of the four matrices
     const int mn = kIsA ? second : third, k = kIsA ? third : second;
     if constexpr (kContiguousK) {

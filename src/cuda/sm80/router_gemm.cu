@@ -41,7 +41,7 @@ struct Router {
       case GemmPass::forward:
         return visit_storage(d.dtype, [&](auto type) { return f(LogitsConfig<decltype(type)>{}); });
       case GemmPass::dgrad:
-        return RowsOf<kTileN>::visit(d.dtype, false, f);
+        return visit_configs<RowsConfig>(d.dtype, false, f);
       case GemmPass::wgrad:
         break;
     }

@@ -6,27 +6,10 @@
 /// router's dx = dlogits Wr.
 namespace sonicmoe::cuda::sm80 {
 
-template <class T, bool kContiguousK, int kTileN>
+template <class T, bool kContiguousK>
 using RowsConfig =
-    Config<T, RowsAlongM<T, kThreadsOf<kTileN>>,
-           std::conditional_t<kContiguousK, WeightsAlongK<T, kTileN>, WeightsAlongN<T, kTileN>>,
-           kTileN, StoreRows>;
-
-/// Calls f(RowsConfig{}) for weights whose K is contiguous, or N.
-template <int kTileN>
-struct RowsOf {
-  template <class T, bool kContiguousK>
-  using Config = RowsConfig<T, kContiguousK, kTileN>;
-
-  template <class F>
-  static Status visit(DType dtype, bool contiguous_k, F&& f) {
-    return visit_configs<Config>(dtype, contiguous_k, f);
-  }
-};
-
-inline std::string defer_rows(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  return defer_to_narrow(device, m_blocks(d.usual_rows(), d.experts), tiles(d.hidden, 256),
-                         tiles(d.hidden, 128));
-}
+    Config<T, RowsAlongM<T, kThreadsOf<128>>,
+           std::conditional_t<kContiguousK, WeightsAlongK<T, 128>, WeightsAlongN<T, 128>>, 128,
+           StoreRows>;
 
 }  // namespace sonicmoe::cuda::sm80

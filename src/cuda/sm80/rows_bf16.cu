@@ -4,9 +4,7 @@
 
 namespace sonicmoe::cuda::sm80 {
 
-template struct Compiled<RowsConfig<__nv_bfloat16, true, 256>>;
-template struct Compiled<RowsConfig<__nv_bfloat16, true, 128>>;
-template struct Compiled<RowsConfig<__nv_bfloat16, false, 256>>;
-template struct Compiled<RowsConfig<__nv_bfloat16, false, 128>>;
+template struct Compiled<RowsConfig<__nv_bfloat16, true>>;
+template struct Compiled<RowsConfig<__nv_bfloat16, false>>;
 
 }  // namespace sonicmoe::cuda::sm80

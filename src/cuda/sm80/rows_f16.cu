@@ -4,9 +4,7 @@
 
 namespace sonicmoe::cuda::sm80 {
 
-template struct Compiled<RowsConfig<__half, true, 256>>;
-template struct Compiled<RowsConfig<__half, true, 128>>;
-template struct Compiled<RowsConfig<__half, false, 256>>;
-template struct Compiled<RowsConfig<__half, false, 128>>;
+template struct Compiled<RowsConfig<__half, true>>;
+template struct Compiled<RowsConfig<__half, false>>;
 
 }  // namespace sonicmoe::cuda::sm80

@@ -6,6 +6,7 @@ namespace sm80 {
 namespace {
 
 std::string defer(const GroupedGemmDesc& d, const DeviceTraits& device) {
+  if (d.hidden < 2048) return "hidden is below 2048: a wide tile waits longer than it saves";
   const int units = is_glu(d.activation) ? 128 : 256;
   return defer_to_narrow(device, m_blocks(d.usual_rows(), d.experts), tiles(d.intermediate, units),
                          tiles(d.intermediate, units / 2));

@@ -6,18 +6,17 @@ namespace sonicmoe::cuda {
 namespace sm80 {
 namespace {
 
-template <int kTileN>
 struct UpProjDgrad {
   template <class F>
   static Status visit(const GroupedGemmDesc& d, F&& f) {
-    return RowsOf<kTileN>::visit(d.dtype, d.transposed(), f);
+    return visit_configs<RowsConfig>(d.dtype, d.transposed(), f);
   }
 
   template <class Config>
   static Status run(const GroupedGemmDesc& d, const GroupedGemmArgs& a, void*, const Exec& exec) {
     if (d.rows == 0) return {};
     const Parts parts = parts_of(d);
-    const int n_blocks = tiles(d.hidden, kTileN);
+    const int n_blocks = tiles(d.hidden, Config::kTileN);
     const Params<Config> p{
         .a = {.base = a.dpreact, .part_offset = parts.width, .stride = stride_of(d.preact_width())},
         .b = d.transposed() ? w1_columns(d, a.w1, d.hidden) : w1_rows(d, a.w1, a.w1_up, d.hidden),
@@ -31,14 +30,9 @@ struct UpProjDgrad {
 }  // namespace
 }  // namespace sm80
 
-constinit const Kernel<GroupedGemmDesc> kPortableUpProjDgrad256 =
-    sm80::entry<sm80::UpProjDgrad<256>, GroupedGemmDesc>({.op = "up_proj_dgrad",
-                                                          .name = "sm80.up_proj_dgrad.128x256",
-                                                          .reject = sm80::reject_gemm<256>,
-                                                          .defer = sm80::defer_rows});
-constinit const Kernel<GroupedGemmDesc> kPortableUpProjDgrad128 =
-    sm80::entry<sm80::UpProjDgrad<128>, GroupedGemmDesc>({.op = "up_proj_dgrad",
-                                                          .name = "sm80.up_proj_dgrad.128x128",
-                                                          .reject = sm80::reject_gemm<128>});
+constinit const Kernel<GroupedGemmDesc> kPortableUpProjDgrad =
+    sm80::entry<sm80::UpProjDgrad, GroupedGemmDesc>({.op = "up_proj_dgrad",
+                                                     .name = "sm80.up_proj_dgrad.128x128",
+                                                     .reject = sm80::reject_gemm<128>});
 
 }  // namespace sonicmoe::cuda
