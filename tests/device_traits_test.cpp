@@ -229,7 +229,7 @@ TEST(DeviceTraits, EveryGpuSinceAmpereHasKernels) {
       {GemmOp::down_proj, {4096, 2048, 768, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::down_proj_dgrad, {8192, 2560, 192, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::up_proj_dgrad, {256, 1024, 512, 8, 2}, "128x128", "128x128", "128x128"},
-      {GemmOp::up_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x256"},
+      {GemmOp::up_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x128"},
       {GemmOp::down_proj_wgrad, {8192, 2048, 128, 8, 2}, "128x128", "128x128", "128x128"},
   };
   const auto name_for = [](const GroupedGemmDesc& desc, const DeviceTraits& device) {

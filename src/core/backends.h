@@ -91,10 +91,8 @@ extern const Kernel<GroupedGemmDesc> kPortableUpProj128;
 extern const Kernel<GroupedGemmDesc> kPortableDownProj;
 extern const Kernel<GroupedGemmDesc> kPortableDownProjDgrad;
 extern const Kernel<GroupedGemmDesc> kPortableUpProjDgrad;
-extern const Kernel<GroupedGemmDesc> kPortableDownProjWgrad256;
-extern const Kernel<GroupedGemmDesc> kPortableDownProjWgrad128;
-extern const Kernel<GroupedGemmDesc> kPortableUpProjWgrad256;
-extern const Kernel<GroupedGemmDesc> kPortableUpProjWgrad128;
+extern const Kernel<GroupedGemmDesc> kPortableDownProjWgrad;
+extern const Kernel<GroupedGemmDesc> kPortableUpProjWgrad;
 
 extern const Kernel<TopKDesc> kTopK;
 extern const Kernel<MetadataDesc> kMetadata;

@@ -64,10 +64,8 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cuda::kPortableDownProj,       //
     &cuda::kPortableDownProjDgrad,  //
     &cuda::kPortableUpProjDgrad,    //
-    &cuda::kPortableDownProjWgrad256,
-    &cuda::kPortableDownProjWgrad128,  //
-    &cuda::kPortableUpProjWgrad256,
-    &cuda::kPortableUpProjWgrad128,
+    &cuda::kPortableDownProjWgrad,  //
+    &cuda::kPortableUpProjWgrad,
 #endif
   };
   return kList;

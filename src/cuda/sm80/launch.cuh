@@ -8,7 +8,6 @@
 #include "cuda/runtime.h"
 #include "cuda/sm80/epilogues.cuh"
 #include "cuda/sm80/grouped_gemm.cuh"
-#include "cuda/sm80/tile_choice.h"
 #include "cuda/storage.cuh"
 
 /// From an entry of the kernel list to a launch: what the operations share on the host.
@@ -20,6 +19,10 @@ static_assert(sizeof(TileSearch) <= kStaticBytes);
 
 template <int kTileN>
 constexpr int kSharedBytes = kStagesOf<kTileN>*(kTileM + kTileN) * kLineBytes + kStaticBytes;
+
+inline int tiles(std::int64_t extent, int width) {
+  return static_cast<int>((extent + width - 1) / width);
+}
 
 /// A compiled kernel as entries see it. compiled.cuh has the definitions; the files that
 /// instantiate them compile the kernels, apart from the entries, for several operations share some.
@@ -70,6 +73,12 @@ inline std::string reject_rows(const char* argument, std::int64_t rows) {
   if (rows <= kMost) return {};
   return std::string(argument) + ": got " + std::to_string(rows) + ", allowed: at most " +
          std::to_string(kMost) + " (on CUDA)";
+}
+/// Refuses devices whose thread blocks cannot have the stages of a tile.
+inline std::string reject_shared(const DeviceTraits& device, int bytes) {
+  if (device.block_shared_bytes >= bytes) return {};
+  return "shared memory of a thread block: got " + std::to_string(device.block_shared_bytes) +
+         ", allowed: at least " + std::to_string(bytes) + " (for this tile)";
 }
 /// Bytes of so many elements from line to line: widths are at most 2^20.
 inline int stride_of(std::int64_t elements) { return static_cast<int>(2 * elements); }

@@ -4,9 +4,7 @@
 
 namespace sonicmoe::cuda::sm80 {
 
-template struct Compiled<MatrixConfig<__nv_bfloat16, 256>>;
-template struct Compiled<MatrixConfig<__nv_bfloat16, 128>>;
-template struct Compiled<MatrixConfig<__half, 256>>;
-template struct Compiled<MatrixConfig<__half, 128>>;
+template struct Compiled<MatrixConfig<__nv_bfloat16>>;
+template struct Compiled<MatrixConfig<__half>>;
 
 }  // namespace sonicmoe::cuda::sm80

@@ -6,24 +6,23 @@
 /// the contiguous axis of the output.
 namespace sonicmoe::cuda::sm80 {
 
-template <class T, int kTileN>
-using MatrixConfig = Config<T, RowsAlongK<T, kTileM, kThreadsOf<kTileN>>,
-                            RowsAlongK<T, kTileN, kThreadsOf<kTileN>>, kTileN, StoreMatrix>;
+template <class T>
+using MatrixConfig = Config<T, RowsAlongK<T>, RowsAlongK<T>, 128, StoreMatrix>;
 
-template <int kTileN, class F>
+template <class F>
 Status visit_matrices(DType dtype, F&& f) {
-  return visit_storage(dtype, [&](auto type) { return f(MatrixConfig<decltype(type), kTileN>{}); });
+  return visit_storage(dtype, [&](auto type) { return f(MatrixConfig<decltype(type)>{}); });
 }
 
-/// Rows of one operand, of `count` parts of `width` columns, in tiles of `tile`.
+/// Rows of one operand, of `count` parts of `width` columns.
 inline Rows columns_of(const void* base, const std::int32_t* row_tokens, std::int64_t width,
-                       int count, int tile) {
+                       int count) {
   return {.base = base,
           .row_tokens = row_tokens,
           .part_offset = width,
           .stride = stride_of(count * width),
           .width = static_cast<int>(width),
-          .half = tiles(width, tile)};
+          .half = tiles(width, 128)};
 }
 
 /// Sets how many tiles the operands make, and launches.
@@ -50,14 +49,6 @@ Status launch_matrices(Params<Config> p, const GroupedGemmDesc& d, const Grouped
   p.epilogue.f32 = d.f32_weight_grads;
   p.epilogue.accumulate = d.accumulate_weight_grads;
   return launch_tiles<Config>(p, m_parts, n_parts, exec, what);
-}
-
-/// Where rows have more than one tile's worth of columns, the wide tile reads a quarter less; but
-/// small matrices have too few tiles, and N may reach far past the end.
-inline std::string defer_matrices(const GroupedGemmDesc& d, const DeviceTraits& device,
-                                  std::int64_t m_blocks, std::int64_t n) {
-  return defer_to_narrow(device, static_cast<double>(d.experts * m_blocks), tiles(n, 256),
-                         tiles(n, 128));
 }
 
 }  // namespace sonicmoe::cuda::sm80

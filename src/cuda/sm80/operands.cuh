@@ -211,10 +211,11 @@ class WeightsAlongN {
   int chunks_;  ///< that this thread copies: the others lie past the matrix
 };
 
-/// Either operand of a weight gradient, `kTile` wide: the expert's rows are K, columns M or N.
-template <class T, int kTile, int kThreads>
+/// Either operand of a weight gradient, 128 wide: the expert's rows are K, columns M or N.
+template <class T>
 class RowsAlongK {
  public:
+  static constexpr int kTile = 128, kThreads = kThreadsOf<128>;
   using Params = Rows;
   static constexpr bool kContiguousK = false;
 

@@ -45,7 +45,7 @@ struct Router {
       case GemmPass::wgrad:
         break;
     }
-    return visit_matrices<kTileN>(d.dtype, f);
+    return visit_matrices(d.dtype, f);
   }
 
   static std::size_t workspace(const RouterGemmDesc& d, const Exec& exec) {
@@ -102,8 +102,8 @@ struct Router {
   static Status wgrad(const RouterGemmDesc& d, const RouterGemmArgs& a, const Operands& operands,
                       const TokenParts& parts, float* partials, const Exec& exec) {
     const std::int64_t experts = experts_of(d);
-    Params<Config> p{.a = columns_of(operands.dlogits, nullptr, experts, 1, kTileM),
-                     .b = columns_of(a.x, nullptr, d.hidden, 1, kTileN),
+    Params<Config> p{.a = columns_of(operands.dlogits, nullptr, experts, 1),
+                     .b = columns_of(a.x, nullptr, d.hidden, 1),
                      .extents = {.experts = parts.count,
                                  .rows = static_cast<int>(d.tokens),
                                  .part_rows = parts.tokens},
