@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cctype>
 #include <ostream>
 #include <set>
@@ -29,6 +30,13 @@ inline std::vector<KernelInfo> kernels_of(Device device, const std::set<std::str
     }
   }
   return out;
+}
+
+/// Whether this build has the kernels made for Hopper, or runs the portable ones there.
+inline bool made_for_hopper() {
+  const std::vector<KernelInfo> all = kernels();
+  return std::ranges::any_of(
+      all, [](const KernelInfo& k) { return k.compiled && k.name.starts_with("sm90."); });
 }
 
 /// How GoogleTest shows a case.
