@@ -288,6 +288,7 @@ class Run:
             with lzma.open(packed) as source, plain.open("wb") as target:
                 shutil.copyfileobj(source, target)
             plain.chmod(0o755)
+        self.manifest = json.loads((folder / "manifest.json").read_text())
         self.tests: dict[str, str] = {}
         self.good = True
         self.began = time.monotonic()
@@ -497,10 +498,20 @@ class Run:
         self.good &= found.pop("good")
         return found
 
+    def done(self, part: str, device: str) -> dict:
+        """What the call for `part` found with these programs."""
+        path = self.folder / f"{part}.json"
+        if not path.exists():
+            sys.exit(f"gpu_check: {path}: got none, allowed: what --part {part} left")
+        of = json.loads(path.read_text())["digest"]
+        if of != self.manifest["digest"]:
+            sys.exit(f"gpu_check: {path}: got digest {of}, allowed: {self.manifest['digest']}")
+        return self.earlier(part, device)
+
     def receipt(self, part: str, quick: bool, again: str = "") -> int:
-        """`part`: "tests" and "sanitizers" leave receipt/PART.json; "bench" finds those files in
-        the folder and completes the receipt; "all" does everything. `again`: C++ tests whose
-        results replace those of FOLDER/tests.json, or of the receipt if that is not there."""
+        """`part`: "tests" and "sanitizers" leave FOLDER/PART.json, from which "bench" completes the
+        receipt; "all" does everything. `again`: C++ tests whose results replace those of
+        FOLDER/tests.json, or of the receipt if that is not there."""
         smi = output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
         device, driver = smi.splitlines()[0].split(", ")
         known = {"date": datetime.date.today().isoformat(), "device": device, "driver": driver}
@@ -509,13 +520,12 @@ class Run:
             others["tests"] = lambda: self.again(again, device)
             others["sanitizers"] = lambda: self.sanitizers_again(again, device)
         if part in others:
-            known |= others[part]() | {"good": self.good}
-            (self.out / f"{part}.json").write_text(json.dumps(known, indent=1) + "\n")
+            known |= others[part]() | {"good": self.good, "digest": self.manifest["digest"]}
+            (self.folder / f"{part}.json").write_text(json.dumps(known, indent=1) + "\n")
         else:
             for other, run in others.items():
-                known |= run() if part == "all" else self.earlier(other, device)
-            manifest = json.loads((self.folder / "manifest.json").read_text())
-            receipt = manifest | known | self.bench_part(quick)
+                known |= run() if part == "all" else self.done(other, device)
+            receipt = self.manifest | known | self.bench_part(quick)
             timed = re.search(r"\bH200\b", device) is not None
             if timed and (weak := weak_bound(receipt["bench"], receipt["python"])):
                 print(f"gpu_check: {weak}")
@@ -647,7 +657,7 @@ def main() -> int:
         "--part",
         choices=("all", "tests", "sanitizers", "bench"),
         default="all",
-        help="the first two leave receipt/PART.json; bench wants both in the folder",
+        help="the first two leave FOLDER/PART.json; bench wants both",
     )
     one.add_argument(
         "--again",

@@ -456,24 +456,26 @@ def test_a_receipt_is_made_in_three_calls(tmp_path, monkeypatch):
     (tmp_path / "manifest.json").write_text('{"digest": "d"}')
 
     def run(part):
-        code = gpu_check.Run(tmp_path).receipt(part, False)
-        made = tmp_path / "receipt" / (f"{part}.json" if part != "bench" else "h200.json")
-        return code, made
+        return gpu_check.Run(tmp_path).receipt(part, False)
 
-    for part, code in (("tests", 0), ("sanitizers", 1)):
-        assert run(part)[0] == code
-        run(part)[1].rename(tmp_path / f"{part}.json")
-    assert run("bench")[0] == 1  # a sanitizer was not clean
+    assert run("tests") == 0 and run("sanitizers") == 1
+    assert run("bench") == 1  # a sanitizer was not clean
     found |= clean
-    run("sanitizers")[1].rename(tmp_path / "sanitizers.json")
-    code, made = run("bench")
-    receipt = json.loads(made.read_text())
-    assert code == 0 and "good" not in receipt
+    assert run("sanitizers") == 0 and run("bench") == 0
+    receipt = json.loads((tmp_path / "receipt" / "h200.json").read_text())
+    assert "good" not in receipt
     assert receipt["sanitizer"] == clean and receipt["digest"] == "d" and receipt["bench"] == [1]
     assert receipt["tests"] == {"passed": 7} and receipt["device"] == "NVIDIA H200"
     card[0] = "NVIDIA H100"
-    assert run("tests")[0] == 0
-    with pytest.raises(SystemExit, match="tests.json: got NVIDIA H200, allowed: NVIDIA H100"):
+    assert run("tests") == 0
+    with pytest.raises(SystemExit, match="sanitizers.json: got NVIDIA H200, allowed: NVIDIA H100"):
+        run("bench")
+    # Parts of other programs, and none: the committed receipt must not take their place.
+    (tmp_path / "manifest.json").write_text('{"digest": "e"}')
+    with pytest.raises(SystemExit, match="tests.json: got digest d, allowed: e"):
+        run("bench")
+    (tmp_path / "tests.json").unlink()
+    with pytest.raises(SystemExit, match="tests.json: got none, allowed: what --part tests left"):
         run("bench")
 
 
@@ -497,9 +499,11 @@ def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
         gpu_check.Run, "sanitizers", lambda *_: dict.fromkeys(old["sanitizer"], "clean")
     )
 
+    (tmp_path / "manifest.json").write_text('{"digest": "d"}')
+
     def run(part):
         code = gpu_check.Run(tmp_path).receipt(part, False, "B.*:C.*")
-        return code, json.loads((tmp_path / "receipt" / f"{part}.json").read_text())
+        return code, json.loads((tmp_path / f"{part}.json").read_text())
 
     code, made = run("tests")
     assert code == 0 and made["test_names"] == {"A.a": "passed", "B.b": "passed", "C.c": "passed"}
@@ -512,10 +516,12 @@ def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
     assert code == 1 and made["sanitizer"] == old["sanitizer"]
     old["sanitizer"]["racecheck"] = "clean"
     gpu_check.UNTIMED.write_text(json.dumps(old))
+    (tmp_path / "sanitizers.json").unlink()
     code, made = run("sanitizers")
     assert code == 0 and set(made["sanitizer"].values()) == {"clean"}
     old["device"] = "NVIDIA H200"
     gpu_check.UNTIMED.write_text(json.dumps(old))
+    (tmp_path / "tests.json").unlink()
     with pytest.raises(SystemExit, match="h100.json: got NVIDIA H200, allowed: NVIDIA H100"):
         run("tests")
 
