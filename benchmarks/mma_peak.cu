@@ -5,8 +5,8 @@
 // Every warp multiplies 4 x 8 fragments of 16 x 8 x 16 in bf16 with fp32 sums, as the portable
 // kernels do, and takes its operands in turn from eight sets of normal random numbers, as the
 // benchmark's tensors have. One set repeated, or numbers of equal exponents, would toggle fewer
-// wires, draw less power and look faster. Before it is timed, the chip multiplies for 5 s, as before
-// `sonicmoe bench --steady-state`: from idle it clocks higher. Prints a line of JSON.
+// wires, draw less power and look faster. Before it is timed, the chip multiplies for 5 s, as
+// before `sonicmoe bench --steady-state`: from idle it clocks higher. Prints a line of JSON.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
