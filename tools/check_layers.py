@@ -57,7 +57,7 @@ INNER = {
     "operations": ((f"{SM90}*.cu", f"{SM90}up_proj*.cuh", f"{SM90}down_proj*.cuh",
                     f"{SM90}router_gemm.cuh", f"{SM90}transposed.cuh", f"{SM90}wgrad.cuh"),
                    ("base", "device", "router", "host", "epilogue", "launch")),
-    "portable parts": ((f"{SM80}tile.cuh", f"{SM80}tile_choice.h", f"{SM80}mma.cuh", f"{SM80}operands.cuh"),
+    "portable parts": ((f"{SM80}tile.cuh", f"{SM80}mma.cuh", f"{SM80}operands.cuh"),
                        ("base", "device")),
     "portable kernel": ((f"{SM80}grouped_gemm.cuh", f"{SM80}epilogues.cuh"),
                         ("base", "device", "portable parts")),

@@ -233,6 +233,8 @@ def pack(build: Path, folder: Path) -> int:
         with copy.open("rb") as plain, lzma.open(f"{copy}.xz", "wb", preset=1) as packed:
             shutil.copyfileobj(plain, packed)
         copy.unlink()
+    for part in PARTS:  # of the programs that were here before
+        (folder / f"{part}.json").unlink(missing_ok=True)
     manifest: dict[str, Any] = {
         "digest": digest(build),
         "commit": output("git", "rev-parse", "HEAD", cwd=ROOT).strip(),
@@ -452,6 +454,7 @@ class Run:
         """The tests part of an earlier call or of a receipt, with new results of these C++ tests
         and of all Python tests."""
         found = self.earlier("tests", device)
+        self.good = True  # what failed there is among its tests
         with ThreadPoolExecutor(1) as pool:
             pytest = pool.submit(self.pytest)
             self.gtest(names, SHARDS)
@@ -460,13 +463,15 @@ class Run:
         found["test_names"] |= self.tests
         states = list(found["test_names"].values())
         summary = {state: states.count(state) for state in ("passed", "failed", "skipped")}
-        self.good = summary["failed"] == summary["skipped"] == found["pytest_exit"] == 0
+        self.good &= summary["failed"] == summary["skipped"] == found["pytest_exit"] == 0
         print(f"gpu_check: {summary}, of them {len(self.tests)} again")
+        names = ":".join(filter(None, (found.get("tests_again"), names)))
         return found | {"tests": summary, "tests_again": names}
 
     def sanitizers_again(self, names: str, device: str) -> dict:
         """The same of the sanitizers."""
         earlier = self.earlier("sanitizers", device)["sanitizer"]
+        self.good = True
         again = self.sanitizers_part(names)["sanitizer"]
         states = {tool: earlier[tool] if again[tool] == "clean" else again[tool] for tool in again}
         self.good &= set(states.values()) == {"clean"}
@@ -496,6 +501,8 @@ class Run:
         if found["device"] != device:
             sys.exit(f"gpu_check: {path.name}: got {found['device']}, allowed: {device}")
         self.good &= found.pop("good")
+        for of_that_call in ("digest", "date", "driver"):
+            found.pop(of_that_call, None)
         return found
 
     def done(self, part: str, device: str) -> dict:
@@ -503,7 +510,7 @@ class Run:
         path = self.folder / f"{part}.json"
         if not path.exists():
             sys.exit(f"gpu_check: {path}: got none, allowed: what --part {part} left")
-        of = json.loads(path.read_text())["digest"]
+        of = json.loads(path.read_text()).get("digest")
         if of != self.manifest["digest"]:
             sys.exit(f"gpu_check: {path}: got digest {of}, allowed: {self.manifest['digest']}")
         return self.earlier(part, device)

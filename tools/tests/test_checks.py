@@ -490,6 +490,9 @@ def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
 
     def gtest(self, names, shards=1):
         ran.append(names)
+        if state[0] == "crashed":
+            self.good = False
+            return
         self.tests |= {"B.b": state[0], "C.c": "passed"}
 
     monkeypatch.setattr(gpu_check.Run, "gtest", gtest)
@@ -509,6 +512,8 @@ def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
     assert code == 0 and made["test_names"] == {"A.a": "passed", "B.b": "passed", "C.c": "passed"}
     assert made["tests"]["passed"] == 3 and made["tests_again"] == "B.*:C.*"
     assert made["kernels"] == ["a", "c"] and sorted(ran) == ["B.*:C.*", "pytest"]
+    state[0] = "crashed"  # the names of the earlier call do not stand for this one
+    assert run("tests")[0] == 1
     state[0] = "failed"
     code, made = run("tests")
     assert code == 1 and made["tests"] == {"passed": 2, "failed": 1, "skipped": 0}
