@@ -213,8 +213,9 @@ TEST(DeviceTraits, DeviceCodeRunsOnWhatItWasCompiledFor) {
             "(what this build has device code for; SONICMOE_CUDA_ARCHITECTURES chooses)");
 }
 
-// Hopper has kernels of its own, and every other GPU the portable ones. Some operations have wide
-// tiles, where a thread block may have 192 KiB of shared memory, sums are long and tiles many.
+// Hopper has kernels of its own, and every other GPU the portable ones. up_proj has a wide tile,
+// too, where a thread block may have 192 KiB of shared memory, sums are long and wide tiles end no
+// later.
 TEST(DeviceTraits, EveryGpuSinceAmpereHasKernels) {
   if (!has_cuda()) GTEST_SKIP() << "this build has no CUDA";
   struct Row {
@@ -226,6 +227,8 @@ TEST(DeviceTraits, EveryGpuSinceAmpereHasKernels) {
       {GemmOp::up_proj, {24576, 1536, 256, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::up_proj, {24576, 2048, 256, 128, 8}, "128x128", "128x128", "128x256"},
       {GemmOp::up_proj, {512, 7168, 1408, 16, 6}, "128x128", "128x128", "128x256"},
+      {GemmOp::up_proj, {256, 2048, 512, 8, 2}, "128x128", "128x128", "128x128"},     // few tiles
+      {GemmOp::up_proj, {8192, 2048, 192, 128, 8}, "128x128", "128x128", "128x128"},  // 64 of 256
       {GemmOp::down_proj, {4096, 2048, 768, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::down_proj_dgrad, {8192, 2560, 192, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::up_proj_dgrad, {256, 1024, 512, 8, 2}, "128x128", "128x128", "128x128"},

@@ -60,11 +60,11 @@ std::span<const Kernel<GroupedGemmDesc>* const> kernel_list() {
     &cuda::kUpProjWgrad128,
 #endif
     &cuda::kPortableUpProj256,
-    &cuda::kPortableUpProj128,      //
-    &cuda::kPortableDownProj,       //
-    &cuda::kPortableDownProjDgrad,  //
-    &cuda::kPortableUpProjDgrad,    //
-    &cuda::kPortableDownProjWgrad,  //
+    &cuda::kPortableUpProj128,  //
+    &cuda::kPortableDownProj,
+    &cuda::kPortableDownProjDgrad,
+    &cuda::kPortableUpProjDgrad,
+    &cuda::kPortableDownProjWgrad,
     &cuda::kPortableUpProjWgrad,
 #endif
   };

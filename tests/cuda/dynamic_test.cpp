@@ -11,6 +11,7 @@
 #include "cuda/sm90/tile_choice.h"
 #include "testkit/buffer.h"
 #include "tests/ops/gemm_exact.h"
+#include "tests/test_names.h"
 
 namespace sonicmoe::testkit {
 namespace {
@@ -177,7 +178,10 @@ std::vector<Scheduled> dynamic_kernels() {
   return all;
 }
 
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDynamic);  // without Hopper's kernels
+TEST(ExactDynamicKernels, AreThoseMadeForHopper) {
+  EXPECT_EQ(dynamic_kernels().empty(), !made_for_hopper());
+}
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ExactDynamic);
 INSTANTIATE_TEST_SUITE_P(Kernels, ExactDynamic, testing::ValuesIn(dynamic_kernels()), kLabel);
 
 }  // namespace

@@ -128,6 +128,23 @@ TEST_P(ExactGemm, EveryActivationAndLayout) {
   if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
 }
 
+// The portable kernels take tiles in groups of 16 m blocks: here with several groups and n blocks,
+// for rows, for the columns of dW1 and for those of dW2.
+TEST_P(ExactGemm, SeveralGroupsOfTiles) {
+  const KernelInfo& kernel = GetParam();
+  const GemmOp op = op_of(kernel);
+  int runs = 0;
+  for (const Shape& shape :
+       {Shape{900, 264, 136, 2, 4300}, Shape{40, 264, 1160, 3, 60}, Shape{40, 2120, 264, 3, 60}}) {
+    for (const LayerDesc& with : by_source(kernel, op, layer_of(shape, DType::bf16), 1)) {
+      SCOPED_TRACE(to_string(with));
+      expect_exact(op, with, integer_inputs(with, routing(shape), 1), kernel.name);
+      ++runs;
+    }
+  }
+  if (runs == 0) GTEST_SKIP() << "nothing that this kernel runs on this processor";
+}
+
 // A CTA of CUDA's goes through several tiles, whole and partial ones, with fewer k blocks than
 // chunks of a tile and with more. What it stores of one tile must leave shared memory before the
 // next tile comes there, and what it defers must leave beside the next tile.

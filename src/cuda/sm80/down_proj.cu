@@ -33,7 +33,8 @@ struct DownProj {
 }  // namespace sm80
 
 constinit const Kernel<GroupedGemmDesc> kPortableDownProj =
-    sm80::entry<sm80::DownProj, GroupedGemmDesc>(
-        {.op = "down_proj", .name = "sm80.down_proj.128x128", .reject = sm80::reject_gemm<128>});
+    sm80::entry<sm80::DownProj, GroupedGemmDesc>({.op = "down_proj",
+                                                  .name = "sm80.down_proj.128x128",
+                                                  .reject = sm80::reject_gemm<sm80::kNarrow>});
 
 }  // namespace sonicmoe::cuda

@@ -8,7 +8,7 @@
 namespace sonicmoe::cuda::sm80 {
 
 struct DownProjDgrad {
-  static constexpr int kTileN = 128;
+  static constexpr int kTileN = kNarrow;
 
   template <class T, bool kTransposed>
   using ConfigOf =

@@ -32,6 +32,6 @@ struct DownProjWgrad {
 constinit const Kernel<GroupedGemmDesc> kPortableDownProjWgrad =
     sm80::entry<sm80::DownProjWgrad, GroupedGemmDesc>({.op = "down_proj_wgrad",
                                                        .name = "sm80.down_proj_wgrad.128x128",
-                                                       .reject = sm80::reject_gemm<128>});
+                                                       .reject = sm80::reject_gemm<sm80::kNarrow>});
 
 }  // namespace sonicmoe::cuda

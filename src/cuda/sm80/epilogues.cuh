@@ -6,8 +6,8 @@
 #include "cuda/sm80/grouped_gemm.cuh"
 #include "math/activation.h"
 
-/// What the portable kernel does with a tile's sums. A thread takes eight columns, or eight units
-/// of a hidden layer, of one row at a time, and the threads of a warp take neighbouring ones.
+/// What the portable kernel does with a tile's sums. A piece of work is eight columns of a row, or
+/// eight units of a hidden layer, and the threads of a warp take neighbouring pieces.
 ///
 ///     begin()   before the product
 ///     store()   after it, with the sums of the tile
@@ -34,10 +34,9 @@ __device__ __forceinline__ void write(void* base, std::int64_t at, const float (
   *reinterpret_cast<Eight<T>*>(static_cast<T*>(base) + at) = eight;
 }
 
-/// Calls f(row, piece, sums) for this thread's pieces of the tile: `kPieces` in each of `rows`
-/// rows, of `kColumns` columns each. It reads the sums of kBatch pieces together: where nothing
-/// else runs on the multiprocessor, or little is done with them, the way from shared memory is what
-/// takes time.
+/// Calls f(row, piece, sums) for this thread's pieces of the tile, which have kColumns columns
+/// each, in `rows` rows. It reads the sums of kBatch pieces, then calls f for each of them. So a
+/// thread waits once for shared memory, and not kBatch times.
 template <int kTileN, int kColumns, int kBatch, class F>
 __device__ __forceinline__ void for_each_piece(const Sums<kTileN>& sums, int rows, F&& f) {
   constexpr int kPieces = kTileN / kColumns, kThreads = kThreadsOf<kTileN>;
@@ -115,7 +114,7 @@ struct StoreActivation {
         using Fn = std::decay_t<decltype(fn)>;
         constexpr int kUnits = Fn::kIsGlu ? kTileN / 2 : kTileN;
         constexpr int kParts = Fn::kIsGlu ? 2 : 1;
-        constexpr int kBatch = kTileN / 128;  // a narrow tile has another one beside it
+        constexpr int kBatch = kTileN / 128;  // a narrow tile mostly has another one beside it
         for_each_piece<kTileN, 8 * kParts, kBatch>(
             sums, tile.rows - tile.m_block * kTileM,
             [&](int row, int piece, const float(&sum)[kParts][8]) {
@@ -214,8 +213,8 @@ struct StoreActivationGrad {
     }
     template <class T, int kTileN>
     __device__ __forceinline__ void store(const Tile& tile, const Sums<kTileN>& sums) const {
-      constexpr int kPieces = kTileN / 8;  // of a row: half a warp or a warp
-      static_assert(kPieces == 16 || kPieces == 32);
+      constexpr int kPieces = kTileN / 8;  // of a row
+      static_assert(kPieces == 16, "half a warp");
       math::visit_activation(activation, [&](const auto& fn) {
         using Fn = std::decay_t<decltype(fn)>;
         const int rows = tile.rows - tile.m_block * kTileM;

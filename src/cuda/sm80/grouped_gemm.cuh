@@ -13,8 +13,7 @@
 ///     fragments  a b a b ...              ldmatrix brings step s + 1 while step s is multiplied
 ///
 /// All warps copy and multiply, and each has 64 x 64 of the tile. Sums go up in K, 16 elements a
-/// step. At the end the fp32 sums take the stages' place. An epilogue reads them row by row, eight
-/// columns a thread.
+/// step. At the end the fp32 sums take the stages' place, and an epilogue reads them by rows.
 namespace sonicmoe::cuda::sm80 {
 
 /// What differs between kernels: the type, the operands, the tile's width and the epilogue.
@@ -127,7 +126,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         fetch_a(block + kStages - 1, free);
         copy_async_commit();
       }
-      // B's fragment stays where it is for four products: they read fewer registers.
+      // Four products in turn share B's fragment, and the next four begin with the same one of A:
+      // so they read fewer registers.
 #pragma unroll
       for (int n = 0; n < kAcross; ++n) {
 #pragma unroll

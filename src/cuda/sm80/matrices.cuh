@@ -7,7 +7,7 @@
 namespace sonicmoe::cuda::sm80 {
 
 template <class T>
-using MatrixConfig = Config<T, RowsAlongK<T>, RowsAlongK<T>, 128, StoreMatrix>;
+using MatrixConfig = Config<T, RowsAlongK<T>, RowsAlongK<T>, kNarrow, StoreMatrix>;
 
 template <class F>
 Status visit_matrices(DType dtype, F&& f) {
@@ -22,7 +22,7 @@ inline Rows columns_of(const void* base, const std::int32_t* row_tokens, std::in
           .part_offset = width,
           .stride = stride_of(count * width),
           .width = static_cast<int>(width),
-          .half = tiles(width, 128)};
+          .half = tiles(width, kNarrow)};
 }
 
 /// Sets how many tiles the operands make, and launches.

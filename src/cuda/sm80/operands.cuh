@@ -211,11 +211,13 @@ class WeightsAlongN {
   int chunks_;  ///< that this thread copies: the others lie past the matrix
 };
 
-/// Either operand of a weight gradient, 128 wide: the expert's rows are K, columns M or N.
+/// Either operand of a weight gradient, 128 wide like the tile either way: the expert's rows are K,
+/// columns M or N.
 template <class T>
 class RowsAlongK {
  public:
-  static constexpr int kTile = 128, kThreads = kThreadsOf<128>;
+  static constexpr int kTile = kNarrow, kThreads = kThreadsOf<kNarrow>;
+  static_assert(kTile == kTileM);
   using Params = Rows;
   static constexpr bool kContiguousK = false;
 

@@ -10,7 +10,7 @@ namespace sonicmoe::cuda {
 namespace sm80 {
 namespace {
 
-constexpr int kTileN = 128;
+constexpr int kTileN = kNarrow;
 
 /// dWr has few tiles and a long sum: parts of the tokens fill the multiprocessors. A part has 512
 /// tokens or more, so that its sum outweighs its store.

@@ -7,6 +7,6 @@ namespace sonicmoe::cuda::sm80 {
 
 template <class T>
 using LogitsConfig =
-    Config<T, RowsAlongM<T, kThreadsOf<128>>, WeightsAlongK<T, 128>, 128, StoreLogits>;
+    Config<T, RowsAlongM<T, kThreadsOf<kNarrow>>, WeightsAlongK<T, kNarrow>, kNarrow, StoreLogits>;
 
 }  // namespace sonicmoe::cuda::sm80

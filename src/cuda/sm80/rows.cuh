@@ -8,8 +8,8 @@ namespace sonicmoe::cuda::sm80 {
 
 template <class T, bool kContiguousK>
 using RowsConfig =
-    Config<T, RowsAlongM<T, kThreadsOf<128>>,
-           std::conditional_t<kContiguousK, WeightsAlongK<T, 128>, WeightsAlongN<T, 128>>, 128,
-           StoreRows>;
+    Config<T, RowsAlongM<T, kThreadsOf<kNarrow>>,
+           std::conditional_t<kContiguousK, WeightsAlongK<T, kNarrow>, WeightsAlongN<T, kNarrow>>,
+           kNarrow, StoreRows>;
 
 }  // namespace sonicmoe::cuda::sm80

@@ -8,6 +8,7 @@
 namespace sonicmoe::cuda::sm80 {
 
 inline constexpr int kTileM = 128;
+inline constexpr int kNarrow = 128;  ///< N of every tile but the wide one of up_proj
 inline constexpr int kMostThreads = 256;
 /// Threads of a tile: a warp for each 64 x 64.
 template <int kTileN>

@@ -22,10 +22,9 @@ double m_blocks(std::int64_t rows, std::int64_t experts) {
 
 /// A multiprocessor has one wide tile at a time, or two narrow ones, which take as long; a narrow
 /// one alone takes half. The wide tile reads a quarter less, so a hot chip clocks higher; but
-/// nothing multiplies while it begins or ends. So it is for long sums, many tiles, and units that
-/// fill it.
+/// nothing multiplies while it begins or ends. So it is for long sums, and where it ends no later.
 std::string defer(const GroupedGemmDesc& d, const DeviceTraits& device) {
-  if (d.hidden < 2048) return "hidden is below 2048: a wide tile waits longer than it saves";
+  if (d.hidden < 2048) return "hidden is below 2048: a wide tile idles longer than it saves";
   const int units = is_glu(d.activation) ? 128 : 256;
   const int wide = tiles(d.intermediate, units), narrow = tiles(d.intermediate, units / 2);
   const double each = m_blocks(d.usual_rows(), d.experts) / std::max(device.multiprocessors, 1);

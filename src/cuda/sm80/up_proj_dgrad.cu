@@ -33,6 +33,6 @@ struct UpProjDgrad {
 constinit const Kernel<GroupedGemmDesc> kPortableUpProjDgrad =
     sm80::entry<sm80::UpProjDgrad, GroupedGemmDesc>({.op = "up_proj_dgrad",
                                                      .name = "sm80.up_proj_dgrad.128x128",
-                                                     .reject = sm80::reject_gemm<128>});
+                                                     .reject = sm80::reject_gemm<sm80::kNarrow>});
 
 }  // namespace sonicmoe::cuda

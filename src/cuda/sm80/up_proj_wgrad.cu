@@ -42,6 +42,6 @@ struct UpProjWgrad {
 constinit const Kernel<GroupedGemmDesc> kPortableUpProjWgrad =
     sm80::entry<sm80::UpProjWgrad, GroupedGemmDesc>({.op = "up_proj_wgrad",
                                                      .name = "sm80.up_proj_wgrad.128x128",
-                                                     .reject = sm80::reject_gemm<128>});
+                                                     .reject = sm80::reject_gemm<sm80::kNarrow>});
 
 }  // namespace sonicmoe::cuda
