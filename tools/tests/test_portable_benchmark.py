@@ -1,5 +1,6 @@
 """benchmarks/portable.py: its ratios, a whole run on the CPU, what it refuses."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def test_a_whole_run(arguments, tmp_path, capsys):
         *portable.OVER_GROUPED_MM.items(),
     ]
     assert content["ratios"][0][2] < 1e-3 and min(row[2] for row in content["ratios"]) > 0
+    assert list(content["held"]) == list(portable.OF_PEAK)
     assert len(content["peaks"]) == 2 and content["device"] == "CPU"
     assert "up_proj over the peak" in capsys.readouterr().out
 
@@ -53,6 +55,21 @@ def test_ratios():
     row = {"sonicmoe_forward_ms": 1, "sonicmoe_backward_ms": 2}
     row |= {"grouped_mm_forward_ms": 2, "grouped_mm_backward_ms": 4}
     assert portable.over_grouped_mm(row) == 2
+
+
+def test_what_is_held_and_what_is_interleaved(monkeypatch):
+    commands = []
+
+    def output(*command):
+        commands.append([str(word) for word in command])
+        Path(command[-1]).write_text(json.dumps({"results": [{"what": "up_proj", "ms": 1.0}]}))
+
+    monkeypatch.setattr(portable, "output", output)
+    options = argparse.Namespace(build=Path("build"), device="cuda", repeats=7)
+    for held, how in ((True, ["--steady-state", "100"]), (False, ["--repeats", "7"])):
+        found = portable.bench([8, 64, 32, 4, 2], options, held=held)
+        assert found == {"up_proj": {"what": "up_proj", "ms": 1.0}}
+        assert commands[-1][-4:-2] == how and "8,64,32,4,2" in commands[-1]
 
 
 def test_what_it_refuses(arguments, tmp_path, capsys, monkeypatch):
