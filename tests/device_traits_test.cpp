@@ -227,8 +227,12 @@ TEST(DeviceTraits, EveryGpuSinceAmpereHasKernels) {
       {GemmOp::up_proj, {24576, 1536, 256, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::up_proj, {24576, 2048, 256, 128, 8}, "128x128", "128x128", "128x256"},
       {GemmOp::up_proj, {512, 7168, 1408, 16, 6}, "128x128", "128x128", "128x256"},
-      {GemmOp::up_proj, {256, 2048, 512, 8, 2}, "128x128", "128x128", "128x128"},     // few tiles
-      {GemmOp::up_proj, {8192, 2048, 192, 128, 8}, "128x128", "128x128", "128x128"},  // 64 of 256
+      {GemmOp::up_proj, {256, 2048, 512, 8, 2}, "128x128", "128x128", "128x128"},  // few tiles
+      {GemmOp::up_proj,
+       {8192, 2048, 192, 128, 8},
+       "128x128",
+       "128x128",
+       "128x128"},  // a quarter of two wide tiles lies past n
       {GemmOp::down_proj, {4096, 2048, 768, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::down_proj_dgrad, {8192, 2560, 192, 128, 8}, "128x128", "128x128", "128x128"},
       {GemmOp::up_proj_dgrad, {256, 1024, 512, 8, 2}, "128x128", "128x128", "128x128"},

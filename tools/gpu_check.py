@@ -280,6 +280,11 @@ def without_paths(log: str, folder: Path) -> str:
     return log
 
 
+def joined(earlier: str | None, names: str) -> str:
+    """Filters of all calls, as GoogleTest takes them."""
+    return ":".join(filter(None, (earlier, names)))
+
+
 class Run:
     def __init__(self, folder: Path) -> None:
         self.folder, self.out = folder, folder / "receipt"
@@ -465,16 +470,16 @@ class Run:
         summary = {state: states.count(state) for state in ("passed", "failed", "skipped")}
         self.good &= summary["failed"] == summary["skipped"] == found["pytest_exit"] == 0
         print(f"gpu_check: {summary}, of them {len(self.tests)} again")
-        names = ":".join(filter(None, (found.get("tests_again"), names)))
-        return found | {"tests": summary, "tests_again": names}
+        return found | {"tests": summary, "tests_again": joined(found.get("tests_again"), names)}
 
     def sanitizers_again(self, names: str, device: str) -> dict:
         """The same of the sanitizers."""
-        earlier = self.earlier("sanitizers", device)["sanitizer"]
-        self.good = True
-        again = self.sanitizers_part(names)["sanitizer"]
+        found = self.earlier("sanitizers", device)
+        self.good = True  # what was not clean there is among its states
+        earlier, again = found["sanitizer"], self.sanitizers_part(names)["sanitizer"]
         states = {tool: earlier[tool] if again[tool] == "clean" else again[tool] for tool in again}
         self.good &= set(states.values()) == {"clean"}
+        names = joined(found.get("sanitizers_again"), names)
         return {"sanitizer": states, "sanitizers_again": names}
 
     def sanitizers_part(self, names: str = SANITIZED) -> dict:
@@ -498,22 +503,26 @@ class Run:
             path = UNTIMED
             receipt = json.loads(path.read_text())
             found = {key: receipt[key] for key in ("device", *PARTS[part])} | {"good": True}
-        if found["device"] != device:
-            sys.exit(f"gpu_check: {path.name}: got {found['device']}, allowed: {device}")
-        self.good &= found.pop("good")
-        for of_that_call in ("digest", "date", "driver"):
-            found.pop(of_that_call, None)
-        return found
+        return self.on_device(path, found, device)
 
     def done(self, part: str, device: str) -> dict:
         """What the call for `part` found with these programs."""
         path = self.folder / f"{part}.json"
         if not path.exists():
             sys.exit(f"gpu_check: {path}: got none, allowed: what --part {part} left")
-        of = json.loads(path.read_text()).get("digest")
-        if of != self.manifest["digest"]:
-            sys.exit(f"gpu_check: {path}: got digest {of}, allowed: {self.manifest['digest']}")
-        return self.earlier(part, device)
+        found = json.loads(path.read_text())
+        of, wanted = found.get("digest"), self.manifest["digest"]
+        if of != wanted:
+            sys.exit(f"gpu_check: {path}: got digest {of}, allowed: {wanted}")
+        return self.on_device(path, found, device)
+
+    def on_device(self, path: Path, found: dict, device: str) -> dict:
+        """`found` without what was true of that call alone; its verdict counts."""
+        if found["device"] != device:
+            sys.exit(f"gpu_check: {path.name}: got {found['device']}, allowed: {device}")
+        self.good &= found["good"]
+        of_the_call = {"good", "digest", "date", "driver"}
+        return {key: value for key, value in found.items() if key not in of_the_call}
 
     def receipt(self, part: str, quick: bool, again: str = "") -> int:
         """`part`: "tests" and "sanitizers" leave FOLDER/PART.json, from which "bench" completes the

@@ -61,8 +61,8 @@ TEST(CudaPlan, EveryOperationRunsOnCudaOnly) {
   ASSERT_TRUE(plan.ok()) << plan.status().message();
   const std::string text = plan.value().explain();
   EXPECT_EQ(text.find("  cpu"), std::string::npos) << text;
-  const std::string made = made_for_hopper() ? "  sm90.up_proj" : "  sm80.up_proj";
-  EXPECT_NE(text.find(made), std::string::npos) << text;
+  const std::string up_proj = made_for_hopper() ? "  sm90.up_proj" : "  sm80.up_proj";
+  EXPECT_NE(text.find(up_proj), std::string::npos) << text;
 }
 
 TEST(CudaPlan, TraitsAreThoseOfTheDevice) {

@@ -512,6 +512,7 @@ def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
     assert code == 0 and made["test_names"] == {"A.a": "passed", "B.b": "passed", "C.c": "passed"}
     assert made["tests"]["passed"] == 3 and made["tests_again"] == "B.*:C.*"
     assert made["kernels"] == ["a", "c"] and sorted(ran) == ["B.*:C.*", "pytest"]
+    assert run("tests")[1]["tests_again"] == "B.*:C.*:B.*:C.*"
     state[0] = "crashed"  # the names of the earlier call do not stand for this one
     assert run("tests")[0] == 1
     state[0] = "failed"

@@ -35,8 +35,8 @@ __device__ __forceinline__ void write(void* base, std::int64_t at, const float (
 }
 
 /// Calls f(row, piece, sums) for this thread's pieces of the tile, which have kColumns columns
-/// each, in `rows` rows. It reads the sums of kBatch pieces, then calls f for each of them. So a
-/// thread waits once for shared memory, and not kBatch times.
+/// each, in `rows` rows. It reads the sums of kBatch pieces, then calls f for each of them, so that
+/// a thread waits for shared memory once a batch.
 template <int kTileN, int kColumns, int kBatch, class F>
 __device__ __forceinline__ void for_each_piece(const Sums<kTileN>& sums, int rows, F&& f) {
   constexpr int kPieces = kTileN / kColumns, kThreads = kThreadsOf<kTileN>;
@@ -45,6 +45,7 @@ __device__ __forceinline__ void for_each_piece(const Sums<kTileN>& sums, int row
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x); first < last; first += kBatch * kThreads) {
     float v[kBatch][kColumns / 8][8];
+    // The tile has sums for rows past the last one, too. They may be read, but mean nothing.
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int i = first + j * kThreads;
@@ -114,7 +115,7 @@ struct StoreActivation {
         using Fn = std::decay_t<decltype(fn)>;
         constexpr int kUnits = Fn::kIsGlu ? kTileN / 2 : kTileN;
         constexpr int kParts = Fn::kIsGlu ? 2 : 1;
-        constexpr int kBatch = kTileN / 128;  // a narrow tile mostly has another one beside it
+        constexpr int kBatch = kTileN / kNarrow;  // a narrow tile mostly has another one beside it
         for_each_piece<kTileN, 8 * kParts, kBatch>(
             sums, tile.rows - tile.m_block * kTileM,
             [&](int row, int piece, const float(&sum)[kParts][8]) {

@@ -20,6 +20,7 @@ static_assert(sizeof(TileSearch) <= kStaticBytes);
 template <int kTileN>
 constexpr int kSharedBytes = kStagesOf<kTileN>*(kTileM + kTileN) * kLineBytes + kStaticBytes;
 
+/// Tiles of a width that cover an extent.
 inline int tiles(std::int64_t extent, int width) {
   return static_cast<int>((extent + width - 1) / width);
 }

@@ -49,6 +49,7 @@ struct alignas(16) TileSearch {
 
 /// m blocks whose tiles of one n block come before the next n block, so that thread blocks that run
 /// together find each other's operands in L2.
+/// ExactGemm.SeveralGroupsOfTiles has experts of more.
 inline constexpr int kGroup = 16;
 
 /// The tile with an index; all threads call. Experts ascend, or come in Extents::expert_order.

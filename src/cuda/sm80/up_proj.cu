@@ -8,14 +8,14 @@ namespace sonicmoe::cuda {
 namespace sm80 {
 namespace {
 
-/// m blocks of all experts: the mean of three cases, as experts have the mean number of rows, or
-/// one standard deviation of random routing more or less.
+/// m blocks of all experts. It is the mean of three cases: each expert has the mean number of rows,
+/// or one standard deviation of random routing more, or less.
 double m_blocks(std::int64_t rows, std::int64_t experts) {
   experts = std::clamp<std::int64_t>(experts, 1, std::max<std::int64_t>(rows, 1));
   const double mean = static_cast<double>(rows) / static_cast<double>(experts);
   double sum = 0;
   for (int side = -1; side <= 1; ++side) {
-    sum += std::max(1.0, std::ceil((mean + side * std::sqrt(mean)) / 128));
+    sum += std::max(1.0, std::ceil((mean + side * std::sqrt(mean)) / kTileM));
   }
   return sum / 3 * static_cast<double>(experts);
 }
