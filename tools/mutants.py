@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Breaks the sources in one way at a time and shows that each turns a test red.
 
-Works on a copy of the tree in build-mutants. The tests that a mutant names must fail with it and
-pass without. Exit code 1 if a mutant survives, or if its pattern is not found exactly once: then
+Works on copies of the tree in build-mutants, two at a time: a mutant mostly waits for one compiler.
+The tests that a mutant names must fail with it and pass without. Exit code 1 if a mutant survives, or if its pattern is not found exactly once: then
 the code has moved on, and the pattern has to follow.
 
 Usage: tools/mutants.py [WORD...]    only the mutants whose name contains a WORD
@@ -14,13 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parent.parent
-TREE = ROOT / "build-mutants" / "tree"
-BUILD = TREE / "build"
-UNCHANGED = BUILD / "unchanged"  # the test programs without a mutant
+TREES = [ROOT / "build-mutants" / f"tree-{i}" for i in range(2)]
+UNCHANGED = ROOT / "build-mutants" / "unchanged"  # the test programs without a mutant
 COPIED = ("CMakeLists.txt", "cmake", "include", "src", "testkit", "tests")
 
 
@@ -320,41 +321,30 @@ MUTANTS = [
 ]
 
 
-def copy_tree():
+def copy_to(tree: Path):
     """Copies what differs, so that an earlier build is continued."""
     for name in COPIED:
         sources = [ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*")
         wanted = {path.relative_to(ROOT) for path in sources if path.is_file()}
         for path in wanted:
-            copy, data = TREE / path, (ROOT / path).read_bytes()
+            copy, data = tree / path, (ROOT / path).read_bytes()
             if not copy.is_file() or copy.read_bytes() != data:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(data)
-        for copy in (TREE / name).rglob("*") if (TREE / name).is_dir() else ():
-            if copy.is_file() and copy.relative_to(TREE) not in wanted:
+        for copy in (tree / name).rglob("*") if (tree / name).is_dir() else ():
+            if copy.is_file() and copy.relative_to(tree) not in wanted:
                 copy.unlink()
 
 
-def build(*targets: str):
-    environment = {**os.environ, "CCACHE_BASEDIR": str(TREE)}
-    commands: list[list[str | Path]] = [["ninja", "-C", BUILD, *targets]]
-    if not (BUILD / "build.ninja").is_file():
-        launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
-        commands.insert(
-            0,
-            [
-                "cmake",
-                "-G",
-                "Ninja",
-                "-S",
-                TREE,
-                "-B",
-                BUILD,
-                "-DSONICMOE_CLI=OFF",
-                "-DSONICMOE_CUDA=OFF",
-                *launcher,
-            ],
-        )
+def build(tree: Path, *targets: str):
+    environment = {**os.environ, "CCACHE_BASEDIR": str(tree)}
+    folder = tree / "build"
+    commands: list[list[str | Path]] = [["ninja", "-C", folder, *targets]]
+    if not (folder / "build.ninja").is_file():
+        options = ["-DSONICMOE_CLI=OFF", "-DSONICMOE_CUDA=OFF"]
+        if shutil.which("ccache"):
+            options.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+        commands.insert(0, ["cmake", "-G", "Ninja", "-S", tree, "-B", folder, *options])
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
@@ -377,6 +367,23 @@ def failing_tests(program: Path, only: str) -> list[str]:
     return list(dict.fromkeys(failed))
 
 
+def try_out(mutant: Mutant, tree: Path) -> tuple[list[str], float]:
+    """The tests that fail with the mutant, and how long that took. Leaves the tree as it was."""
+    began = time.monotonic()
+    program, only = mutant.test.split()
+    if failed := failing_tests(UNCHANGED / program, only):
+        sys.exit(f"mutants: the unchanged tree already fails {failed}")
+    file = tree / mutant.file
+    text = file.read_text()
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        build(tree, program)
+        failed = failing_tests(tree / "build" / "bin" / program, only)
+    finally:
+        file.write_text(text)
+    return failed, time.monotonic() - began
+
+
 def main(words):
     chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
     if not chosen:
@@ -388,30 +395,26 @@ def main(words):
                 f"mutants: {mutant.name}: pattern found {count} times in {mutant.file}, "
                 f"expected once:\n{mutant.old}"
             )
-    copy_tree()
-    build()
+    free: SimpleQueue[Path] = SimpleQueue()
+    for tree in TREES:
+        copy_to(tree)
+        build(tree)
+        free.put(tree)
     shutil.rmtree(UNCHANGED, ignore_errors=True)
-    shutil.copytree(BUILD / "bin", UNCHANGED)
+    shutil.copytree(TREES[0] / "build" / "bin", UNCHANGED)
 
-    survivors = 0
-    for mutant in chosen:
-        began = time.monotonic()
-        program, only = mutant.test.split()
-        if failed := failing_tests(UNCHANGED / program, only):
-            sys.exit(f"mutants: the unchanged tree already fails {failed}")
-        file = TREE / mutant.file
-        text = file.read_text()
-        file.write_text(text.replace(mutant.old, mutant.new))
-        try:
-            build(program)
-            failed = failing_tests(BUILD / "bin" / program, only)
-        finally:
-            file.write_text(text)
-        survivors += not failed
+    def turns_red(mutant: Mutant) -> bool:
+        tree = free.get()
+        failed, seconds = try_out(mutant, tree)
+        free.put(tree)
         verdict = f"red: {failed[0]}" if failed else f"SURVIVED: {mutant.test} passes"
-        print(f"{mutant.name:40} {verdict}  ({time.monotonic() - began:.0f} s)", flush=True)
-    print(f"mutants: {len(chosen) - survivors} of {len(chosen)} turn a test red")
-    return 1 if survivors else 0
+        print(f"{mutant.name:40} {verdict}  ({seconds:.0f} s)", flush=True)
+        return bool(failed)
+
+    with ThreadPoolExecutor(len(TREES)) as pool:
+        red = sum(pool.map(turns_red, chosen))
+    print(f"mutants: {red} of {len(chosen)} turn a test red")
+    return 0 if red == len(chosen) else 1
 
 
 if __name__ == "__main__":
