@@ -9,7 +9,7 @@ layers as two GPUs of 80 GB hold; the receipt has the arithmetic. Variants of a 
 - ours, and again at the end, which shows drift
 - preact: ours with recompute="preact"
 - rounding: ours with token rounding to the nearest multiple of 128
-- grouped_mm: a sort, a gather, F.grouped_mm with a compiled SwiGLU, and index_add
+- grouped_mm: experts from PyTorch's parts (torch_experts.py)
 
 Weights, gradients and AdamW's moments are fp32, products bf16, and each block is computed again in
 backward. Then H and copies of X live for one block alone; with --checkpoint attention the experts

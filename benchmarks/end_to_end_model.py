@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch_experts import compiled, experts
 
 from sonicmoe import MoE
 
@@ -76,8 +77,8 @@ class Stack(NamedTuple):
             # bf16: weights, gradients; fp32: gradients to reduce
             "unsharded_embedding_and_head": 16 * self.vocabulary * self.hidden,
             "kept_of_blocks": self.layers * kept,
-            # X gathered, Y, its product with the scores; H, A; gradients of all
-            "a_block_in_backward": 2 * rows * (8 * self.hidden + 8 * self.intermediate),
+            # X gathered, Y; H, A; gradients of all
+            "a_block_in_backward": 2 * rows * (4 * self.hidden + 6 * self.intermediate),
             "logits": 12 * ROWS_OF_LOGITS * self.vocabulary,
         }
 
@@ -102,16 +103,6 @@ SMALL = {
 }
 
 
-def compiled(function: Callable) -> Callable:
-    """Compiled where its tensors are on a GPU."""
-    fast = functools.cache(lambda: torch.compile(function, dynamic=False))
-
-    def call(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return (fast() if x.is_cuda else function)(x, *rest)
-
-    return call
-
-
 @compiled
 def rotated(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions, x (B, heads, L, head)."""
@@ -122,33 +113,14 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
 
-@compiled
-def swiglu(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-@compiled
-def weighted(y: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    return (y * scores.unsqueeze(-1)).to(y.dtype)
-
-
 class GroupedMM(MoE):
-    """MoE's parameters in plain PyTorch: sort by expert, gather, F.grouped_mm twice, add up."""
+    """MoE's parameters in plain PyTorch (torch_experts.py)."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         tokens = x.flatten(0, -2)
         logits, ids = F.linear(tokens, self.router.weight).float().topk(self.top_k)
-        ids, order = ids.flatten().sort(stable=True)
-        every = torch.arange(self.num_experts, device=x.device)
-        ends = torch.searchsorted(ids, every, right=True, out_int32=True)  # no wait of the host
-        owners = order // self.top_k
-        # The gradient of index_select is an index_add; that of indexing would sort.
-        rows = tokens.index_select(0, owners)
-        h = F.grouped_mm(rows, self.c_fc.weight.mT, offs=ends)
-        y = F.grouped_mm(swiglu(h), self.c_proj.weight.mT, offs=ends)
-        y = weighted(y, logits.softmax(-1).flatten().index_select(0, order))
-        return torch.zeros_like(tokens).index_add(0, owners, y).view_as(x), None
+        out = experts(tokens, ids, logits.softmax(-1), self.c_fc.weight, self.c_proj.weight)
+        return out.view_as(x), None
 
 
 #: Each makes the experts of a block. The last one shows how far the machine drifts.

@@ -3,8 +3,7 @@
     python benchmarks/grouped_mm.py
 
 Both sides get x, expert ids and weights (T, K) in bf16, and end with the sum over each token's
-experts. The other side sorts the ids, gathers the rows, and runs F.grouped_mm, a compiled SwiGLU,
-F.grouped_mm and a weighted index_add in fp32. Results are compared before anything is timed. Times
+experts. torch_experts.py has the other side. Results are compared before anything is timed. Times
 are medians of interleaved repeats on the device, after a flush of L2. TFLOP/s count 6 and 12 times
 T*K*H*I. --json gets each shape as it is done, and a start skips what is there; tools/figures.py
 draws it.
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch_experts
 from arguments import positive, sizes
 from timers import DeviceTimer, HostTimer
 
@@ -37,11 +36,6 @@ def published() -> dict[str, list[int]]:
     return {row["config"]: row["thiek"] for row in bench if row["config"] != "small"}
 
 
-def swiglu(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 class Layer:
     """Leaves, and both sides as forwards of them."""
 
@@ -56,29 +50,19 @@ class Layer:
         logits = torch.rand(tokens, self.experts, device=device, generator=generator)
         weights, ids = logits.topk(self.top_k)
         self.ids = ids.int()
-        self.every_expert = torch.arange(self.experts, dtype=torch.int32, device=device)
         self.weights = (weights / weights.sum(1, keepdim=True)).requires_grad_()
         self.x = normal(0.2, tokens, hidden)
         self.w1 = normal(0.02, self.experts, 2 * intermediate, hidden)
         self.w2 = normal(0.02, self.experts, hidden, intermediate)
         self.dout = normal(0.2, tokens, hidden).detach()
         self.leaves = self.x, self.weights, self.w1, self.w2
-        self.activation = torch.compile(swiglu) if device == "cuda" else swiglu
         self.sides = {"sonicmoe": self.ours, "grouped_mm": self.torchs}
 
     def ours(self) -> torch.Tensor:
         return experts(self.x, self.ids, self.weights, self.w1, self.w2, layout="concatenated")[0]
 
     def torchs(self) -> torch.Tensor:
-        flat, order = self.ids.flatten().sort(stable=True)
-        # Not bincount: on CUDA the host would wait for it.
-        ends = torch.searchsorted(flat, self.every_expert, right=True, out_int32=True)
-        tokens = order // self.top_k
-        h = F.grouped_mm(self.x[tokens], self.w1.mT, offs=ends)
-        y = F.grouped_mm(self.activation(h), self.w2.mT, offs=ends)
-        y = y.float() * self.weights.flatten()[order, None]
-        out = torch.zeros(self.x.shape, device=y.device).index_add(0, tokens, y)
-        return out.to(self.x.dtype)
+        return torch_experts.experts(self.x, self.ids, self.weights, self.w1, self.w2)
 
     def backward(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.dout)
@@ -96,6 +80,7 @@ class Layer:
 
 
 def measure(thiek: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    torch._dynamo.reset()  # compiled code is that of a shape; of a few it keeps any
     layer = Layer(thiek, options.device)
     layer.check()
     timer: Callable = DeviceTimer(SLEEP) if options.device == "cuda" else HostTimer()
