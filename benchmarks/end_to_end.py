@@ -7,18 +7,20 @@ Stacks (end_to_end_model.py): a fine-grained MoE of 7B weights, and Qwen3-30B-A3
 layers as two GPUs of 80 GB hold; the receipt has the arithmetic. Variants of a stack:
 
 - ours, and again at the end, which shows drift
-- preact: ours with recompute="preact"
-- rounding: ours with token rounding to the nearest multiple of 128
 - grouped_mm: experts from PyTorch's parts (torch_experts.py)
+- rounding: ours with token rounding to the nearest multiple of 128
+- preact: ours with recompute="preact"
 
 Weights, gradients and AdamW's moments are fp32, products bf16, and each block is computed again in
 backward. Then H and copies of X live for one block alone; with --checkpoint attention the experts
 keep what they need, and F.grouped_mm needs fewer layers. A step is forward, backward, clipping and
 AdamW. Tokens and weights are random, and no loss balances the experts, so that routing is that of a
-router before training, and losses say nothing about quality.
+router before training, and losses say nothing about quality. The receipt has the rows of the most
+loaded expert over the mean.
 
 MFU counts 6 FLOPs for each active weight and token, attention to half of the context, and nothing
-that is computed again. A step takes as long as on the slower rank.
+that is computed again. A step takes as long as on the slower rank. `host_ms` is what the host takes
+to queue one: near the step's time, the host is what was measured.
 
 Variants run one after the other. After an error the processes end where torchrun has a restart
 left, and the new ones go on with the next variant. An error or a failed check gives exit status 1.
@@ -106,6 +108,18 @@ def memory(world: World, what: str) -> list[int] | None:
     return world.exchange(getattr(torch.cuda, what)()) if world.cuda else None
 
 
+def retries(world: World) -> int:
+    """How often the allocator had to free what it kept, which stalls the device."""
+    return torch.cuda.memory_stats()["num_alloc_retries"] if world.cuda else 0
+
+
+def most_over_mean(model: stacks.Decoder) -> float | None:
+    """Rows of the most loaded expert of any block over the mean; None where nobody counts."""
+    counts = torch.stack([block.moe.tokens_per_expert for block in model.blocks]).float()
+    over = (counts.amax(1) / counts.mean(1)).max().item()
+    return round(over, 3) if over == over else None
+
+
 def measure(world: World, s: Stack, name: str, options: argparse.Namespace) -> dict[str, Any]:
     if world.cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -114,12 +128,17 @@ def measure(world: World, s: Stack, name: str, options: argparse.Namespace) -> d
     first = training.step()
     for _ in range(WARMUP - 1):
         training.step()
+    gc.collect()
+    gc.freeze()  # a collection would fall into a step
     world.barrier()
+    retried, began = retries(world), time.perf_counter()
     marks = [mark(world)]
     for _ in range(options.steps):
         last = training.step()
         marks.append(mark(world))
+    host = 1e3 * (time.perf_counter() - began) / options.steps
     world.barrier()
+    gc.unfreeze()
     slower = world.most(milliseconds(marks))
     step = statistics.median(slower)
     steps = (round(ms, 3) for ms in (step, min(slower), max(slower)))
@@ -129,6 +148,9 @@ def measure(world: World, s: Stack, name: str, options: argparse.Namespace) -> d
         "step_ms": dict(zip(("median", "least", "most"), steps, strict=True)),
         "tokens_per_s_and_gpu": round(rate, 1),
         "mfu": float(f"{rate * s.flops_of_token / (1e12 * options.peak_tflops):.4g}"),
+        "host_ms": round(max(world.exchange(host)), 3),
+        "allocator_retries": sum(world.exchange(retries(world) - retried)),
+        "experts_most_over_mean": most_over_mean(training.model),
         "bytes_before": before,
         "peak_bytes": memory(world, "max_memory_allocated"),
         "peak_reserved_bytes": memory(world, "max_memory_reserved"),
@@ -314,6 +336,9 @@ def main() -> int:
         options.json.unlink(missing_ok=True)
     elif options.json.exists():
         earlier = json.loads(options.json.read_text())["sections"]
+    made = {(stack, name) for stack, result in earlier.items() for name in result["variants"]}
+    if earlier and not {(s, v) for s in options.stacks for v in options.variants} - made:
+        return 1  # a check has failed: new processes have nothing to do
     world = World(options.device, options.small, options.steps)
     world.timer = None  # its 256 MiB
     receipt = two_gpus.Receipt(options.json, world, head(world, options))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch_experts import compiled, experts
 
 from sonicmoe import MoE
 
-STD = 0.02  # of all matrices at the start
+AGAIN: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing draws
 ROWS_OF_LOGITS = 2048  # at a time: those of a whole step would fill the device
 ROOM = 72e9  # of the 85e9 bytes of an 80 GB card; CUDA, NCCL and fragments take their part
 
@@ -126,9 +126,9 @@ class GroupedMM(MoE):
 #: Each makes the experts of a block. The last one shows how far the machine drifts.
 VARIANTS: dict[str, Callable[..., MoE]] = {
     "ours": MoE,
-    "preact": functools.partial(MoE, recompute="preact"),
-    "rounding": functools.partial(MoE, routing="token_rounding", rounding="nr"),
     "grouped_mm": GroupedMM,
+    "rounding": functools.partial(MoE, routing="token_rounding", rounding="nr"),
+    "preact": functools.partial(MoE, recompute="preact"),
     "again": MoE,
 }
 
@@ -157,13 +157,15 @@ class Block(nn.Module):
         self.attention = Attention(s)
         self.moe_norm = nn.RMSNorm(s.hidden, eps=1e-6)
         sizes = s.experts, s.top_k, s.hidden, s.intermediate
-        self.moe = make(*sizes, "swiglu", False, STD, layout="concatenated", losses={}, tile=s.tile)
+        self.moe = make(
+            *sizes, "swiglu", False, 0.02, layout="concatenated", losses={}, tile=s.tile
+        )
         self.again = s.checkpoint
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.again == "block":
-            return checkpoint(lambda x: self._experts(self._attention(x)), x, use_reentrant=False)
-        return self._experts(checkpoint(self._attention, x, use_reentrant=False))
+            return checkpoint(lambda x: self._experts(self._attention(x)), x, **AGAIN)
+        return self._experts(checkpoint(self._attention, x, **AGAIN))
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.attention(self.attention_norm(x))
@@ -187,7 +189,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         parts = (t.flatten(0, 1).split(ROWS_OF_LOGITS) for t in (self.norm(x), targets))
-        sums = [checkpoint(self._loss, *p, use_reentrant=False) for p in zip(*parts, strict=True)]
+        sums = [checkpoint(self._loss, *p, **AGAIN) for p in zip(*parts, strict=True)]
         return torch.stack(sums).sum() / targets.numel()
 
     def _loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -195,7 +197,11 @@ class Decoder(nn.Module):
 
 
 def sharded(s: Stack, make: Callable[..., MoE], mesh: DeviceMesh, device: torch.device) -> Decoder:
-    """Over the ranks of `mesh`, each of which draws its own part: none ever holds all weights."""
+    """Over the ranks of `mesh`, each of which draws its own part: none ever holds all weights.
+
+    Products keep the size of their input, and blocks add little to the embeddings: else all tokens
+    of a sequence become alike, and choose the same experts.
+    """
     with torch.device("meta"):
         model = Decoder(s, make)
     narrow = torch.bfloat16 if device.type == "cuda" else None
@@ -206,9 +212,12 @@ def sharded(s: Stack, make: Callable[..., MoE], mesh: DeviceMesh, device: torch.
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(mesh.get_local_rank())
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             own = parameter.to_local()
-            _ = own.fill_(1) if parameter.ndim == 1 else own.normal_(0, STD, generator=generator)
+            std = 1.0 if name.startswith("embedding") else own.shape[-1] ** -0.5
+            if name.endswith(("attention.out.weight", "c_proj.weight")):
+                std /= (2 * s.layers) ** 0.5
+            _ = own.fill_(1) if parameter.ndim == 1 else own.normal_(0, std, generator=generator)
         for block in model.blocks:
             block.moe.tokens_per_expert.zero_()
     return model

@@ -1,6 +1,7 @@
 """benchmarks/end_to_end.py on two gloo processes, and its arithmetic."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -17,7 +18,8 @@ import end_to_end  # noqa: E402
 import end_to_end_model as stacks  # noqa: E402
 
 FIELDS = set(
-    "step_ms tokens_per_s_and_gpu mfu bytes_before peak_bytes peak_reserved_bytes first_loss "
+    "step_ms tokens_per_s_and_gpu mfu host_ms allocator_retries experts_most_over_mean "
+    "bytes_before peak_bytes peak_reserved_bytes first_loss "
     "first_gradient_norm last_loss seconds".split()
 )
 # The program with experts with which rank 1 ends, and with some that raise.
@@ -34,7 +36,7 @@ def lost(*sizes, **options):
         os._exit(9)
     return stacks.MoE(*sizes, **options)
 
-stacks.VARIANTS |= {{"preact": lost, "rounding": refused}}
+stacks.VARIANTS |= {{"rounding": lost, "preact": refused}}
 sys.exit(end_to_end.main())
 """
 
@@ -66,8 +68,15 @@ def test_small(tmp_path):
         for got in variants.values():
             assert set(got) == FIELDS
             assert 0 < got["step_ms"]["least"] <= got["step_ms"]["median"] and got["mfu"] > 0
-            assert got["last_loss"] < got["first_loss"]
-        ours = variants["ours"]
+            # Tokens are random, and so are logits, of variance 1.
+            expected = math.log(stacks.SMALL[name].vocabulary) + 0.5
+            assert got["first_loss"] == pytest.approx(expected, rel=0.05)
+            assert got["last_loss"] == pytest.approx(expected, rel=0.05)
+            assert got["last_loss"] != got["first_loss"]
+            assert got["host_ms"] > 0 and got["allocator_retries"] == 0
+        ours, shape = variants["ours"], result["shape"]
+        assert 1 <= ours["experts_most_over_mean"] <= shape["experts"] / shape["top_k"]
+        assert variants["grouped_mm"]["experts_most_over_mean"] is None
         for what in ("first_loss", "first_gradient_norm", "last_loss"):
             # The same kernels in the same order of sums; other ones in fp32.
             assert ours[what] == variants["again"][what] == variants["preact"][what]
@@ -94,15 +103,15 @@ def test_errors(tmp_path):
     assert list(variants) == list(stacks.VARIANTS)
     for name in ("ours", "grouped_mm", "again"):
         assert set(variants[name]) == FIELDS, done.stdout
-    lost = variants["preact"]["error"]
+    lost = variants["rounding"]["error"]
     assert lost == end_to_end.NOT_ENDED or lost.startswith(end_to_end.LOST)
-    assert variants["rounding"]["error"] == "ValueError('there are no such experts')"
+    assert variants["preact"]["error"] == "ValueError('there are no such experts')"
     assert [c["name"] for c in content["sections"]["7B"]["checks"]] == [
         f"{name}, {what}"
         for name in ("grouped_mm", "again")
         for what in ("first_loss", "first_gradient_norm")
     ]
-    assert "2 failed: 7B, preact: error; 7B, rounding: error" in done.stdout
+    assert "2 failed: 7B, rounding: error; 7B, preact: error" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -123,6 +132,18 @@ def test_new_processes(count, error, ends, meets, monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda status: done.append(status))
     end_to_end.start_anew(world, error)
     assert done == ["meets"] * meets + [1] * ends
+
+
+def test_nothing_left(tmp_path, monkeypatch):
+    """After a failed check torchrun starts processes that find every variant done."""
+    receipt = tmp_path / "end_to_end.json"
+    done = {"variants": {name: {} for name in stacks.VARIANTS}}
+    receipt.write_text(json.dumps({"sections": dict.fromkeys(stacks.STACKS, done)}))
+    asked = {"json": receipt, "stacks": list(stacks.STACKS), "variants": list(stacks.VARIANTS)}
+    monkeypatch.setattr(end_to_end, "parsed", lambda: SimpleNamespace(**asked))
+    monkeypatch.setattr(end_to_end, "World", None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert end_to_end.main() == 1
 
 
 def test_what_fails():
@@ -176,7 +197,7 @@ def test_layers():
     "options, text",
     [
         (["--stacks", "7B,8B"], "--stacks: got '8B', allowed: 7B, Qwen3-30B-A3B"),
-        (["--variants", "fast"], "--variants: got 'fast', allowed: ours, preact, rounding,"),
+        (["--variants", "fast"], "--variants: got 'fast', allowed: ours, grouped_mm, rounding"),
         (["--sequences", "4096"], "--sequences: got 4096, allowed: "),
         ([], "WORLD_SIZE: "),
     ],
