@@ -361,7 +361,9 @@ TEST(Kernels, CudaRefusesABiasInWideTiles) {
     desc.activation = activation;
     EXPECT_NE(choose().kernel, nullptr) << choose().walk;
     desc.activation.limit = activation == Activation::situ_glu ? HUGE_VALF : 7;
-    if (activation != Activation::quick_geglu) EXPECT_NE(choose().kernel, nullptr);
+    if (activation != Activation::quick_geglu) {
+      EXPECT_NE(choose().kernel, nullptr);
+    }
   }
 }
 

@@ -17,15 +17,19 @@ std::string field(const char* key, const std::string& value, const char* end = "
 }
 
 std::string json(const DeviceInfo& info) {
-  return "{" + field("type", name(info.device.type)) + field("name", info.name) +
-         field("details", info.details) + field("reason", info.reason) +
-         "\"index\": " + std::to_string(info.device.index) +
-         ", \"usable\": " + (info.usable ? "true" : "false") + "}";
+  std::string json = "{";
+  json += field("type", name(info.device.type)) + field("name", info.name);
+  json += field("details", info.details) + field("reason", info.reason);
+  json += "\"index\": " + std::to_string(info.device.index);
+  json += info.usable ? ", \"usable\": true}" : ", \"usable\": false}";
+  return json;
 }
 
 std::string json(const KernelInfo& info) {
-  return "{" + field("op", info.op) + field("name", info.name) +
-         field("device", name(info.device), "") + "}";
+  std::string json = "{";
+  json += field("op", info.op) + field("name", info.name) + field("device", name(info.device), "");
+  json += '}';
+  return json;
 }
 
 template <class Info>

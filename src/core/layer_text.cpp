@@ -162,7 +162,9 @@ std::string to_string(const LayerDesc& desc) {
   std::string text;
   for (const Row& row : kRows) {
     const std::string value = row.write(desc);
-    if (value != row.write({})) text += (text.empty() ? "" : " ") + (row.key + ("=" + value));
+    if (value == row.write({})) continue;
+    if (!text.empty()) text += ' ';
+    text.append(row.key).append("=").append(value);
   }
   return text;
 }

@@ -43,7 +43,7 @@ std::vector<std::byte> as_index(const Longs& values) {
 
 Found run(const Given& given, IndexType type, bool checked) {
   const auto plan = make_plan(SegmentsDesc{given.rows, given.experts, type, given.expected_rows},
-                              kDevice, {.checked = checked});
+                              kDevice, {.checked = checked, .kernel = {}});
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   Arena arena(kDevice);
   SegmentsArgs args;
@@ -75,7 +75,9 @@ Found run(const Given& given, IndexType type, bool checked) {
   found.ends = arena.int32("ends");
   found.expert_order = arena.int32("expert_order");
   found.error_word = arena.int32("error_word")[0];
-  if (!kOnCpu && found.status.ok()) EXPECT_EQ(arena.int32("next_tile_counter"), Ints{0});
+  if (!kOnCpu && found.status.ok()) {
+    EXPECT_EQ(arena.int32("next_tile_counter"), Ints{0});
+  }
   return found;
 }
 
