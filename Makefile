@@ -43,7 +43,7 @@ device-build: build  ## what compiling the device files cost and gave; fails on 
 	python tools/check_machine_code.py build
 
 architectures: build  ## compile device files for the GPUs that the build leaves out; fails alike
-	python tools/check_architectures.py build $(FOLDER)
+	python tools/check_architectures.py build $(FOLDER) $(FOR)
 
 receipt-check: build  ## does a receipt (tools/gpu_check.py) still vouch for this build?
 	python tools/gpu_check.py verify build

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Compiles the device files of a build folder for the architectures that it leaves out.
 
-    tools/check_architectures.py BUILD            all of them, for 80, 100 and 120
-    tools/check_architectures.py BUILD FOLDER     those of src/cuda/FOLDER
+    tools/check_architectures.py BUILD               all of them, for 80, 100 and 120
+    tools/check_architectures.py BUILD FOLDER        those of src/cuda/FOLDER
+    tools/check_architectures.py BUILD FOLDER 80     for this architecture, or some
 
 Nothing is kept but what the compiler says, which check_device_build.py judges: spills, warnings,
 time and memory of each file and architecture. src/cuda/sm90 is for Hopper alone and is left out.
@@ -71,6 +72,10 @@ def check(build: Path, architectures: tuple[str, ...] = OTHERS, folder: str = ""
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        sys.exit("usage: check_architectures.py BUILD_FOLDER [FOLDER_OF_SRC_CUDA]")
-    sys.exit(check(Path(sys.argv[1]), folder="".join(sys.argv[2:])))
+    build, folder, *some = *sys.argv[1:], *[""] * (3 - len(sys.argv))
+    if not build or set(some) - set(OTHERS):
+        sys.exit(
+            "usage: check_architectures.py BUILD_FOLDER [FOLDER_OF_SRC_CUDA [ARCHITECTURE...]], "
+            f"ARCHITECTURE of {', '.join(OTHERS)}"
+        )
+    sys.exit(check(Path(build), tuple(some) or OTHERS, folder))

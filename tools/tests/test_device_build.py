@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,6 +81,12 @@ echo "$*" >>{tmp_path}/commands
     assert "1 compilations for 80" in capsys.readouterr().out
     assert check_architectures.check(tmp_path, ("80",), "sm80")
     capsys.readouterr()
+    tool = [sys.executable, check_architectures.__file__]
+    done = subprocess.run([*tool, tmp_path, "rows", "120"], capture_output=True, text=True)
+    assert done.returncode == 0 and "1 compilations for 120, none spills" in done.stdout
+    for wrong in ([], [tmp_path, "rows", "90"]):
+        done = subprocess.run([*tool, *wrong], capture_output=True, text=True)
+        assert done.returncode == 1 and "ARCHITECTURE of 80, 100, 120" in done.stderr
     failed, text = checked("rows/a.cu", "rows/bad.cu")
     assert failed and "rows/bad.cu sm_120: ?: 8 bytes spill stores" in text
     failed, text = checked("rows/gone.cu")
