@@ -16,11 +16,12 @@ backward. Then H and copies of X live for one block alone; with --checkpoint att
 keep what they need, and F.grouped_mm needs fewer layers. A step is forward, backward, clipping and
 AdamW. Tokens and weights are random, and no loss balances the experts, so that routing is that of a
 router before training, and losses say nothing about quality. The receipt has the rows of the most
-loaded expert over the mean.
+loaded expert over the mean, summed over the timed steps.
 
 MFU counts 6 FLOPs for each active weight and token, attention to half of the context, and nothing
 that is computed again. A step takes as long as on the slower rank. `host_ms` is what the host takes
-to queue one: near the step's time, the host is what was measured.
+to queue one. Well below the step's time, the host is no limit; near it, it may be, or it waits for
+a full queue.
 
 Variants run one after the other. After an error the processes end where torchrun has a restart
 left, and the new ones go on with the next variant. An error or a failed check gives exit status 1.
@@ -113,11 +114,11 @@ def retries(world: World) -> int:
     return torch.cuda.memory_stats()["num_alloc_retries"] if world.cuda else 0
 
 
-def most_over_mean(model: stacks.Decoder) -> float | None:
-    """Rows of the most loaded expert of any block over the mean; None where nobody counts."""
+def most_over_mean(model: stacks.Decoder) -> float:
+    """Rows of the most loaded expert of any block over the mean; 0 where nobody counts."""
     counts = torch.stack([block.moe.tokens_per_expert for block in model.blocks]).float()
-    over = (counts.amax(1) / counts.mean(1)).max().item()
-    return round(over, 3) if over == over else None
+    over = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
+    return round(over.max().item(), 3)
 
 
 def measure(world: World, s: Stack, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -128,17 +129,21 @@ def measure(world: World, s: Stack, name: str, options: argparse.Namespace) -> d
     first = training.step()
     for _ in range(WARMUP - 1):
         training.step()
+    for block in training.model.blocks:
+        block.moe.tokens_per_expert.zero_()
     gc.collect()
-    gc.freeze()  # a collection would fall into a step
-    world.barrier()
-    retried, began = retries(world), time.perf_counter()
-    marks = [mark(world)]
-    for _ in range(options.steps):
-        last = training.step()
-        marks.append(mark(world))
-    host = 1e3 * (time.perf_counter() - began) / options.steps
-    world.barrier()
-    gc.unfreeze()
+    gc.freeze()  # a collection in a step would look at all that there is
+    try:
+        world.barrier()
+        retried, began = retries(world), time.perf_counter()
+        marks = [mark(world)]
+        for _ in range(options.steps):
+            last = training.step()
+            marks.append(mark(world))
+        host = 1e3 * (time.perf_counter() - began) / options.steps
+        world.barrier()
+    finally:
+        gc.unfreeze()
     slower = world.most(milliseconds(marks))
     step = statistics.median(slower)
     steps = (round(ms, 3) for ms in (step, min(slower), max(slower)))
@@ -150,7 +155,7 @@ def measure(world: World, s: Stack, name: str, options: argparse.Namespace) -> d
         "mfu": float(f"{rate * s.flops_of_token / (1e12 * options.peak_tflops):.4g}"),
         "host_ms": round(max(world.exchange(host)), 3),
         "allocator_retries": sum(world.exchange(retries(world) - retried)),
-        "experts_most_over_mean": most_over_mean(training.model),
+        "experts_most_over_mean": max(world.exchange(most_over_mean(training.model))),
         "bytes_before": before,
         "peak_bytes": memory(world, "max_memory_allocated"),
         "peak_reserved_bytes": memory(world, "max_memory_reserved"),
@@ -282,6 +287,13 @@ def failures(sections: dict[str, dict]) -> list[str]:
     return made
 
 
+def told(failed: list[str], rank: int) -> int:
+    """The exit status."""
+    if rank == 0:
+        print("\n" + (f"{len(failed)} failed: {'; '.join(failed)}" if failed else "all passed"))
+    return 1 if failed else 0
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -338,7 +350,7 @@ def main() -> int:
         earlier = json.loads(options.json.read_text())["sections"]
     made = {(stack, name) for stack, result in earlier.items() for name in result["variants"]}
     if earlier and not {(s, v) for s in options.stacks for v in options.variants} - made:
-        return 1  # a check has failed: new processes have nothing to do
+        return told(failures(earlier), int(os.environ["RANK"]))  # nothing is left to do
     world = World(options.device, options.small, options.steps)
     world.timer = None  # its 256 MiB
     receipt = two_gpus.Receipt(options.json, world, head(world, options))
@@ -347,13 +359,12 @@ def main() -> int:
         if world.rank == 0:
             print(f"\n{stack}", flush=True)
         run_stack(world, receipt, stack, options)
-    failed = failures(receipt.content["sections"])
+    status = told(failures(receipt.content["sections"]), world.rank)
     if world.rank == 0:
-        print("\n" + (f"{len(failed)} failed: {'; '.join(failed)}" if failed else "all passed"))
         print(f"{options.json}, {time.perf_counter() - world.began:.0f} s", flush=True)
     world.exchange("done")  # torchrun ends the others when one has failed
     dist.destroy_process_group()
-    return 1 if failed else 0
+    return status
 
 
 if __name__ == "__main__":

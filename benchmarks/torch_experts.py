@@ -1,4 +1,4 @@
-"""Experts from PyTorch's own parts around F.grouped_mm, as fast as we could write them.
+"""Experts from PyTorch's own parts around F.grouped_mm, which ours are timed beside.
 
 Rows of a token are gathered and summed without atomics: the gradient of either is the other, and
 sums are in fp32. What is between the products is compiled on a GPU. Scores multiply A, which is

@@ -2,8 +2,9 @@
 """Breaks the sources in one way at a time and shows that each turns a test red.
 
 Works on copies of the tree in build-mutants, two at a time: a mutant mostly waits for one compiler.
-The tests that a mutant names must fail with it and pass without. Exit code 1 if a mutant survives, or if its pattern is not found exactly once: then
-the code has moved on, and the pattern has to follow.
+The tests that a mutant names must fail with it and pass without. Exit code 1 if a mutant survives,
+or if its pattern is not found exactly once: then the code has moved on, and the pattern has to
+follow.
 
 Usage: tools/mutants.py [WORD...]    only the mutants whose name contains a WORD
 """
@@ -405,8 +406,10 @@ def main(words):
 
     def turns_red(mutant: Mutant) -> bool:
         tree = free.get()
-        failed, seconds = try_out(mutant, tree)
-        free.put(tree)
+        try:
+            failed, seconds = try_out(mutant, tree)
+        finally:
+            free.put(tree)  # after an error, too: the other worker may wait for it
         verdict = f"red: {failed[0]}" if failed else f"SURVIVED: {mutant.test} passes"
         print(f"{mutant.name:40} {verdict}  ({seconds:.0f} s)", flush=True)
         return bool(failed)
