@@ -61,8 +61,8 @@ test-integrations: build  ## the frameworks' adapters, each beside its framework
 	@for name in $(FRAMEWORKS); do echo "=== $$name"; \
 	  .venv-$$name/bin/python -m pytest -q python/tests_integrations/$$name || exit 1; done
 
-# Long, and other tests run the same code over the same kinds of buffers. cpu_avx512 is cpu_avx512bf16
-# for fp32.
+# Long tests whose code other tests run over the same kinds of buffers. The kernels of cpu_avx512 are
+# those of cpu_avx512bf16, instantiated for fp32.
 UNSANITIZED = -AggregateAtLength.*:*.RowsOfOneTokenAreAlike/*:*.SeveralGroupsOfTiles/*:*.EveryActivationAndLayout/cpu_avx512_*:*/Layer.OperationsAgree*_f32:*/Layer.SameBits*_f32:*/Layer.PlainKernels*_f32
 
 sanitize: setup  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -70,7 +70,7 @@ def experts(
     row = torch.arange(len(order), device=x.device)
     rows_of_token = torch.empty_like(order).scatter_(0, order, row).view(ids.shape)
     h = F.grouped_mm(Gather.apply(x, tokens, rows_of_token), w1.mT, offs=ends)
-    # Each score moves once: in backward as in forward, where index_select would add.
+    # A score has one row, so that its gradient is a gather; that of index_select is an index_add.
     row_scores = Gather.apply(scores.reshape(-1, 1), order, rows_of_token.view(-1, 1)).flatten()
     y = F.grouped_mm(activated(h, row_scores), w2.mT, offs=ends)
     return Sum.apply(y, tokens, rows_of_token)

@@ -9,6 +9,7 @@ Nothing is kept but what the compiler says, which check_device_build.py judges: 
 time and memory of each file and architecture. src/cuda/sm90 is for Hopper alone and is left out.
 """
 
+import argparse
 import json
 import os
 import shlex
@@ -72,10 +73,12 @@ def check(build: Path, architectures: tuple[str, ...] = OTHERS, folder: str = ""
 
 
 if __name__ == "__main__":
-    build, folder, *some = *sys.argv[1:], *[""] * (3 - len(sys.argv))
-    if not build or set(some) - set(OTHERS):
-        sys.exit(
-            "usage: check_architectures.py BUILD_FOLDER [FOLDER_OF_SRC_CUDA [ARCHITECTURE...]], "
-            f"ARCHITECTURE of {', '.join(OTHERS)}"
-        )
-    sys.exit(check(Path(build), tuple(some) or OTHERS, folder))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", type=Path)
+    parser.add_argument("folder", nargs="?", default="", help="of src/cuda; default: all")
+    parser.add_argument("architectures", nargs="*", help=f"default: {' '.join(OTHERS)}")
+    options = parser.parse_args()
+    for architecture in options.architectures:
+        if architecture not in OTHERS:
+            parser.error(f"architectures: got {architecture}, allowed: {', '.join(OTHERS)}")
+    sys.exit(check(options.build, tuple(options.architectures) or OTHERS, options.folder))
