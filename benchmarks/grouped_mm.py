@@ -80,7 +80,7 @@ class Layer:
 
 
 def measure(thiek: list[int], options: argparse.Namespace) -> dict[str, Any]:
-    torch._dynamo.reset()  # compiled code is that of a shape; of a few it keeps any
+    torch._dynamo.reset()  # a function compiled for eight shapes runs the next one uncompiled
     layer = Layer(thiek, options.device)
     layer.check()
     timer: Callable = DeviceTimer(SLEEP) if options.device == "cuda" else HostTimer()

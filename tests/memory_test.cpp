@@ -121,7 +121,7 @@ TEST(Memory, CallsDoNotAllocate) {
 
 TEST(Memory, CallsOfExpertsAloneDoNotAllocate) {
   for (const char* name : {"rows/after_down-bias-hostile/f32", "rows/before_down/bf16"}) {
-    ExpertsCall call(make_problem(*find_case(name)), {}, {.threads = 2, .kernel = {}});
+    ExpertsCall call(make_problem(*find_case(name)), {}, {.threads = 2});
     ASSERT_TRUE(call.run_forward().ok() && call.run_backward().ok());
     const std::size_t before = allocations;
     const Status forward = call.run_forward(), backward = call.run_backward();

@@ -187,7 +187,7 @@ struct Options {
   /// or architecture ("sm90"). It binds those operations of a plan that have such an entry.
   /// make_plan returns `unsupported` if none has, or if the entry rejects the descriptor. Empty:
   /// the first entry that neither rejects nor defers (see explain()).
-  std::string kernel;
+  std::string kernel = {};
 };
 
 SONICMOE_API const char* name(DType value) noexcept;        ///< "bf16"; "?" if unknown

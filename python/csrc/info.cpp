@@ -17,19 +17,19 @@ std::string field(const char* key, const std::string& value, const char* end = "
 }
 
 std::string json(const DeviceInfo& info) {
-  std::string json = "{";
-  json += field("type", name(info.device.type)) + field("name", info.name);
-  json += field("details", info.details) + field("reason", info.reason);
-  json += "\"index\": " + std::to_string(info.device.index);
-  json += info.usable ? ", \"usable\": true}" : ", \"usable\": false}";
-  return json;
+  std::string text = "{";
+  text += field("type", name(info.device.type)) + field("name", info.name);
+  text += field("details", info.details) + field("reason", info.reason);
+  text += "\"index\": " + std::to_string(info.device.index);
+  text += info.usable ? ", \"usable\": true}" : ", \"usable\": false}";
+  return text;
 }
 
 std::string json(const KernelInfo& info) {
-  std::string json = "{";
-  json += field("op", info.op) + field("name", info.name) + field("device", name(info.device), "");
-  json += '}';
-  return json;
+  std::string text = "{";
+  text += field("op", info.op) + field("name", info.name) + field("device", name(info.device), "");
+  text += '}';
+  return text;
 }
 
 template <class Info>

@@ -43,7 +43,7 @@ std::vector<std::byte> as_index(const Longs& values) {
 
 Found run(const Given& given, IndexType type, bool checked) {
   const auto plan = make_plan(SegmentsDesc{given.rows, given.experts, type, given.expected_rows},
-                              kDevice, {.checked = checked, .kernel = {}});
+                              kDevice, {.checked = checked});
   EXPECT_TRUE(plan.ok()) << plan.status().message();
   Arena arena(kDevice);
   SegmentsArgs args;
