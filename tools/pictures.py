@@ -58,30 +58,30 @@ def activation_memory(receipt: dict[str, Any]) -> bytes:
     return _bytes(figure)
 
 
-def throughput(receipt: dict[str, Any], grouped_mm: dict[str, Any] | None) -> bytes:
-    """TFLOP/s of forward and backward over the published shapes."""
+def throughput(receipt: dict[str, Any], grouped_mm: dict[str, Any]) -> bytes:
+    """TFLOP/s of forward and backward over the published shapes, a chip and run by color."""
     figure, axes = _plot(2, (7.2, 5.0))
     at = {(row["config"], row["what"]): row for row in receipt["bench"]}
+    beside = {row["config"]: row for row in grouped_mm["rows"]}
     configs = [name for name, what in at if what == "forward" and name != "small"]
+    chip, other = (of["device"].removeprefix("NVIDIA ").split()[0] for of in (receipt, grouped_mm))
     for panel, what in zip(axes.flat, ("forward", "backward"), strict=True):
         rows = [at[config, what] for config in configs]
-        bars = {
-            f"dense bound, {receipt['device']}": [
-                row["tflops"] * row["ms"] / row["dense_bound_ms"] for row in rows
-            ],
-            f"sonicmoe, {receipt['device']}": [row["tflops"] for row in rows],
-        }
-        if grouped_mm is not None:
-            others = {row["config"]: row[f"grouped_mm_{what}_tflops"] for row in grouped_mm["rows"]}
-            title = f"torch grouped_mm, {grouped_mm['device']}"
-            bars[title] = [others.get(config, 0.0) for config in configs]
+        bars = [
+            (f"dense bound, {chip}", "0.75",
+             [row["tflops"] * row["ms"] / row["dense_bound_ms"] for row in rows]),
+            (f"sonicmoe, {chip}", "C0", [row["tflops"] for row in rows]),
+            (f"sonicmoe, {other}", "C9",
+             [beside[config][f"sonicmoe_{what}_tflops"] for config in configs]),
+            (f"torch grouped_mm, {other}", "C1",
+             [beside[config][f"grouped_mm_{what}_tflops"] for config in configs]),
+        ]  # fmt: skip
         width = 0.8 / len(bars)
-        colors = ("0.75", "C0", "C1")
-        for i, (title, values) in enumerate(bars.items()):
+        for i, (title, color, values) in enumerate(bars):
             places = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(configs))]
-            panel.bar(places, values, width, label=title, color=colors[i])
+            panel.bar(places, values, width, label=title, color=color)
         panel.set_ylabel(f"{what}, TFLOP/s")
         panel.set_xticks(range(len(configs)), [name.replace("-", "\n") for name in configs])
         panel.set_ylim(0, 900)
-        panel.legend(fontsize=7, ncols=3, loc="upper left")
+        panel.legend(fontsize=7, ncols=4, loc="upper left")
     return _bytes(figure)

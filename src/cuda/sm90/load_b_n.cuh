@@ -8,7 +8,7 @@ namespace sonicmoe::cuda {
 
 /// B with N contiguous: chunks of 64 columns, each two boxes of {64 columns, 32 k}. A chunk behind
 /// the one at column `last` loads that one again. The copy engine would fill it with zeros, which
-/// all multiprocessors together get at some 700 GB/s (docs/findings/past-the-end.md).
+/// all multiprocessors together get at some 700 GB/s (docs/findings/archive/past-the-end.md).
 template <int kTileN, class Share>
 __device__ __forceinline__ void load_b_n(std::uint32_t stage, const Barrier& full,
                                          const Share& share, const CUtensorMap* map, int column,

@@ -24,7 +24,7 @@ requires(!Traits::kRowsAreM) __device__ __forceinline__
   const int column = (tile.n_block - half * p.extents.n_half) * kTileN;
   const int row = tile.first_row + block * kTileK;
   // Chunks past the end load zeros here: where no tile reaches past the end, a limit costs 0.2 % of
-  // wide tiles and 3 % of narrow ones (docs/findings/past-the-end.md).
+  // wide tiles and 3 % of narrow ones (docs/findings/archive/past-the-end.md).
   load_b_n<kTileN>(shared_address(memory.stages[stage].b), full, share, &p.b.maps[half], column,
                    INT_MAX, row, 0);
   if constexpr (!Traits::kGathers) {
