@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 import token_rounding_report  # noqa: E402
 
-from sonicmoe import functional  # noqa: E402
+from sonicmoe import MoE, functional  # noqa: E402
 from sonicmoe._check import ROUNDING_RULES  # noqa: E402
 
 #: Hidden, intermediate and K of each sweep, and its numbers of experts.
@@ -78,12 +78,22 @@ class Layer:
 
         self.x = normal(0.2, tokens, hidden)
         self.dout = normal(0.2, tokens, hidden)
-        self.router_w = normal(0.02, experts, hidden)
-        self.w1 = normal(0.02, experts, 2 * intermediate, hidden)
-        self.w2 = normal(0.02, experts, hidden, intermediate)
-        leaves = self.x, self.router_w, self.w1, self.w2
-        for leaf in leaves:
-            leaf.requires_grad_()
+        sizes = experts, self.top_k, hidden, intermediate
+        with torch.device(device):
+            top_k, rounding = (
+                MoE(*sizes, "swiglu", False, 0.02, losses={}, **options)
+                for options in ({}, dict(routing="token_rounding", rounding=rule, tile=self.tile))
+            )
+        for name, size in (
+            ("router", (experts, hidden)),
+            ("c_fc", (experts, 2 * intermediate, hidden)),
+            ("c_proj", (experts, hidden, intermediate)),
+        ):
+            weight = torch.nn.Parameter(normal(0.02, *size))
+            for moe in (top_k, rounding):
+                moe.get_submodule(name).weight = weight
+        self.router_w, self.w1, self.w2 = top_k.parameters()
+        self.x.requires_grad_()
         with torch.no_grad():
             logits = F.linear(self.x, self.router_w)
             weights, self.ids = functional.route(logits, self.top_k)
@@ -92,8 +102,8 @@ class Layer:
         with_router = self.x, self.router_w, self.w1, self.w2
         without = self.x, self.w1, self.w2
         self.variants = {
-            ("top_k", "with_router"): (self._top_k, with_router),
-            (rule, "with_router"): (self._rounding, with_router),
+            ("top_k", "with_router"): (lambda: top_k(self.x)[0], with_router),
+            (rule, "with_router"): (lambda: rounding(self.x)[0], with_router),
             ("top_k", "experts"): (self._given_top_k, (*without, self.weights)),
             (rule, "experts"): (self._given_rounding, (*without, self.scores)),
         }
@@ -101,19 +111,9 @@ class Layer:
     def _rounded(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return functional.token_rounding(logits, self.top_k, rule=self.rule, tile=self.tile)
 
-    def _top_k(self) -> torch.Tensor:
-        of_experts = self.w1, None, self.w2, None
-        return functional.moe_TC_softmax_topk_layer(self.x, self.router_w, *of_experts, self.top_k)[
-            0
-        ]
-
     def _routed(self, scores: torch.Tensor, *lists: torch.Tensor) -> torch.Tensor:
         of_experts = self.w1, None, self.w2, None
         return functional.moe_general_routing_inputs(self.x, scores, *lists, *of_experts)[0]
-
-    def _rounding(self) -> torch.Tensor:
-        scores, *lists, _ = self._rounded(F.linear(self.x, self.router_w))
-        return self._routed(scores, *lists)
 
     def _given_top_k(self) -> torch.Tensor:
         return functional.experts(self.x, self.ids, self.weights, self.w1, self.w2)[0]

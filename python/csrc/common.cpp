@@ -141,6 +141,10 @@ void check_router_tensor(const char* argument, const OptionalTensor& tensor, boo
   if (tensor) check_tensor(argument, *tensor, like, ScalarType::Float, {experts}, "(E)");
 }
 
+void check_draws(const Tensor& draws, const Tensor& like) {
+  check_tensor("draws", draws, like, ScalarType::Long, {2}, "(seed, offset)");
+}
+
 void check_alignment(const char* argument, const Tensor& tensor) {
   if (is_aligned(tensor)) return;
   check(Status::error(StatusCode::invalid_argument,

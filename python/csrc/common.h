@@ -38,6 +38,9 @@ void check_tensor(const char* argument, const Tensor& tensor, const Tensor& like
 void check_router_tensor(const char* argument, const OptionalTensor& tensor, bool option,
                          const Tensor& like, std::int64_t experts);
 
+/// Throws ValueError unless the tensor is seed and offset (2) int64 of token rounding's draws.
+void check_draws(const Tensor& draws, const Tensor& like);
+
 /// Throws ValueError unless the tensor starts at a multiple of 16 bytes, as the library wants it on
 /// CUDA. It checks that too, but under its own names and not before it needs the tensor.
 void check_alignment(const char* argument, const Tensor& tensor);
@@ -80,6 +83,10 @@ const T* input(const Tensor& tensor) {
 template <class T>
 const T* input(const OptionalTensor& tensor) {
   return tensor ? input<T>(*tensor) : nullptr;
+}
+/// Seed and offset of token rounding's draws, in device memory; null: 0 and 0.
+inline const std::uint64_t* draws_of(const OptionalTensor& draws) {
+  return reinterpret_cast<const std::uint64_t*>(input<std::int64_t>(draws));
 }
 /// Where to write a tensor.
 template <class T>

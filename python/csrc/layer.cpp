@@ -14,11 +14,6 @@ LayerDesc describe(const std::string& layer, const Tensor& x, const OptionalTens
                    const Tensor& w2, bool bias, const MainGrads& main_grads) {
   check_dims("x", x, 2, "(T, d)");
   LayerDesc desc = options_of(layer);
-  if (desc.rounding.tile != 0) {
-    check(Status::error(StatusCode::invalid_argument,
-                        "rounding_tile: got %lld, allowed: 0 (token_rounding makes lists)",
-                        static_cast<long long>(desc.rounding.tile)));
-  }
   describe_experts(&desc.experts, "x", x, w1_up, w2, bias, main_grads);
   desc.tokens = x.size(0);
   desc.router.experts = w2.size(0);
@@ -29,7 +24,10 @@ LayerDesc describe(const std::string& layer, const Tensor& x, const OptionalTens
 /// missing.
 struct RouterTensors {
   OptionalTensor logit_bias = {}, selection_bias = {}, expert_scale = {};  // (E)
+  OptionalTensor draws = {};  // seed and offset (2) int64, optional; with rounding_tile
 };
+
+bool rounds(const LayerDesc& desc) { return desc.rounding.tile != 0; }
 
 /// A router's weights in fp32 beside another x make the logits fp32 too.
 void describe_router_w(LayerDesc* desc, const Tensor& x, const Tensor& router_w) {
@@ -55,6 +53,12 @@ class Inputs : public ExpertInputs {
     router_tensor("logit_bias", tensors.logit_bias, desc_.router.logit_bias);
     router_tensor("selection_bias", tensors.selection_bias, desc_.router.selection_bias);
     expert_scale(tensors.expert_scale);
+    if (!tensors.draws) return;
+    if (!rounds(desc_)) {
+      check(Status::error(StatusCode::invalid_argument,
+                          "draws: got a tensor, allowed: None, for rounding_tile is 0"));
+    }
+    check_draws(*tensors.draws, x());
   }
   void expert_scale(const OptionalTensor& tensor) const {
     router_tensor("expert_scale", tensor, desc_.router.expert_scale);
@@ -89,6 +93,19 @@ Tensor router_gradient(const Tensor& x, const LayerDesc& desc, bool option) {
 float* output_if(const Tensor& tensor, bool wanted) {
   return wanted ? output<float>(tensor) : nullptr;
 }
+
+/// The choices of each expert, which losses want, and the rows of each after rounding.
+struct Counts {
+  Counts(const Tensor& x, const LayerDesc& desc)
+      : chosen(empty(x, {desc.router.experts}, ScalarType::Int)),
+        rounded(empty(x, {rounds(desc) ? desc.router.experts : 0}, ScalarType::Int)) {}
+  void add_to(ForwardArgs* args, const LayerDesc& desc) const {
+    args->counts = output<std::int32_t>(rounds(desc) ? rounded : chosen);
+    args->frequency = rounds(desc) ? output<std::int32_t>(chosen) : nullptr;
+  }
+  Tensor chosen;   // (E)
+  Tensor rounded;  // (E), empty without rounding
+};
 
 Tensor empty_routing(const Tensor& x, const LayerPlan& plan) {
   return empty(x, {Inputs::routing_ints(plan)}, ScalarType::Int);
@@ -154,30 +171,31 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
   const OptionalTensor logits = aligned(given.logits);
 
   const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
-  const Tensor counts = empty(x, {desc.router.experts}, ScalarType::Int);
+  const Counts counts(x, desc);
   const Tensor preact = empty_preact(x, desc.grouped());
   const Tensor routing = empty_routing(x, plan);
-  check(plan.forward({.x = input<void>(x),
-                      .selection_bias = input<float>(given.router.selection_bias),
-                      .expert_scale = input<float>(given.router.expert_scale),
-                      .w1 = input<void>(w1),
-                      .w1_up = input<void>(w1_up),
-                      .b1 = input<void>(b1),
-                      .b1_up = input<void>(b1_up),
-                      .w2 = input<void>(w2),
-                      .b2 = input<void>(b2),
-                      .given_logits = input<void>(logits),
-                      .given_ids = input<std::int32_t>(given.ids),
-                      .given_weights = input<float>(given.weights),
-                      .list_tokens = input<std::int32_t>(given.token_ids),
-                      .list_experts = input<std::int32_t>(given.expert_ids),
-                      .list_scores = input<float>(given.scores),
-                      .o = output<void>(o),
-                      .counts = output<std::int32_t>(counts),
-                      .preact = output<void>(preact),
-                      .routing = output<void>(routing)},
-                     Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
-  return {o, counts, preact, routing};
+  ForwardArgs args{.x = input<void>(x),
+                   .selection_bias = input<float>(given.router.selection_bias),
+                   .expert_scale = input<float>(given.router.expert_scale),
+                   .w1 = input<void>(w1),
+                   .w1_up = input<void>(w1_up),
+                   .b1 = input<void>(b1),
+                   .b1_up = input<void>(b1_up),
+                   .w2 = input<void>(w2),
+                   .b2 = input<void>(b2),
+                   .given_logits = input<void>(logits),
+                   .given_ids = input<std::int32_t>(given.ids),
+                   .given_weights = input<float>(given.weights),
+                   .list_tokens = input<std::int32_t>(given.token_ids),
+                   .list_experts = input<std::int32_t>(given.expert_ids),
+                   .list_scores = input<float>(given.scores),
+                   .draws = draws_of(given.router.draws),
+                   .o = output<void>(o),
+                   .preact = output<void>(preact),
+                   .routing = output<void>(routing)};
+  counts.add_to(&args, desc);
+  check(plan.forward(args, Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
+  return {o, counts.chosen, preact, routing};
 }
 
 /// Which gradients a backward is asked for, and memory for dH.
@@ -250,7 +268,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
     std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
     OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
-    OptionalTensor logit_bias, OptionalTensor selection_bias, OptionalTensor expert_scale) {
+    OptionalTensor logit_bias, OptionalTensor selection_bias, OptionalTensor expert_scale,
+    OptionalTensor draws) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
   describe_router_w(&desc, x, router_w);
@@ -259,34 +278,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
   const Inputs inputs(desc, x);
   inputs.rows("x", x);
   inputs.router_w(router_w);
-  inputs.of_router({logit_bias, selection_bias, expert_scale});
+  inputs.of_router({logit_bias, selection_bias, expert_scale, draws});
   inputs.weights(w1, w1_up, w2, main_grads);
   inputs.biases(b1, b1_up, b2);
   align(&x, &router_w, &b1, &b1_up, &b2);
 
   const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
   const Tensor logits = empty(x, {desc.tokens, desc.router.experts}, inputs.logits_dtype());
-  const Tensor counts = empty(x, {desc.router.experts}, ScalarType::Int);
+  const Counts counts(x, desc);
   const Tensor preact = empty_preact(x, desc.grouped());
   const Tensor routing = empty_routing(x, plan);
-  check(plan.forward({.x = input<void>(x),
-                      .router_w = input<void>(router_w),
-                      .logit_bias = input<float>(logit_bias),
-                      .selection_bias = input<float>(selection_bias),
-                      .expert_scale = input<float>(expert_scale),
-                      .w1 = input<void>(w1),
-                      .w1_up = input<void>(w1_up),
-                      .b1 = input<void>(b1),
-                      .b1_up = input<void>(b1_up),
-                      .w2 = input<void>(w2),
-                      .b2 = input<void>(b2),
-                      .o = output<void>(o),
-                      .logits = output<void>(logits),
-                      .counts = output<std::int32_t>(counts),
-                      .preact = output<void>(preact),
-                      .routing = output<void>(routing)},
-                     Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
-  return {o, logits, counts, preact, routing};
+  ForwardArgs args{.x = input<void>(x),
+                   .router_w = input<void>(router_w),
+                   .logit_bias = input<float>(logit_bias),
+                   .selection_bias = input<float>(selection_bias),
+                   .expert_scale = input<float>(expert_scale),
+                   .w1 = input<void>(w1),
+                   .w1_up = input<void>(w1_up),
+                   .b1 = input<void>(b1),
+                   .b1_up = input<void>(b1_up),
+                   .w2 = input<void>(w2),
+                   .b2 = input<void>(b2),
+                   .draws = draws_of(draws),
+                   .o = output<void>(o),
+                   .logits = output<void>(logits),
+                   .preact = output<void>(preact),
+                   .routing = output<void>(routing)};
+  counts.add_to(&args, desc);
+  check(plan.forward(args, Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
+  return {o, logits, counts.chosen, preact, routing};
 }
 
 LayerGradients layer_backward(Tensor dout, OptionalTensor dlogits, Tensor x, Tensor router_w,
@@ -411,11 +431,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
     Tensor x, Tensor logits, OptionalTensor ids, Tensor w1, OptionalTensor b1, Tensor w2,
     OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
     OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
-    OptionalTensor selection_bias, OptionalTensor expert_scale) {
+    OptionalTensor selection_bias, OptionalTensor expert_scale, OptionalTensor draws) {
   const MainGrads main_grads{w1_main_grad, w1_up_main_grad, w2_main_grad};
   LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), main_grads);
   score_by_logits(&desc, ids.has_value());
-  const RouterTensors router{.selection_bias = selection_bias, .expert_scale = expert_scale};
+  const RouterTensors router{
+      .selection_bias = selection_bias, .expert_scale = expert_scale, .draws = draws};
   return given_forward(desc, {.logits = logits, .ids = ids, .router = router}, x, w1, b1, w2, b2,
                        w1_up, b1_up, main_grads);
 }

@@ -8,7 +8,8 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "layer_forward(Tensor x, Tensor router_w, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
       "str layer, Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
       "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None, "
-      "Tensor? logit_bias=None, Tensor? selection_bias=None, Tensor? expert_scale=None) -> "
+      "Tensor? logit_bias=None, Tensor? selection_bias=None, Tensor? expert_scale=None, "
+      "Tensor? draws=None) -> "
       "(Tensor o, Tensor logits, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "layer_backward(Tensor dout, Tensor? dlogits, Tensor x, Tensor router_w, Tensor w1, "
@@ -56,7 +57,7 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
       "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
       "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None, "
-      "Tensor? selection_bias=None, Tensor? expert_scale=None) -> "
+      "Tensor? selection_bias=None, Tensor? expert_scale=None, Tensor? draws=None) -> "
       "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
       "logits_backward(Tensor dout, Tensor x, Tensor? logits, bool has_ids, "

@@ -30,12 +30,14 @@ using LogitsGradients =
 /// w1_up and b1_up the up rows. Transposed layouts have w1 (E, d, W) and w2 (E, n, d). logit_bias,
 /// selection_bias and expert_scale (E) float32 belong to the options of those names in `layer`.
 /// router_w may be float32 beside a 16-bit x: then the logits are float32 too, as they are with
-/// f32_logits.
+/// f32_logits. With rounding_tile the layer rounds, R is rounded_capacity(), and counts are those
+/// before rounding; draws: seed and offset, (2) int64.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
     Tensor x, Tensor router_w, Tensor w1, OptionalTensor b1, Tensor w2, OptionalTensor b2,
     std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
     OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
-    OptionalTensor logit_bias, OptionalTensor selection_bias, OptionalTensor expert_scale);
+    OptionalTensor logit_bias, OptionalTensor selection_bias, OptionalTensor expert_scale,
+    OptionalTensor draws);
 
 /// dx, drouter_w, dw1, db1, dw2, db2, dw1_up, db1_up, dlogit_bias, dexpert_scale. The bias
 /// gradients are empty without biases, those of `up` without w1_up, and the last two without their
@@ -88,12 +90,12 @@ Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Ten
 
 /// Logits (T, E) of the caller, float32 with f32_logits; ids (T, K) int32 too, unless the layer is
 /// to choose. `layer` has the router's options, with top_k. o (T, d), counts (E) int32, preact (R,
-/// W), routing.
+/// W), routing. rounding_tile and draws as above.
 std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
     Tensor x, Tensor logits, OptionalTensor ids, Tensor w1, OptionalTensor b1, Tensor w2,
     OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
     OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad,
-    OptionalTensor selection_bias, OptionalTensor expert_scale);
+    OptionalTensor selection_bias, OptionalTensor expert_scale, OptionalTensor draws);
 
 /// dx, dlogits (T, E), the gradients of weights and biases as above, and dexpert_scale. logits:
 /// where RouterDesc::reaches_all_experts(). has_ids: whether forward got ids.

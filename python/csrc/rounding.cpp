@@ -17,16 +17,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(Tensor logits,
   const auto plan = plans.get(desc, logits);
   check_tensor("logits", logits, logits, logits.scalar_type(), {desc.tokens, desc.experts},
                "(T, E)");
-  if (draws) check_tensor("draws", *draws, logits, ScalarType::Long, {2}, "(seed, offset)");
+  if (draws) check_draws(*draws, logits);
   logits = aligned(logits);
-  const std::int64_t* state = input<std::int64_t>(draws);
   const Tensor scores = empty(logits, {desc.capacity()}, ScalarType::Float);
   const Tensor token_ids = empty(logits, {desc.capacity()}, ScalarType::Int);
   const Tensor expert_ids = empty(logits, {desc.capacity()}, ScalarType::Int);
   const Tensor counts = empty(logits, {desc.experts}, ScalarType::Int);
   const Tensor frequency = empty(logits, {desc.experts}, ScalarType::Int);
   check(plan.run({.logits = input<void>(logits),
-                  .draws = draws ? reinterpret_cast<const std::uint64_t*>(state) : nullptr,
+                  .draws = draws_of(draws),
                   .scores = output<float>(scores),
                   .token_ids = output<std::int32_t>(token_ids),
                   .expert_ids = output<std::int32_t>(expert_ids),

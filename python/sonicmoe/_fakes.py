@@ -28,6 +28,19 @@ def _is_softmax(options: dict[str, str]) -> bool:
     return options.get("router_score", "softmax") == "softmax"
 
 
+def _rounds(options: dict[str, str]) -> bool:
+    return int(options.get("rounding_tile", 0)) != 0
+
+
+def row_capacity(options: dict[str, str], tokens: int, experts: int) -> int:
+    """The row capacity R of a layer that chooses, as RoutingDesc::row_capacity()."""
+    chosen = tokens * int(options.get("top_k", 0))
+    if not _rounds(options):
+        return chosen
+    grown = chosen + torch.sym_min(experts, chosen) * (int(options["rounding_tile"]) - 1)
+    return torch.sym_min(tokens * experts, grown)
+
+
 def _reaches_all_experts(options: dict[str, str]) -> bool:
     """Whether a gradient needs the logits of all experts, as RouterDesc::reaches_all_experts()."""
     if not _is_softmax(options) or options.get("router_order") != "score_then_select":
@@ -45,7 +58,7 @@ class Kept(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def kept(layer: str) -> Kept:
     options = options_of(layer)
-    return Kept(recomputes(options), _reaches_all_experts(options))
+    return Kept(recomputes(options), _rounds(options) or _reaches_all_experts(options))
 
 
 def _keeps_probabilities(options: dict[str, str]) -> bool:
@@ -70,9 +83,11 @@ def _outputs(weights, layer):
     return weights.shape[2 if transposed else 1]
 
 
-def _scored_ints(options):
-    """int32 of the routing block for each row that logits have scored."""
-    return 6 if _keeps_probabilities(options) else 5
+def _scored_ints(options, rows, tokens, experts):
+    """int32 of the routing block of a layer whose logits have scored its rows."""
+    if _rounds(options):
+        return 6 * rows + 2 * experts + tokens + 2
+    return (6 if _keeps_probabilities(options) else 5) * rows + 2 * experts + 1
 
 
 def _preact_width(w1, w1_up, layer):
@@ -84,13 +99,13 @@ def _preact_width(w1, w1_up, layer):
 def _layer_forward_fake(
     x, router_w, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
     w1_up=None, b1_up=None, w1_up_main_grad=None, logit_bias=None, selection_bias=None,
-    expert_scale=None,
+    expert_scale=None, draws=None,
 ):  # fmt: skip
     options = options_of(layer)
     inference = options.get("inference") == "true"
     tokens, experts = x.shape[0], router_w.shape[0]
-    rows = 0 if inference else tokens * int(options.get("top_k", 0))
-    routing = _scored_ints(options) * rows + 2 * experts + 1
+    rows = 0 if inference else row_capacity(options, tokens, experts)
+    routing = _scored_ints(options, rows, tokens, experts)
     logits_dtype = torch.float32 if options.get("f32_logits") == "true" else router_w.dtype
     return (
         _empty(x, *x.shape),
@@ -101,16 +116,16 @@ def _layer_forward_fake(
     )
 
 
-def _given_forward_fake(x, w1, layer, w1_up, rows, ints_a_row, ints):
-    """What the operators of a caller's routing return: `rows` (T*K or L), and a routing block of
-    `ints_a_row` int32 for each of them and `ints` more."""
+def _given_forward_fake(x, w1, layer, w1_up, rows, ints):
+    """What the operators of a caller's routing return: `rows` (R), and a routing block of `ints`
+    int32."""
     inference = options_of(layer).get("inference") == "true"
     experts = w1.shape[0]
     return (
         _empty(x, *x.shape),
         _empty(x, experts, dtype=torch.int32),
         _empty(x, 0 if inference else rows, _preact_width(w1, w1_up, layer)),
-        _empty(x, 0 if inference else ints_a_row * rows + ints, dtype=torch.int32),
+        _empty(x, 0 if inference else ints, dtype=torch.int32),
     )
 
 
@@ -118,8 +133,9 @@ def _routed_forward_fake(
     x, scores, token_ids, expert_ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None,
     w1_up=None, b1_up=None, w1_up_main_grad=None,
 ):  # fmt: skip
-    ints = 2 * w1.shape[0] + x.shape[0] + 2
-    return _given_forward_fake(x, w1, layer, w1_up, scores.shape[0], 4, ints)
+    rows = scores.shape[0]
+    ints = 4 * rows + 2 * w1.shape[0] + x.shape[0] + 2
+    return _given_forward_fake(x, w1, layer, w1_up, rows, ints)
 
 
 def _ids_forward_fake(
@@ -127,16 +143,17 @@ def _ids_forward_fake(
     b1_up=None, w1_up_main_grad=None,
 ):  # fmt: skip
     rows = x.shape[0] * ids.shape[1]
-    return _given_forward_fake(x, w1, layer, w1_up, rows, 3, 2 * w1.shape[0] + 1)
+    return _given_forward_fake(x, w1, layer, w1_up, rows, 3 * rows + 2 * w1.shape[0] + 1)
 
 
 def _logits_forward_fake(
     x, logits, ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None, w1_up=None,
-    b1_up=None, w1_up_main_grad=None, selection_bias=None, expert_scale=None,
+    b1_up=None, w1_up_main_grad=None, selection_bias=None, expert_scale=None, draws=None,
 ):  # fmt: skip
-    options = options_of(layer)
-    rows, ints_a_row = x.shape[0] * int(options.get("top_k", 0)), _scored_ints(options)
-    return _given_forward_fake(x, w1, layer, w1_up, rows, ints_a_row, 2 * w1.shape[0] + 1)
+    options, tokens, experts = options_of(layer), x.shape[0], w1.shape[0]
+    rows = row_capacity(options, tokens, experts)
+    ints = _scored_ints(options, rows, tokens, experts)
+    return _given_forward_fake(x, w1, layer, w1_up, rows, ints)
 
 
 def _expert_scale_fake(x, experts, expert_scale):
@@ -281,9 +298,7 @@ def _combine_fake(rows, slot_rows):
 def _token_rounding_fake(logits, draws, layer):
     options = options_of(layer)
     tokens, experts = logits.shape
-    chosen = tokens * int(options.get("top_k", 0))
-    grown = chosen + torch.sym_min(experts, chosen) * (int(options.get("rounding_tile", 0)) - 1)
-    capacity = torch.sym_min(tokens * experts, grown)
+    capacity = row_capacity(options, tokens, experts)
     return (
         _empty(logits, capacity, dtype=torch.float32),
         _empty(logits, capacity, dtype=torch.int32),

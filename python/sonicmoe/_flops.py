@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ._fakes import options_of, recomputes
+from ._fakes import options_of, recomputes, row_capacity
 
 
 def _chosen(given: dict[str, Any]) -> int:
-    return given["x"].shape[0] * int(options_of(given["layer"])["top_k"])
+    return row_capacity(options_of(given["layer"]), given["x"].shape[0], given["w1"].shape[0])
 
 
 #: Rows of each forward operator, of its arguments by name.

@@ -11,7 +11,7 @@ import torch
 from . import _check, _ops
 from ._autocast import autocast, autocasts, to_fp32
 from .enums import ActivationType
-from .router import Routing
+from .router import Rounding, Routing
 
 
 def _keeps_nothing(is_inference_mode: bool, *tensors: torch.Tensor | None) -> bool:
@@ -99,9 +99,11 @@ def topk_layer(
     top_k: int,
     routing: Routing,
     *of_experts: Any,
+    rounding: Rounding | None = None,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """o (T, d), logits (T, E) and counts (E) int32; `of_experts`, `named`: ExpertArgs."""
+    """o (T, d), logits (T, E) and counts (E) int32, those before rounding; `of_experts`, `named`:
+    ExpertArgs."""
     _ops.require()
     _check.integer("K", top_k)
     _check.tensors(x=x, router_w=router_w)
@@ -117,9 +119,15 @@ def topk_layer(
     f32 = x.dtype != torch.float32 and (f32 or router_w.dtype == torch.float32)
     of_router = routing[1:]
     x, experts = ExpertArgs(*of_experts, **named).checked(x, router_w, *of_router)
-    of_operator = experts.of_operator(routing.text(True, f32), top_k=int(top_k))
-    inputs = x.contiguous(), router_w, *of_operator, *map(_contiguous, of_router)
+    options, draws = _of_rounding(rounding)
+    of_operator = experts.of_operator(routing.text(True, f32), top_k=int(top_k), **options)
+    inputs = x.contiguous(), router_w, *of_operator, *map(_contiguous, of_router), draws
     return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)
+
+
+def _of_rounding(rounding: Rounding | None) -> tuple[dict[str, int | str], torch.Tensor | None]:
+    """The operators' options and draws."""
+    return ({}, None) if rounding is None else (rounding.options(), rounding.draws)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -168,9 +176,11 @@ def logits_layer(
     top_k: int,
     routing: Routing,
     *of_experts: Any,
+    rounding: Rounding | None = None,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o (T, d) and counts (E) int32 of logits (T, E), with ids (T, K) or without."""
+    """o (T, d) and counts (E) int32, those before rounding, of logits (T, E), with ids (T, K) or
+    without."""
     _ops.require()
     _check.integer("K", top_k)
     _check.tensors(x=x, logits=logits)
@@ -185,11 +195,10 @@ def logits_layer(
     _check.router_tensors(x, routing)
     router = routing.text(ids is None, logits.dtype == torch.float32 != x.dtype)
     given = logits.contiguous(), ids
-    of_router = _contiguous(routing.selection_bias), _contiguous(routing.expert_scale)
-    experts = ExpertArgs(*of_experts, **named)
-    return _given_layer(
-        _ops.logits_forward, x, given, experts, of_router, router=router, top_k=int(top_k)
-    )
+    options, draws = _of_rounding(rounding)
+    of_router = _contiguous(routing.selection_bias), _contiguous(routing.expert_scale), draws
+    experts, options = ExpertArgs(*of_experts, **named), {"top_k": int(top_k), **options}
+    return _given_layer(_ops.logits_forward, x, given, experts, of_router, router, **options)
 
 
 def _given_layer(
@@ -199,7 +208,7 @@ def _given_layer(
     experts: ExpertArgs,
     of_router: tuple[torch.Tensor | None, ...] = (),
     router: str = "",
-    **options: int,
+    **options: int | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An operator whose caller routes: `given` are its arguments behind x, `of_router` the last."""
     x, experts = experts.checked(x, *given, *of_router)

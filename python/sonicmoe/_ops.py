@@ -79,7 +79,7 @@ def _biases_again(layer, b1, b1_up):
 def _save_for_layer_backward(ctx, inputs, output):
     x, router_w, w1, b1, w2, b2, layer, *others = inputs
     w1_main_grad, w2_main_grad, w1_up, b1_up, w1_up_main_grad, *of_router = others
-    _, _, expert_scale = of_router
+    _, _, expert_scale, _ = of_router
     o, logits, counts, preact, routing = output
     kept_logits = logits if kept(layer).logits else None
     again = _biases_again(layer, b1, b1_up)
@@ -134,6 +134,7 @@ def _layer_backward(ctx, dout, dlogits, *_):
         dlogit_bias if 12 in asked else None,
         None,
         None if expert_scale is None else dexpert_scale,
+        None,
     )
 
 
@@ -208,7 +209,7 @@ def _ids_backward(ctx, dout, *_):
 
 
 def _save_for_logits_backward(ctx, inputs, output):
-    _, logits, ids, _, _, _, _, layer, *_, expert_scale = inputs
+    _, logits, ids, _, _, _, _, layer, *_, expert_scale, _ = inputs
     ctx.has_ids = ids is not None
     kept_logits = logits if kept(layer).logits else None
     _save_for_given_backward(ctx, inputs, output, 2, kept_logits, expert_scale)

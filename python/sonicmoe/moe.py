@@ -23,7 +23,7 @@ from ._router import (
 )
 from .enums import ActivationType, KernelBackendMoE, is_glu
 from .losses import LOSSES, checked_losses
-from .router import RouterConfig, Routing, resolve
+from .router import Rounding, RouterConfig, Routing, resolve
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor import DTensor
@@ -311,9 +311,9 @@ class MoE(nn.Module):
         experts, named, main_grads = self._experts(
             x, backend, kernel_backend_moe, is_inference_mode
         )
-        rounds = self.routing == "token_rounding" and self.training and not is_inference_mode
-        layer = self._rounded if rounds else self._top_k
-        out, logits, counts = layer(backend, x, experts, named)
+        if self.routing == "token_rounding" and self.training and not is_inference_mode:
+            named["rounding"] = self._rounding(x)
+        out, logits, counts = self._top_k(backend, x, experts, named)
         if main_grads is not None:
             main_grads.zero_before(out)
         return out, logits, counts
@@ -417,6 +417,13 @@ class MoE(nn.Module):
         bias = self.selection_bias
         return _as_fp32(bias.to_local() if _check.is_dtensor(bias) else bias)
 
+    def _rounding(self, x: torch.Tensor) -> Rounding:
+        # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
+        draws = None
+        if _check.draws("rounding", self.rounding):
+            draws = torch.randint(2**62, (2,), device=x.device)
+        return Rounding(_check.rounding_rule("rounding", self.rounding), int(self.tile), draws)
+
     def _top_k(
         self,
         backend: ModuleType,
@@ -424,7 +431,7 @@ class MoE(nn.Module):
         experts: tuple,
         named: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The output, the logits and the counts."""
+        """The output, the logits and the counts before rounding."""
         router, config = self._modules["router"], self.router_config
         plain = router if is_plain(router, (self.num_experts, self.hidden_size)) else None
         bias = None if plain is None else _check.local("router.bias", plain.bias, x)
@@ -444,33 +451,6 @@ class MoE(nn.Module):
         x = _check.local("x", x, x)
         out, counts = backend.logits_layer(x, logits, None, self.top_k, routing, *experts, **named)
         return out, logits, counts
-
-    def _rounded(
-        self,
-        backend: ModuleType,
-        x: torch.Tensor,
-        experts: tuple,
-        named: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The output, the logits and the counts before rounding."""
-        (x,) = autocast(x.contiguous())  # kept once, by the router and the experts
-        logits = self._logits(x)
-        x = _check.local("x", x, x)
-        # From the generator, so that manual_seed repeats a run and checkpointing repeats a layer.
-        draws = None
-        if _check.draws("rounding", self.rounding):
-            draws = torch.randint(2**62, (2,), device=x.device)
-        scores, token_ids, expert_ids, _, frequency = backend.token_rounding(
-            logits,
-            self.top_k,
-            self.rounding,
-            self.tile,
-            self.softmax_over_topk,
-            self.norm_topk_probs,
-            draws,
-        )
-        out, _ = backend.routed_layer(x, scores, token_ids, expert_ids, *experts, **named)
-        return out, logits, frequency
 
     def extra_repr(self) -> str:
         return (

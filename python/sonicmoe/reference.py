@@ -15,7 +15,7 @@ from . import _check
 from ._autocast import autocast
 from .enums import ActivationType, is_glu, parse_activation
 from .reference_routing import project, route, score_ids, token_rounding, wide_type
-from .router import RouterConfig, Routing, resolve
+from .router import Rounding, RouterConfig, Routing, resolve
 
 __all__ = [
     "experts",
@@ -129,8 +129,11 @@ def topk_layer(
     layout: str = "interleaved",
     w1_up: torch.Tensor | None = None,
     b1_up: torch.Tensor | None = None,
+    *,
+    rounding: Rounding | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """o (T, d), logits (T, E) and counts (E) int32; w1 (E, 2n or n, d), w2 (E, d, n).
+    """o (T, d), logits (T, E) and counts (E) int32, those before rounding; w1 (E, 2n or n, d), w2
+    (E, d, n).
 
     With the layout "separate" w1 (E, n, d) is the gate and w1_up (E, n, d) the up rows; the
     transposed ones have w1 (E, d, 2n or n) and w2 (E, n, d).
@@ -139,22 +142,8 @@ def topk_layer(
         x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
         f32_logits = routing.config.logits == "f32"
         logits = project(x, router_w, routing.logit_bias, f32_logits)
-        scores, ids = _route(logits, top_k, routing)
-        tokens = torch.arange(x.shape[0], device=x.device).repeat_interleave(top_k)
-        o, counts = _experts(
-            x,
-            tokens,
-            ids.flatten(),
-            scores.flatten(),
-            w1,
-            b1,
-            w2,
-            b2,
-            activation,
-            layout,
-            w1_up,
-            b1_up,
-        )
+        of_experts = w1, b1, w2, b2, activation, is_inference_mode, layout, w1_up, b1_up
+        o, counts = logits_layer(x, logits, None, top_k, routing, *of_experts, rounding=rounding)
     return o, logits, counts
 
 
@@ -204,9 +193,17 @@ def logits_layer(
     top_k: int,
     routing: Routing,
     *of_experts: Any,
+    rounding: Rounding | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o (T, d) and counts (E) int32 of logits (T, E), and of ids (T, K) if they are given;
-    `of_experts`: the arguments of routed_layer from w1 on."""
+    """o (T, d) and counts (E) int32, those before rounding, of logits (T, E), and of ids (T, K) if
+    they are given; `of_experts`: the arguments of routed_layer from w1 on."""
+    if rounding is not None:
+        rule, tile, draws = rounding
+        order = routing.config.over_top_k, routing.config.renormalize
+        scores, tokens, chosen, _, frequency = token_rounding(
+            logits, top_k, rule, tile, *order, draws
+        )
+        return routed_layer(x, scores, tokens, chosen, *of_experts)[0], frequency
     if ids is None:
         scores, ids = _route(logits, top_k, routing)
     else:

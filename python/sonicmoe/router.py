@@ -276,6 +276,19 @@ class Routing(NamedTuple):
         return text
 
 
+class Rounding(NamedTuple):
+    """Token rounding of what a layer chooses: the library's name of a rule, the tile, and seed and
+    offset (2) int64 for rules that draw."""
+
+    rule: str
+    tile: int
+    draws: torch.Tensor | None = None
+
+    def options(self) -> dict[str, int | str]:
+        """The operators' options."""
+        return {"rounding_tile": self.tile, "rounding_rule": self.rule}
+
+
 def checked_routing(config: RouterConfig, **tensors: torch.Tensor | None) -> Routing:
     """A Routing of the caller's tensors, each of which belongs to the option of its name."""
     for name, tensor in tensors.items():

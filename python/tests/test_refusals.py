@@ -353,8 +353,20 @@ def test_operators_refuse_in_the_same_words():
         message = f"layer: got {key}, allowed: options, for the other arguments say that"
         with refused(ValueError, message):
             forward(*tensors, f"{key}={value} top_k=2")
-    with refused(ValueError, "rounding_tile: got 8, allowed: 0 (token_rounding makes lists)"):
-        forward(*tensors, "top_k=2 rounding_tile=8")
+    draws = torch.tensor([1, 2])
+    with refused(ValueError, "draws: got a tensor, allowed: None, for rounding_tile is 0"):
+        forward(*tensors, "top_k=2", draws=draws)
+    with refused(ValueError, "draws: got shape (1,), allowed: (seed, offset) = (2,)"):
+        forward(*tensors, "top_k=2 rounding_tile=8", draws=draws[:1])
+    with refused(ValueError, "draws: got int32, allowed: int64"):
+        forward(*tensors, "top_k=2 rounding_tile=8", draws=draws.int())
+    message = "allowed: projection, logits with token rounding"
+    lists = torch.ones(3), torch.zeros(3).int(), torch.zeros(3).int()
+    with refused(ValueError, f"router_input: got lists, {message}"):
+        torch.ops.sonicmoe.routed_forward(x, *lists, *tensors[2:], "rounding_tile=8")
+    ids = torch.zeros(T, 2).int()
+    with refused(ValueError, f"router_input: got ids_and_weights, {message}"):
+        torch.ops.sonicmoe.ids_forward(x, ids, torch.ones(T, 2), *tensors[2:], "rounding_tile=8")
     with refused(ValueError, "w1_up: got None, allowed: a tensor, for w1_layout is separate"):
         forward(*tensors, "top_k=2 w1_layout=separate")
     with refused(ValueError, "w1_up: got a tensor, allowed: None, for w1_layout is interleaved"):

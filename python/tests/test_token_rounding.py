@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from sonicmoe import ActivationType, KernelBackendMoE, MoE, functional, reference
+from sonicmoe import ActivationType, KernelBackendMoE, MoE, _ops, functional, reference
 from sonicmoe._check import ROUNDING_RULES
 
 RULES = tuple(ROUNDING_RULES)
@@ -103,6 +103,40 @@ def test_module_equals_the_torch_backend(rule):
         assert error < 1e-5  # fp32 in other orders: sums of at most 600 terms
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ROUNDING_RULES.values())
+@pytest.mark.parametrize("mode", [(True, False), (False, False), (False, True)])
+def test_layers_equal_their_parts(mode, rule, dtype):
+    """With the router or its logits, a layer rounds as token_rounding does, forward and backward."""
+    ops = torch.ops.sonicmoe
+    torch.manual_seed(9)
+    x, router_w, dout = (torch.randn(*s).to(dtype) for s in ((90, 16), (6, 16), (90, 16)))
+    weights = torch.randn(6, 16, 16).to(dtype), None, torch.randn(6, 16, 8).to(dtype), None
+    draws = torch.tensor([3, 4])
+    router = " ".join(f"{k}={str(v).lower()}" for k, v in _ops.router_options(*mode).items())
+    layer = f"{router} top_k=2 rounding_tile=16 rounding_rule={rule}"
+    o, logits, counts, *kept = ops.layer_forward(x, router_w, *weights, layer, draws=draws)
+    scores, *lists, after, before = ops.token_rounding(logits, draws, layer)
+    expected, counted, *routed = ops.routed_forward(x, scores, *lists, *weights, "")
+    assert torch.equal(o, expected) and torch.equal(counts, before)
+    assert torch.equal(counted, after) and not torch.equal(after, before)
+    from_logits = ops.logits_forward(x, logits, None, *weights, layer, draws=draws)
+    assert torch.equal(from_logits[0], o) and torch.equal(from_logits[1], before)
+
+    w1, _, w2, _ = weights
+    parts = ops.routed_backward(dout, x, w1, w2, None, *routed, "")
+    dlogits = ops.token_rounding_backward(parts[1], logits, *lists, layer)
+    given = ops.logits_backward(dout, x, logits, False, w1, w2, None, *from_logits[2:], layer)
+    whole = ops.layer_backward(dout, None, x, router_w, w1, w2, None, logits, *kept, layer)
+    assert torch.equal(given[0], parts[0]) and torch.equal(given[1], dlogits)
+    for i in (2, 4):
+        assert torch.equal(given[i], parts[i]) and torch.equal(whole[i], parts[i])
+    # The layer's own products of dlogits, in fp32 and rounded once.
+    of_router = dlogits.float() @ router_w.float() + parts[0].float(), dlogits.float().T @ x.float()
+    for ours, want in zip(whole[:2], of_router, strict=True):
+        assert (ours.float() - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm()
+
+
 def test_draws_follow_the_generator():
     moe = MoE(
         16, 2, 16, 8, ActivationType.SWIGLU, False, 0.3, routing="token_rounding", rounding="sr",
@@ -117,11 +151,28 @@ def test_draws_follow_the_generator():
     assert not all(torch.equal(outputs[0], other) for other in outputs[2:])
 
 
+def _detached(value):
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
 def test_opcheck_and_compile():
     logits = logits_of(33, 8, seed=2).requires_grad_()
     draws = torch.tensor([1, 2])
     layer = "top_k=2 rounding_tile=16 rounding_rule=stochastic"
-    torch.library.opcheck(torch.ops.sonicmoe.token_rounding.default, (logits, draws, layer))
+    ops = torch.ops.sonicmoe
+    torch.library.opcheck(ops.token_rounding.default, (logits, draws, layer))
+    w1, w2 = torch.randn(8, 16, 16, requires_grad=True), torch.randn(8, 16, 8, requires_grad=True)
+    x, router_w = torch.randn(33, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    inputs = {
+        ops.layer_forward: (x, router_w, w1, None, w2, None, layer),
+        ops.logits_forward: (x, logits, None, w1, None, w2, None, layer),
+    }
+    for operator, args in inputs.items():
+        # The other tests of opcheck compare H, whose last rows nobody writes.
+        some = "test_schema", "test_autograd_registration", "test_faketensor"
+        torch.library.opcheck(operator.default, args, {"draws": draws}, test_utils=some)
+        args = *args[:-1], f"{layer} inference=true"
+        torch.library.opcheck(operator.default, [_detached(a) for a in args], {"draws": draws})
     moe = MoE(8, 2, 16, 8, ActivationType.SWIGLU, False, 0.3, routing="token_rounding", tile=16)
     x = torch.randn(64, 16)
     compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
