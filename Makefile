@@ -59,7 +59,8 @@ test: build  ## every test that needs no GPU
 test-integrations: build  ## the frameworks' adapters, each beside its framework, without a GPU
 	tools/setup_integrations.sh
 	@for name in $(FRAMEWORKS); do echo "=== $$name"; \
-	  .venv-$$name/bin/python -m pytest -q python/tests_integrations/$$name || exit 1; done
+	  OMP_NUM_THREADS=1 .venv-$$name/bin/python -m pytest -q -n $(JOBS) --dist loadfile \
+	    python/tests_integrations/$$name || exit 1; done
 
 # Long tests whose code other tests run over the same kinds of buffers. The kernels of cpu_avx512 are
 # those of cpu_avx512bf16, instantiated for fp32.
