@@ -1,7 +1,9 @@
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "interrupt.h"
+#include "parsing.h"
 #include "progress.h"
 #include "subcommands.h"
 #include "testkit/cases.h"

@@ -1,6 +1,8 @@
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 
+#include "parsing.h"
 #include "subcommands.h"
 
 namespace sonicmoe::cli {

@@ -2,6 +2,7 @@
 #include <new>
 
 #include "interrupt.h"
+#include "parsing.h"
 #include "subcommands.h"
 
 namespace sonicmoe::cli {

@@ -3,11 +3,13 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "buffer.h"
 #include "interrupt.h"
 #include "logits.h"
+#include "parsing.h"
 #include "subcommands.h"
 
 namespace sonicmoe::cli {

@@ -9,8 +9,10 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <thread>
 
+#include "parsing.h"
 #include "testkit/cases.h"
 
 namespace sonicmoe::cli {

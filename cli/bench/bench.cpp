@@ -3,8 +3,10 @@
 #include <cstdio>
 #include <limits>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "cli/interrupt.h"
+#include "cli/parsing.h"
 #include "cli/subcommands.h"
 #include "cli/tensors.h"
 #include "cublas_bound.h"
