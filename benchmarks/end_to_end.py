@@ -4,7 +4,7 @@
         --master-port 29513 --max-restarts 3 benchmarks/end_to_end.py
 
 Stacks (end_to_end_model.py): a fine-grained MoE of 7B weights, and Qwen3-30B-A3B. Each has as many
-layers as two GPUs of 80 GB hold; the receipt has the arithmetic. Variants of a stack:
+layers as an estimate gives two GPUs of 80 GB; the receipt has it. Variants of a stack:
 
 - ours, and again at the end, which shows drift
 - grouped_mm: experts from PyTorch's parts (torch_experts.py)
@@ -300,7 +300,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small shapes, few steps")
     add_names(parser, "stacks", stacks.STACKS)
     add_names(parser, "variants", stacks.VARIANTS)
-    parser.add_argument("--layers", type=positive, help="default: as many as 80 GB hold")
+    parser.add_argument("--layers", type=positive, help="default: as many as an estimate gives 80 GB")
     parser.add_argument("--sequences", type=positive, help="of a rank in a step; default: 4")
     parser.add_argument("--checkpoint", choices=("block", "attention"), default="block",
                         help="what backward computes again; default: %(default)s")  # fmt: skip

@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logits_forward(
     OptionalTensor selection_bias, OptionalTensor expert_scale, OptionalTensor draws);
 
 /// dx, dlogits (T, E), the gradients of weights and biases as above, and dexpert_scale. logits:
-/// where RouterDesc::reaches_all_experts(). has_ids: whether forward got ids.
+/// where LayerDesc::needs_logits(). has_ids: whether forward got ids.
 LogitsGradients logits_backward(Tensor dout, Tensor x, OptionalTensor logits, bool has_ids,
                                 Tensor w1, Tensor w2, OptionalTensor b2, Tensor preact,
                                 Tensor routing, std::string layer, OptionalTensor w1_main_grad,

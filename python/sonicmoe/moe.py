@@ -92,7 +92,7 @@ class MoE(nn.Module):
     `router`, `c_fc` and `c_proj` may have hooks, parametrizations and adapters, and `router` may be
     any module that makes logits (T, E) of x (T, d): every forward calls them. Its logits have its
     bias in them. A plain linear router is not called: its product is a part of the layer, and so is
-    an fp32 bias. Parameters may be replicated DTensors, with x a replicated
+    an fp32 bias, but for token rounding. Parameters may be replicated DTensors, with x a replicated
     DTensor too. FSDP2 may shard the module, but none of the three alone.
 
     With `recompute="preact"` x and the routing are all that is kept for backward. It computes the
@@ -313,7 +313,7 @@ class MoE(nn.Module):
         )
         if self.routing == "token_rounding" and self.training and not is_inference_mode:
             named["rounding"] = self._rounding(x)
-        out, logits, counts = self._top_k(backend, x, experts, named)
+        out, logits, counts = self._route_and_run(backend, x, experts, named)
         if main_grads is not None:
             main_grads.zero_before(out)
         return out, logits, counts
@@ -424,7 +424,7 @@ class MoE(nn.Module):
             draws = torch.randint(2**62, (2,), device=x.device)
         return Rounding(_check.rounding_rule("rounding", self.rounding), int(self.tile), draws)
 
-    def _top_k(
+    def _route_and_run(
         self,
         backend: ModuleType,
         x: torch.Tensor,
@@ -434,6 +434,8 @@ class MoE(nn.Module):
         """The output, the logits and the counts before rounding."""
         router, config = self._modules["router"], self.router_config
         plain = router if is_plain(router, (self.num_experts, self.hidden_size)) else None
+        if "rounding" in named and plain is not None and plain.bias is not None:
+            plain = None  # the layer rounds logits without a bias of their own
         bias = None if plain is None else _check.local("router.bias", plain.bias, x)
         scale = self.expert_scale if config.expert_scale else None
         routing = Routing(
@@ -446,7 +448,7 @@ class MoE(nn.Module):
             router_w = _check.local("router.weight", plain.weight, x)
             x = _check.local("x", x, x)
             return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **named)
-        (x,) = autocast(x)
+        (x,) = autocast(x.contiguous())  # kept once, by the router and the experts
         logits = self._logits(x)
         x = _check.local("x", x, x)
         out, counts = backend.logits_layer(x, logits, None, self.top_k, routing, *experts, **named)

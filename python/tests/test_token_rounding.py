@@ -103,6 +103,29 @@ def test_module_equals_the_torch_backend(rule):
         assert error < 1e-5  # fp32 in other orders: sums of at most 600 terms
 
 
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_router_with_a_bias(dtype, autocasts):
+    """Its bias is in the logits before they are rounded to a type, and then to tiles."""
+    torch.manual_seed(0)
+    moe = MoE(6, 2, 16, 24, "swiglu", True, 0.3, routing="token_rounding", tile=16)
+    moe.router.bias = torch.nn.Parameter(torch.linspace(-1, 1, 6))
+    x = torch.randn(100, 16).to(torch.float32 if autocasts else dtype)
+    if not autocasts:
+        moe = moe.to(dtype)
+        moe.router.float()
+    outputs, gradients = [], []
+    for backend in (KernelBackendMoE.sonicmoe, KernelBackendMoE.torch):
+        moe.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            outputs.append(moe(x, backend)[0])
+        outputs[-1].float().square().sum().backward()
+        gradients.append(moe.router.bias.grad)
+    eps = torch.finfo(torch.bfloat16 if autocasts else dtype).eps
+    for ours, theirs in (outputs, gradients):
+        assert theirs.norm() > 0 and (ours - theirs).norm() <= 8 * eps * theirs.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ROUNDING_RULES.values())
 @pytest.mark.parametrize("mode", [(True, False), (False, False), (False, True)])
