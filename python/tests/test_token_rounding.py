@@ -121,9 +121,10 @@ def test_a_linear_router_with_a_bias(dtype, autocasts):
             outputs.append(moe(x, backend)[0])
         outputs[-1].float().square().sum().backward()
         gradients.append(moe.router.bias.grad)
-    eps = torch.finfo(torch.bfloat16 if autocasts else dtype).eps
+    # Either side rounds H, A, Y and the output by half an eps each.
+    tolerance = 2 * 4 * torch.finfo(torch.bfloat16 if autocasts else dtype).eps / 2
     for ours, theirs in (outputs, gradients):
-        assert theirs.norm() > 0 and (ours - theirs).norm() <= 8 * eps * theirs.norm()
+        assert theirs.norm() > 0 and (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,7 +155,7 @@ def test_layers_equal_their_parts(mode, rule, dtype):
     assert torch.equal(given[0], parts[0]) and torch.equal(given[1], dlogits)
     for i in (2, 4):
         assert torch.equal(given[i], parts[i]) and torch.equal(whole[i], parts[i])
-    # The layer's own products of dlogits, in fp32 and rounded once.
+    # The layer's own products of dlogits, in fp32 and rounded once; the parts round their dx, too.
     of_router = dlogits.float() @ router_w.float() + parts[0].float(), dlogits.float().T @ x.float()
     for ours, want in zip(whole[:2], of_router, strict=True):
         assert (ours.float() - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm()
