@@ -300,7 +300,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small shapes, few steps")
     add_names(parser, "stacks", stacks.STACKS)
     add_names(parser, "variants", stacks.VARIANTS)
-    parser.add_argument("--layers", type=positive, help="default: as many as an estimate gives 80 GB")
+    parser.add_argument(
+        "--layers", type=positive, help="default: as many as an estimate gives 80 GB"
+    )
     parser.add_argument("--sequences", type=positive, help="of a rank in a step; default: 4")
     parser.add_argument("--checkpoint", choices=("block", "attention"), default="block",
                         help="what backward computes again; default: %(default)s")  # fmt: skip
