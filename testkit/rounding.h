@@ -78,9 +78,11 @@ class RoundingRunner {
   Result<TokenChoice> choose(const Options& options = {}) const;
   Result<RoundedLists> round(std::uint64_t seed, std::uint64_t offset,
                              const Options& options = {}) const;
-  /// dlogits (T, E). `dlogits_in` may be empty.
+  /// dlogits (T, E). `dlogits_in` may be empty. `offsets`: with
+  /// TokenRoundingGradArgs::token_offsets.
   Result<Tensor> gradient(const RoundedLists& lists, const Tensor& dscores,
-                          const Tensor& dlogits_in, const Options& options = {}) const;
+                          const Tensor& dlogits_in, const Options& options = {},
+                          bool offsets = false) const;
 
  private:
   TokenRoundingDesc desc_;

@@ -1,3 +1,5 @@
+#include <numeric>
+
 #include "testkit/buffer.h"
 #include "testkit/device_memory.h"
 #include "testkit/rounding.h"
@@ -81,7 +83,8 @@ Result<RoundedLists> RoundingRunner::round(std::uint64_t seed, std::uint64_t off
 }
 
 Result<Tensor> RoundingRunner::gradient(const RoundedLists& lists, const Tensor& dscores,
-                                        const Tensor& dlogits_in, const Options& options) const {
+                                        const Tensor& dlogits_in, const Options& options,
+                                        bool offsets) const {
   TokenRoundingGradDesc d;
   d.tokens = desc_.tokens;
   d.experts = desc_.experts;
@@ -95,6 +98,12 @@ Result<Tensor> RoundingRunner::gradient(const RoundedLists& lists, const Tensor&
   args.logits = arena.input("logits", logits_);
   args.token_ids = arena.input("token_ids", lists.token_ids);
   args.expert_ids = arena.input("expert_ids", lists.expert_ids);
+  std::vector<std::int32_t> begins(d.tokens + 1);
+  for (std::size_t i = 0; i < lists.token_ids.size(); ++i) {
+    if (lists.expert_ids[i] < d.experts) ++begins[lists.token_ids[i] + 1];
+  }
+  std::partial_sum(begins.begin(), begins.end(), begins.begin());
+  if (offsets) args.token_offsets = arena.input("token_offsets", begins);
   args.dscores = static_cast<const float*>(arena.input("dscores", dscores, DType::f32));
   args.dlogits_in = arena.input("dlogits_in", dlogits_in, d.dtype);
   args.dlogits = arena.output("dlogits", d.tokens * d.experts, d.dtype);

@@ -65,6 +65,37 @@ TEST(TokenRounding, TenThousandRandomCasesAgreeWithTheReferenceAndKeepEveryPromi
   EXPECT_GT(seen.zero_probability, kCases);
 }
 
+/// Sizes at which a backend may take another way: an expert's tokens no longer fit into a block's
+/// shared memory, a row of logits no longer fits a warp, a token has more entries than a warp
+/// lanes.
+TEST(TokenRounding, ManyTokensOrExperts) {
+  struct Size {
+    std::int64_t tokens, experts, top_k, tile;
+  };
+  constexpr Size kSizes[] = {{12289, 40, 3, 128}, {33000, 9, 2, 1024}, {65536, 5, 2, 128},
+                             {200, 1024, 40, 16}, {150, 2100, 5, 8},   {70, 300, 80, 32}};
+  std::uint64_t number = 0;
+  for (const Size& size : kSizes) {
+    for (int rule = 0; rule < 6; ++rule) {
+      TokenRoundingDesc d;
+      d.tokens = size.tokens;
+      d.experts = size.experts;
+      d.top_k = size.top_k;
+      d.tile = size.tile;
+      d.rule = static_cast<RoundingRule>(rule);
+      const RoundingCase c = plain_rounding_case(++number, d);
+      SCOPED_TRACE(c.text());
+      const RoundingRunner runner(c.desc, c.logits, kDevice);
+      const auto choice = runner.choose();
+      ASSERT_TRUE(choice.ok()) << choice.status().message();
+      const auto lists = runner.round(c.seed, c.offset);
+      ASSERT_TRUE(lists.ok()) << lists.status().message();
+      const RoundedLists expected = round_tokens(c.desc, choice.value(), c.seed, c.offset);
+      ASSERT_EQ(first_difference(expected, lists.value()), "");
+    }
+  }
+}
+
 TEST(TokenRounding, TileOneIsPlainTopK) {
   for (std::uint64_t number = 0; number < 200; ++number) {
     RoundingCase c = random_rounding_case(number);

@@ -61,9 +61,11 @@ struct TokenRoundingGradArgs {
   const void* logits = nullptr;              ///< (T, E)
   const std::int32_t* token_ids = nullptr;   ///< (list_length), as token rounding wrote it
   const std::int32_t* expert_ids = nullptr;  ///< (list_length)
-  const float* dscores = nullptr;            ///< (list_length)
-  const void* dlogits_in = nullptr;          ///< (T, E), optional: of other losses, added
-  void* dlogits = nullptr;                   ///< (T, E)
+  /// (T+1), optional: where each token's entries begin, sentinels apart. It saves CUDA a search.
+  const std::int32_t* token_offsets = nullptr;
+  const float* dscores = nullptr;    ///< (list_length)
+  const void* dlogits_in = nullptr;  ///< (T, E), optional: of other losses, added
+  void* dlogits = nullptr;           ///< (T, E)
 };
 /// Router and sizes of the gradient.
 struct SONICMOE_API TokenRoundingGradDesc : RouterDesc {  ///< list_length: capacity(), usually

@@ -19,6 +19,10 @@ struct Handoff {
   /// save metadata two passes over the expert ids. Counts from other ids leave some `row_tokens`
   /// unwritten; operations that gather by them then read arbitrary addresses.
   std::uint8_t* block_counts = nullptr;
+  /// CUDA: (T+1) where token_rounding writes the first entry of each token, and behind them the
+  /// number of all. metadata reads them in place of its own sort by token: the lists ascend by
+  /// token, sentinels last.
+  std::int32_t* token_offsets = nullptr;
   /// CUDA: the caller promises that this operation N and the previous one in the stream, N-1, are
   /// independent. No kernel of N-1 writes memory that N reads or writes, or reads memory that N
   /// writes. If N-1 has overlap_previous, too, the promise also covers N-2, and so on.

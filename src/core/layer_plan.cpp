@@ -149,7 +149,7 @@ void LayerPlan::Impl::forward(Sequence* seq, const ForwardArgs& args) const {
   combine.forward(seq, {.rows = expert_out,
                         .slot_rows = rows.slot_rows,
                         .token_offsets = rows.token_offsets,
-                        .token_slots = rows.token_slots,
+                        .token_slots = router.rounded() ? nullptr : rows.token_slots,
                         .slot_scores = router.slot_scores(routed, rows),
                         .out = args.o});
   router.copy_out(seq, routed);
@@ -209,7 +209,7 @@ void LayerPlan::Impl::backward(Sequence* seq, const BackwardArgs& args) const {
   combine.backward(seq, {.rows = grouped.dx_rows,
                          .slot_rows = rows.slot_rows,
                          .token_offsets = rows.token_offsets,
-                         .token_slots = rows.token_slots,
+                         .token_slots = router.rounded() ? nullptr : rows.token_slots,
                          .addend = routed.dx,
                          .slot_experts = rows.slot_experts,
                          .dlogits = dlogits,

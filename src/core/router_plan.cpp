@@ -81,6 +81,7 @@ void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, con
   const std::int32_t* const given = desc.takes_lists() ? args.list_experts : args.given_ids;
   Handoff counted;
   if (block_counts > 0) counted.block_counts = seq->region(at.block_counts);
+  if (rounded()) counted.token_offsets = rows.token_offsets;
   seq->run("router_gemm", router_gemm,
            {.x = args.x, .w = args.router_w, .bias = args.logit_bias, .logits = args.logits});
   seq->run("top_k", top_k,
@@ -103,7 +104,8 @@ void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, con
             .expert_ids = rows.slot_experts,
             .counts = args.counts,
             .frequency = args.frequency,
-            .error_word = args.error_word});
+            .error_word = args.error_word},
+           counted);
   counted.next_tile_counter = next_tile_counter;
   seq->run("metadata", metadata,
            {.slot_experts = desc.has_logits() ? rows.slot_experts : given,
@@ -152,6 +154,7 @@ void RouterPlan::Impl::score_gradients(Sequence* seq, const RouterBackwardArgs& 
            {.logits = args.logits,
             .token_ids = rows.slot_tokens,
             .expert_ids = rows.slot_experts,
+            .token_offsets = rows.token_offsets,
             .dscores = dscores,
             .dlogits_in = args.dlogits_in,
             .dlogits = args.dlogits});

@@ -358,7 +358,7 @@ Status validate(const AggregateDesc& d, const AggregateArgs& a, DeviceType devic
   check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
   if (d.top_k == 0) {
     check.ints("token_offsets", a.token_offsets, 1, "(T+1) int32");
-    check.ints("token_slots", a.token_slots, d.rows, "(R) int32");
+    check.optional("token_slots", a.token_slots, d.rows, 4);
   }
   check.optional("slot_scores", a.slot_scores, d.rows, 4);
   check.optional("addend", a.addend, d.tokens);
@@ -439,6 +439,7 @@ Status validate(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, 
   check.tensor("logits", a.logits, d.tokens, "(T, E)");
   check.ints("token_ids", a.token_ids, d.list_length, "(capacity) int32");
   check.ints("expert_ids", a.expert_ids, d.list_length, "(capacity) int32");
+  check.optional("token_offsets", a.token_offsets, 1, 4);
   check.ints("dscores", a.dscores, d.list_length, "(capacity) float");
   check.optional("dlogits_in", a.dlogits_in, d.tokens);
   return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();

@@ -48,7 +48,7 @@ void aggregate_token(const AggregateDesc& d, const AggregateArgs& a, std::int64_
     float sum[kColumns];
     std::fill_n(sum, n, 0.0f);
     for (std::int64_t i = begin; i < end; ++i) {
-      const std::int64_t slot = lists ? a.token_slots[i] : i;
+      const std::int64_t slot = lists && a.token_slots != nullptr ? a.token_slots[i] : i;
       const std::int64_t row = a.slot_rows[slot];
       if (row < 0) continue;
       const bool weighted = a.slot_scores != nullptr;

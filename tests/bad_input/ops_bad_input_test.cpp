@@ -382,7 +382,7 @@ TEST(BadOp, Aggregate) {
                   std::vector{pointer_row("rows", &A::rows, "(R, d)"),
                               pointer_row("slot_rows", &A::slot_rows, "(R) int32", 4),
                               pointer_row("token_offsets", &A::token_offsets, "(T+1) int32", 4),
-                              pointer_row("token_slots", &A::token_slots, "(R) int32", 4),
+                              pointer_row("token_slots", &A::token_slots, "", 4, true),
                               pointer_row("slot_scores", &A::slot_scores, "", 4, true),
                               pointer_row("addend", &A::addend, "", 4, true),
                               pointer_row("out", &A::out, "(T, d)")});

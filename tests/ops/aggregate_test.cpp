@@ -176,6 +176,15 @@ void expect_sums(std::int64_t tokens, std::int64_t hidden, std::int64_t experts,
   lists.scores = scores;
   expect(lists, weighted_lists);
 
+  // All slots of each token, in the order of the slots.
+  lists.token_slots = {};
+  for (std::int64_t t = 0; t <= tokens; ++t) {
+    lists.token_offsets[t] = static_cast<std::int32_t>(t * top_k);
+  }
+  expect(lists, weighted);
+  lists.scores = {};
+  expect(lists, plain);
+
   desc.top_k = top_k;
   desc.experts = experts;
   in.scores = {};

@@ -1,5 +1,6 @@
 // Sorts slots into grouped rows by stable counting sorts. The last sort is by expert. For lists,
-// sorts by token come before it, a digit at a time. A sort is three launches:
+// sorts by token come before it, a digit at a time, unless the lists come sorted
+// (Handoff::token_offsets). A sort is three launches:
 //
 // 1. count_keys: each block counts the keys of its slots.
 // 2. sum_blocks: each count becomes the number of equal keys in the blocks before.
@@ -155,9 +156,17 @@ struct ToRows {
     if (a.row_scores != nullptr) a.row_scores[row] = payload.score;
   }
   /// Writes by slot. place_slots calls it in slot order.
-  __device__ void placed(std::int32_t slot, std::int32_t row) const { a.slot_rows[slot] = row; }
+  __device__ void placed(std::int32_t slot, std::int32_t row) const {
+    a.slot_rows[slot] = row;
+    if (a.sorted) a.token_slots[slot] = slot;
+  }
   __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
-  __device__ void past_end(std::int64_t row) const { empty_row(a, row); }
+  __device__ void past_end(std::int64_t row) const {
+    empty_row(a, row);
+    if (!a.sorted) return;
+    a.slot_rows[row] = -1;  // as many slots as rows are in use, and the first ones
+    a.token_slots[row] = -1;
+  }
   __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = row; }
   /// One thread of the grid calls this, once. So it also resets the tile counter.
   __device__ void total(int experts, std::int32_t n) const {
@@ -613,9 +622,14 @@ Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
   }
   Memory m;
   Memory::layout(d, memory, &m);
-  if (lists) sort_by_token(d, a, m, exec);
+  Source source{nullptr, nullptr};
+  if (a.sorted) {
+    source.length = a.token_offsets + d.tokens;
+  } else if (lists) {
+    sort_by_token(d, a, m, exec);
+    source = {a.token_slots, m.length};
+  }
   const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts)};
-  const Source source{lists ? a.token_slots : nullptr, lists ? m.length : nullptr};
   sort(Shape::of(d.slots(), d.experts), source, by,
        ToRows{a, static_cast<std::uint32_t>(d.top_k), load_class}, m, a.counts, exec);
   return launched("metadata: launch");

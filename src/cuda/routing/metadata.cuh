@@ -12,11 +12,13 @@ namespace sonicmoe::cuda {
 struct HandedMetadata : MetadataArgs {
   const std::uint8_t* block_counts;  ///< from top_k, or null
   std::int32_t* next_tile_counter;   ///< metadata sets it to 0; or null
+  bool sorted;                       ///< token_offsets is given: see Handoff
 
   HandedMetadata(const MetadataArgs& args, const Handoff& handoff)
       : MetadataArgs(args),
         block_counts(handoff.block_counts),
-        next_tile_counter(handoff.next_tile_counter) {}
+        next_tile_counter(handoff.next_tile_counter),
+        sorted(handoff.token_offsets != nullptr) {}
 };
 
 /// Makes all of metadata for the slots of top_k in one launch, from the counts that top_k stored.

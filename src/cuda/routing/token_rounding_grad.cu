@@ -16,11 +16,14 @@ constexpr std::int64_t kSlowBlocks = 264;  // most blocks, each with a row of sc
 struct Entries {
   const std::int32_t* tokens;
   const std::int32_t* experts;
+  const std::int32_t* offsets;  ///< (T+1), or null
   const float* dscores;
   std::int64_t length;
 
-  /// The position of the first entry whose token is t or higher; `length` if there is none.
+  /// The position of the first entry whose token is t or higher; `length` if there is none; with
+  /// offsets, the end of the entries.
   __device__ std::int64_t first(std::int64_t t) const {
+    if (offsets != nullptr) return max(0, min(offsets[t], static_cast<std::int32_t>(length)));
     std::int64_t low = 0;
     std::int64_t high = length;
     while (low < high) {
@@ -231,7 +234,7 @@ template <class T>
 Status run_typed(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, void* memory,
                  const Exec& exec) {
   const cudaStream_t stream = stream_of(exec);
-  const Entries entries{a.token_ids, a.expert_ids, a.dscores, d.list_length};
+  const Entries entries{a.token_ids, a.expert_ids, a.token_offsets, a.dscores, d.list_length};
   if (exec.checked) {
     if (Status s = check_entries(d, entries, memory, stream); !s.ok()) return s;
   }

@@ -16,32 +16,39 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Lists: token t's slots are token_slots[i], i from token_offsets[t] to token_offsets[t + 1] - 1.
+/// What token t's slots are.
+enum class SlotsOf {
+  top_k,   ///< t * K and the next
+  lists,   ///< token_slots[i], i from token_offsets[t] to token_offsets[t + 1] - 1
+  packed,  ///< the same i themselves
+};
 struct Lists {
   const std::int32_t* token_offsets;
   const std::int32_t* token_slots;
 };
 
-/// The most slots of a group, where a token may have any number of slots. All groups of a token
-/// have the same size, but the last may be smaller.
-constexpr int kInFlight = 5;
+/// Slots of a token, where it may have any number: negative, and it sums groups of at most so many.
+/// All groups of a token have the same size, but the last may be smaller.
+constexpr int kAny = -5;
+constexpr int kAnyFew = -3;  ///< where most tokens have no more
 
 /// Blocks that a multiprocessor holds. A thread loads all rows of a group before it adds the first,
 /// so fewer slots take fewer registers a thread.
 template <int kSlots>
-constexpr int kBlocksThatFit = kSlots == 0   ? 4
-                               : kSlots <= 2 ? 8
-                               : kSlots <= 4 ? 5
-                               : kSlots <= 8 ? 4
-                               : kArch > 90  ? 2  // three would spill
-                                             : 3;
+constexpr int kBlocksThatFit = kSlots == kAny      ? (kArch > 90 ? 3 : 4)  // four would spill
+                               : kSlots == kAnyFew ? 5
+                               : kSlots <= 2       ? 8
+                               : kSlots <= 4       ? 5
+                               : kSlots <= 8       ? 4
+                               : kArch > 90        ? 2  // three would spill
+                                                   : 3;
 
-/// A token has at most kSlots slots, or any number if kSlots is 0.
+/// A token has at most kSlots slots, or any number with kAny and kAnyFew.
 ///
 /// A slot without a row adds a zero that changes no bit of the sum. An unweighted sum begins at
 /// positive zero and never becomes negative zero, so it adds positive zero. A weighted sum may
 /// underflow to negative zero, so it adds negative zero: a score of -0 times +0.
-template <class T, int kSlots, bool kWeighted, bool kLists>
+template <class T, int kSlots, bool kWeighted, SlotsOf kOf>
 __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
     aggregate(const T* rows, Slots slots, Lists lists, const T* addend, T* out,
               std::uint32_t tokens, std::uint32_t pieces, bool leave_first) {
@@ -52,14 +59,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
   const std::uint32_t j = piece % pieces * 8, hidden = pieces * 8;
   wait_for_previous();
   if (t >= tokens) return;
+  constexpr bool kLists = kOf != SlotsOf::top_k;
   // Validation keeps slots and t * K within int32.
   const std::int32_t begin =
       kLists ? lists.token_offsets[t] : static_cast<std::int32_t>(t) * slots.top_k;
   const std::uint32_t count = kLists ? max(lists.token_offsets[t + 1] - begin, 0) : slots.top_k;
 
-  constexpr std::uint32_t kRows = kSlots == 0 ? kInFlight : kSlots;  // most rows of a group
+  constexpr bool kGroups = kSlots < 0;
+  constexpr std::uint32_t kRows = kGroups ? -kSlots : kSlots;  // most rows of a group
   const std::uint32_t groups = max((count + kRows - 1) / kRows, 1u);
-  const std::uint32_t group = kSlots == 0 ? (count + groups - 1) / groups : kRows;
+  const std::uint32_t group = kGroups ? (count + groups - 1) / groups : kRows;
   struct LookedUp {
     std::int32_t row[kRows];
     float score[kRows];
@@ -71,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
       found.row[i] = -1;
       if (i < group && first + i < count) {
         const std::int32_t at = begin + static_cast<std::int32_t>(first + i);
-        const std::int32_t slot = kLists ? lists.token_slots[at] : at;
+        const std::int32_t slot = kOf == SlotsOf::lists ? lists.token_slots[at] : at;
         found.row[i] = slots.rows[slot];
         if constexpr (kWeighted) found.score[i] = slots.scores[slot];
       }
@@ -90,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
           load_once(rows + std::int64_t{found.row[i]} * hidden + j, found.row[i] >= 0, policy);
     }
     const LookedUp now = found;
-    if constexpr (kSlots == 0) found = look_up(first + group);  // while these rows load
+    if constexpr (kGroups) found = look_up(first + group);  // while these rows load
 #pragma unroll
     for (std::uint32_t i = 0; i < kRows; ++i) {
       if constexpr (kWeighted) {
@@ -100,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksThatFit<kSlots>)
       }
     }
   };
-  if constexpr (kSlots == 0) {
+  if constexpr (kGroups) {
     for (std::uint32_t first = 0; first < count; first += group) add_group(first);
   } else {
     add_group(0);
@@ -121,16 +130,15 @@ bool leave_first(const AggregateDesc& d, const Exec& exec) {
   return (d.rows + d.tokens) * d.hidden * std::int64_t{2} < 3 * exec.traits.l2_bytes;
 }
 
-template <class T, int kSlots, bool kLists>
+template <class T, int kSlots, SlotsOf kOf = SlotsOf::top_k>
 void start(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
   const std::int64_t pieces = d.hidden / 8;
-  launch_early(a.slot_scores != nullptr ? aggregate<T, kSlots, true, kLists>
-                                        : aggregate<T, kSlots, false, kLists>,
-               blocks_for(d.tokens * pieces, kThreads), kThreads, 0, exec,
-               static_cast<const T*>(a.rows), slots_of(d, a), Lists{a.token_offsets, a.token_slots},
-               static_cast<const T*>(a.addend), static_cast<T*>(a.out),
-               static_cast<std::uint32_t>(d.tokens), static_cast<std::uint32_t>(pieces),
-               leave_first(d, exec));
+  launch_early(
+      a.slot_scores != nullptr ? aggregate<T, kSlots, true, kOf> : aggregate<T, kSlots, false, kOf>,
+      blocks_for(d.tokens * pieces, kThreads), kThreads, 0, exec, static_cast<const T*>(a.rows),
+      slots_of(d, a), Lists{a.token_offsets, a.token_slots}, static_cast<const T*>(a.addend),
+      static_cast<T*>(a.out), static_cast<std::uint32_t>(d.tokens),
+      static_cast<std::uint32_t>(pieces), leave_first(d, exec));
 }
 
 /// The parts of a section, whose router weights a block keeps: the most that fit into kMost bytes,
@@ -199,13 +207,16 @@ auto visit_rings(const AggregateDesc& d, const AggregateArgs& a, F&& f) {
 
 template <class T>
 void start_any(const AggregateDesc& d, const AggregateArgs& a, const Exec& exec) {
-  if (d.top_k == 0) return start<T, 0, true>(d, a, exec);
+  if (d.top_k == 0 && a.token_slots != nullptr) return start<T, kAny, SlotsOf::lists>(d, a, exec);
+  if (d.top_k == 0) {
+    return d.rows < 4 * d.tokens ? start<T, kAnyFew, SlotsOf::packed>(d, a, exec)
+                                 : start<T, kAny, SlotsOf::packed>(d, a, exec);
+  }
   if (a.router_w == nullptr) {
-    if (d.top_k <= 2) return start<T, 2, false>(d, a, exec);
-    if (d.top_k <= 4) return start<T, 4, false>(d, a, exec);
-    if (d.top_k <= 8) return start<T, 8, false>(d, a, exec);
-    return d.top_k > 12 && d.top_k <= 16 ? start<T, 16, false>(d, a, exec)
-                                         : start<T, 0, false>(d, a, exec);
+    if (d.top_k <= 2) return start<T, 2>(d, a, exec);
+    if (d.top_k <= 4) return start<T, 4>(d, a, exec);
+    if (d.top_k <= 8) return start<T, 8>(d, a, exec);
+    return d.top_k > 12 && d.top_k <= 16 ? start<T, 16>(d, a, exec) : start<T, kAny>(d, a, exec);
   }
   visit_rings<T>(d, a, [&](auto router, auto reads, auto keeps) {
     if (const unsigned parts = kept_parts(d, exec.traits); parts > 0) {
