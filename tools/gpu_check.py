@@ -281,8 +281,8 @@ def without_paths(log: str, folder: Path) -> str:
 
 
 def joined(earlier: str | None, names: str) -> str:
-    """Filters of all calls, as GoogleTest takes them."""
-    return ":".join(filter(None, (earlier, names)))
+    """Filters of all calls, each as GoogleTest takes it."""
+    return " and ".join(filter(None, (earlier, names)))
 
 
 class Run:
@@ -456,14 +456,15 @@ class Run:
         }
 
     def again(self, names: str, device: str) -> dict:
-        """The tests part of an earlier call or of a receipt, with new results of these C++ tests
-        and of all Python tests."""
+        """The tests part of an earlier call or of a receipt, with new results of these C++ tests,
+        of those that must run alone and of all Python tests."""
         found = self.earlier("tests", device)
         self.good = True  # what failed there is among its tests
         with ThreadPoolExecutor(1) as pool:
             pytest = pool.submit(self.pytest)
-            self.gtest(names, SHARDS)
+            self.gtest(f"{names}{':' if '-' in names else '-'}{ALONE}", SHARDS)
             found["pytest_exit"] = pytest.result()
+        self.gtest(ALONE)
         found["kernels"] = cuda_kernels(self.folder / "sonicmoe", self.out / "info.json")
         found["test_names"] |= self.tests
         states = list(found["test_names"].values())
