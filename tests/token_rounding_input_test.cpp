@@ -265,11 +265,11 @@ TEST(TokenRoundingInput, BadGradientPointers) {
                 "dscores: " + allowed + "(capacity) float");
   expect_status(call.run([](Args& a) { a.dlogits = nullptr; }), kArgument,
                 "dlogits: " + allowed + "(T, E)");
-  const auto odd = [](Args& a) {
+  const auto unaligned = [](Args& a) {
     const auto* const bytes = reinterpret_cast<const char*>(a.token_ids);
     a.token_offsets = reinterpret_cast<const std::int32_t*>(bytes + 1);
   };
-  EXPECT_EQ(std::string(call.run(odd).message()).find("token_offsets: got "), 0u);
+  EXPECT_EQ(std::string(call.run(unaligned).message()).find("token_offsets: got "), 0u);
   EXPECT_TRUE(call.run().ok());
 }
 

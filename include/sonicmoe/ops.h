@@ -257,7 +257,7 @@ struct AggregateArgs {
   const void* rows = nullptr;                   ///< (R, d)
   const std::int32_t* slot_rows = nullptr;      ///< (R): slot -> row, or -1
   const std::int32_t* token_offsets = nullptr;  ///< (T+1): lists only (top_k == 0)
-  const std::int32_t* token_slots = nullptr;    ///< (R): lists only, optional; null: slot i at i
+  const std::int32_t* token_slots = nullptr;    ///< (R): lists only; null: 0, 1, ..., R-1
   const float* slot_scores = nullptr;           ///< (R) or null
   const void* addend = nullptr;                 ///< (T, d) or null; may be `out` itself
   const std::int32_t* slot_experts = nullptr;   ///< (R): with router_w

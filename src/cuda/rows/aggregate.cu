@@ -20,7 +20,7 @@ constexpr int kThreads = 256;
 enum class SlotsOf {
   top_k,   ///< t * K and the next
   lists,   ///< token_slots[i], i from token_offsets[t] to token_offsets[t + 1] - 1
-  packed,  ///< the same i themselves
+  packed,  ///< i itself, for the same i
 };
 struct Lists {
   const std::int32_t* token_offsets;
