@@ -59,13 +59,14 @@ void expect_same_top_k(const TopKDesc& desc, Tensor logits,
       << name(desc.order) << (desc.renormalize ? ", norm" : "");
 }
 
-/// The same of a router that is not plain(), and the scores before scales.
+/// The same of a router that is not plain(), and the scores before scales. Selection biases are
+/// multiples of bias_unit, up to four.
 void expect_same_scored(const TopKDesc& desc, Tensor logits,
-                        const std::vector<std::int32_t>& given = {}) {
+                        const std::vector<std::int32_t>& given = {}, double bias_unit = 0.125) {
   for (double& x : logits) x = round_to(x, desc.dtype);
   Tensor bias, scale;
   for (std::int64_t e = 0; e < desc.experts; ++e) {
-    bias.push_back(0.125 * static_cast<double>(Random(7, 5).below(e, 5)));
+    bias.push_back(bias_unit * static_cast<double>(Random(7, 5).below(e, 5)));
     scale.push_back(0.5 + Random(7, 6).uniform(e));
   }
   const auto outputs = [&](Device device) {
@@ -235,6 +236,49 @@ TEST(Bits, TopKOfTiesInScoredRouters) {
             }
             for (std::int64_t t = 0; t < desc.tokens; ++t) logits[t * E + t % E] = 1;
             expect_same_scored(desc, logits);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Scores that differ by a few units of the last place, or not at all: at the K-th place, among many
+// experts, and in whole groups, which then compete for the last place.
+TEST(Bits, TopKOfNearlyEqualScores) {
+  std::uint64_t number = 60000;
+  const auto compare = [&](TopKDesc desc, std::int64_t group_size, double bias_unit) {
+    const std::int64_t E = desc.experts;
+    desc.selection_bias = bias_unit > 0;
+    desc.groups = E / group_size;
+    desc.kept_groups = (desc.groups + 1) / 2;
+    const Random random(++number, 14);
+    Tensor logits(desc.tokens * E);
+    for (std::size_t i = 0; i < logits.size(); ++i) {
+      const std::int64_t t = static_cast<std::int64_t>(i) / E;
+      const double base = static_cast<double>(t % 5) - 1.5;
+      // One in so many experts is near the others at the top.
+      const std::uint64_t one_in = t % 3 == 0 ? 2 : t % 3 == 1 ? E / 12 : E / 6;
+      logits[i] = random.below(2 * i, one_in) == 0
+                      ? base + static_cast<double>(random.below(2 * i + 1, 24)) * 0x1p-22
+                      : base - 1 - random.uniform(2 * i + 1);
+    }
+    expect_same_scored(desc, logits, {}, bias_unit);
+  };
+  for (const RouterScore score : {RouterScore::softmax, RouterScore::sigmoid}) {
+    for (const std::int64_t E : {64, 128, 256, 512}) {
+      for (const std::int64_t K : {1, 3, 8}) {
+        TopKDesc desc = top_k_of_67_tokens(E, K, DType::f32, RouterOrder::score_then_select, true);
+        desc.score = score;
+        for (const double bias_unit : {0.0, 0x1p-24, 0.125}) {
+          desc.group_score = GroupScore::largest;
+          compare(desc, E, bias_unit);
+          for (const std::int64_t group_size : {16, 32, 64}) {
+            if (group_size == E) continue;
+            for (const GroupScore group_score : {GroupScore::largest, GroupScore::sum_of_two}) {
+              desc.group_score = group_score;
+              compare(desc, group_size, bias_unit);
+            }
           }
         }
       }

@@ -191,6 +191,33 @@ struct TwoLargest {
   }
 };
 
+/// Says of each of a lane's chunks whether its group stays, where equal groups compete for the last
+/// places: the lower group stays. `group` are the values of the chunks' groups.
+template <class L>
+__device__ __forceinline__ void drop_tied_groups(const L& own, const ScoredRoute& route,
+                                                 int columns,
+                                                 const std::uint32_t (&group)[L::kChunks],
+                                                 std::uint32_t* group_values,
+                                                 bool (&stay)[L::kChunks]) {
+  const int shift = 31 - __clz(route.group_size);
+  if (own.column % columns == 0) {
+#pragma unroll
+    for (int q = 0; q < L::kChunks; ++q) group_values[own.expert(8 * q) >> shift] = group[q];
+  }
+  __syncwarp();  // all groups have their value
+#pragma unroll
+  for (int q = 0; q < L::kChunks; ++q) {
+    const int g = own.expert(8 * q) >> shift;
+    int better = 0;
+#pragma unroll 1
+    for (int other = 0; other < route.groups; ++other) {
+      const std::uint32_t theirs = group_values[other];
+      better += theirs > group[q] || (theirs == group[q] && other < g);
+    }
+    stay[q] = better < route.kept_groups;
+  }
+}
+
 /// Sets the values of experts whose group does not stay to 0, which is below those of numbers.
 /// group_values is the token's.
 template <class L>
@@ -217,45 +244,62 @@ __device__ __forceinline__ void drop_groups(const L& own, const ScoredRoute& rou
       two[q].add(first, second);
     }
   }
-  if (route.group_size > kBlock) {  // two blocks
+  const bool pairs = route.group_size > kBlock;  // of chunks, which are a group
+  std::uint32_t group[kChunks];                  // the values of the chunks' groups
 #pragma unroll
-    for (int q = 0; q < kChunks; q += 2) {
+  for (int q = 0; q < kChunks; q += 2) {
+    if (pairs) {
       two[q].add(two[q + 1].first, two[q + 1].second);
       two[q + 1] = two[q];
     }
   }
-  const int shift = 31 - __clz(route.group_size);
-  if (own.column % columns == 0) {
 #pragma unroll
-    for (int q = 0; q < kChunks; ++q) {
-      std::uint32_t v = two[q].first;
-      if (route.two) {
-        v = order_bits(math::add(from_order_bits(v), from_order_bits(two[q].second)));
-      }
-      group_values[own.expert(8 * q) >> shift] = v;
+  for (int q = 0; q < kChunks; ++q) {
+    group[q] = two[q].first;
+    if (route.two) {
+      group[q] =
+          order_bits(math::add(from_order_bits(two[q].first), from_order_bits(two[q].second)));
     }
   }
-  __syncwarp();        // all groups have their value
-  unsigned stays = 0;  // a bit for each group of the token
-  for (int g0 = 0; g0 < route.groups; g0 += L::kLanes) {
-    const int g = g0 + own.part;
-    const std::uint32_t v = group_values[min(g, route.groups - 1)];
-    int better = 0;  // ties go to the lower group
-#pragma unroll 4
-    for (int other = 0; other < route.groups; ++other) {
-      const std::uint32_t theirs = group_values[other];
-      better += theirs > v || (theirs == v && other < g);
+  // How many groups are better than that of chunk q. Lanes that are a multiple of `columns` apart
+  // have the other groups.
+  int better[kChunks] = {};
+  const auto compare = [&](const std::uint32_t(&theirs)[kChunks]) {
+#pragma unroll
+    for (int other = 0; other < kChunks; ++other) {
+      const int counts = other % 2 == 1 && pairs ? 0 : 1;
+#pragma unroll
+      for (int q = 0; q < kChunks; ++q) better[q] += theirs[other] > group[q] ? counts : 0;
     }
-    const unsigned of_warp =
-        __ballot_sync(kAllLanes, g < route.groups && better < route.kept_groups);
-    const unsigned of_token = of_warp >> lane_id() / L::kLanes * L::kLanes;
-    stays |= (of_token & ((1u << L::kLanes) - 1)) << g0;
+  };
+  compare(group);
+#pragma unroll 1
+  for (int distance = columns; distance < L::kLanes; distance += columns) {
+    std::uint32_t theirs[kChunks];
+#pragma unroll
+    for (int q = 0; q < kChunks; ++q) {
+      theirs[q] = __shfl_xor_sync(kAllLanes, group[q], distance);
+    }
+    compare(theirs);
+  }
+  bool stay[kChunks];
+  int staying = 0;
+#pragma unroll
+  for (int q = 0; q < kChunks; ++q) {
+    stay[q] = better[q] < route.kept_groups;
+    staying += stay[q] && !(q % 2 == 1 && pairs);
+  }
+#pragma unroll 1
+  for (int distance = columns; distance < L::kLanes; distance *= 2) {
+    staying += __shfl_xor_sync(kAllLanes, staying, distance);
+  }
+  if (__any_sync(kAllLanes, staying != route.kept_groups)) {
+    drop_tied_groups(own, route, columns, group, group_values, stay);
   }
 #pragma unroll
   for (int q = 0; q < kChunks; ++q) {
-    const bool stay = (stays >> (own.expert(8 * q) >> shift) & 1) != 0;
 #pragma unroll
-    for (int i = 8 * q; i < 8 * q + 8; ++i) value[i] = stay ? value[i] : 0;
+    for (int i = 8 * q; i < 8 * q + 8; ++i) value[i] = stay[q] ? value[i] : 0;
   }
 }
 
@@ -352,9 +396,7 @@ __device__ __forceinline__ Scored score_of(const ScoredRoute& route, float z,
     const float p = softmax.probability(z);
     return {p, p};
   } else {
-    constexpr RouterScore kScore =
-        kBy == By::sigmoid ? RouterScore::sigmoid : RouterScore::sqrt_softplus;
-    const float p = math::router_score(kScore, z);
+    const float p = kBy == By::sigmoid ? quick_sigmoid(z) : math::sqrt_softplus(z);
     return {p, p};
   }
 }
@@ -379,14 +421,20 @@ __device__ __forceinline__ void route_few(const L& own, const FewArgs& a, const 
   const RowSoftmax softmax = score_all<kBy, L>(largest, z);
 
   std::uint32_t value[L::kPerLane];
+  if (kBy != By::logit && route.selection_bias == nullptr && route.groups == 1) {
+    // Bits of numbers from 0 on ascend with them.
 #pragma unroll
-  for (int i = 0; i < L::kPerLane; i += 4) {
-    const auto bias = *reinterpret_cast<const float4*>(shared->bias + L::padded(own.first) +
-                                                       i / 8 * kBlock + i % 8);
-    value[i] = order_bits_of_sum(math::add(z[i], bias.x));
-    value[i + 1] = order_bits_of_sum(math::add(z[i + 1], bias.y));
-    value[i + 2] = order_bits_of_sum(math::add(z[i + 2], bias.z));
-    value[i + 3] = order_bits_of_sum(math::add(z[i + 3], bias.w));
+    for (int i = 0; i < L::kPerLane; ++i) value[i] = math::bits(z[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < L::kPerLane; i += 4) {
+      const auto bias = *reinterpret_cast<const float4*>(shared->bias + L::padded(own.first) +
+                                                         i / 8 * kBlock + i % 8);
+      value[i] = order_bits_of_sum(math::add(z[i], bias.x));
+      value[i + 1] = order_bits_of_sum(math::add(z[i + 1], bias.y));
+      value[i + 2] = order_bits_of_sum(math::add(z[i + 2], bias.z));
+      value[i + 3] = order_bits_of_sum(math::add(z[i + 3], bias.w));
+    }
   }
   if (route.groups > 1) drop_groups(own, route, shared->group_values[token], value);
   std::int32_t* const chosen = shared->chosen[token];
