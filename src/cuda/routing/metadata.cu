@@ -58,12 +58,12 @@ struct Shape {
 };
 
 /// The slots to sort, in the order of the sort's input. `order` lists them; null means slot i at
-/// position i. *length is their number; null means all.
+/// position i. *length is their number, at most all; null means all.
 struct Source {
   const std::int32_t* order;
   const std::int32_t* length;
   __device__ std::int64_t size(std::int64_t slots) const {
-    return length == nullptr ? slots : *length;
+    return length == nullptr ? slots : min(std::int64_t{*length}, slots);
   }
   __device__ std::int32_t slot(std::int64_t i) const {
     return order == nullptr ? static_cast<std::int32_t>(i) : order[i];
