@@ -484,7 +484,7 @@ def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
     old = {"device": "NVIDIA H100", "pytest_exit": 0, "errors": [], "python": {}, "kernels": ["a"]}
     old |= {"tests": {"passed": 2}, "test_names": {"A.a": "passed", "B.b": "passed"}}
     old |= {"sanitizer": {"memcheck": "clean", "racecheck": "errors"}}
-    monkeypatch.setattr(gpu_check, "UNTIMED", tmp_path / "h100.json")
+    monkeypatch.setattr(gpu_check, "UNTIMED", tmp_path / "untimed.json")
     gpu_check.UNTIMED.write_text(json.dumps(old))
     ran, state = [], ["passed"]
 
@@ -529,7 +529,7 @@ def test_a_receipt_has_some_tests_again(tmp_path, monkeypatch):
     old["device"] = "NVIDIA H200"
     gpu_check.UNTIMED.write_text(json.dumps(old))
     (tmp_path / "tests.json").unlink()
-    with pytest.raises(SystemExit, match="h100.json: got NVIDIA H200, allowed: NVIDIA H100"):
+    with pytest.raises(SystemExit, match="untimed.json: got NVIDIA H200, allowed: NVIDIA H100"):
         run("tests")
 
 
