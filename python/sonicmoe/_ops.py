@@ -152,10 +152,11 @@ def _save_for_given_backward(ctx, inputs, output, given, *of_logits):
     ctx.set_materialize_grads(False)
 
 
-def _given_backward(ctx, dout, operator, *given, scale=()):
+def _given_backward(ctx, saved, dout, operator, *given, scale=()):
     """The gradients of x and of what the caller's router has made, and those of the experts. With
-    `scale`, an expert_scale or None, its gradient follows."""
-    x, w1, w2, b2, preact, routing, w1_up, b1, b1_up, *_ = ctx.saved_tensors
+    `scale`, an expert_scale or None, its gradient follows. `saved` are ctx.saved_tensors, which a
+    backward may read once: checkpointing and offloading unpack at each access."""
+    x, w1, w2, b2, preact, routing, w1_up, b1, b1_up, *_ = saved
     asked, (of_w1, of_w2, of_w1_up) = _autograd.asked_for(ctx), ctx.weights
     dx, dgiven, *of_experts = operator(
         dout.contiguous(),
@@ -191,7 +192,7 @@ def _routed_backward(ctx, dout, *_):
     if dout is None:
         return _autograd.padded(ctx)
     operator = torch.ops.sonicmoe.routed_backward.default
-    dx, dscores, gradients = _given_backward(ctx, dout, operator)
+    dx, dscores, gradients = _given_backward(ctx, ctx.saved_tensors, dout, operator)
     return _autograd.padded(ctx, dx, dscores, None, None, *gradients)
 
 
@@ -204,7 +205,7 @@ def _ids_backward(ctx, dout, *_):
     if dout is None:
         return _autograd.padded(ctx)
     operator = torch.ops.sonicmoe.ids_backward.default
-    dx, dweights, gradients = _given_backward(ctx, dout, operator, ctx.top_k)
+    dx, dweights, gradients = _given_backward(ctx, ctx.saved_tensors, dout, operator, ctx.top_k)
     return _autograd.padded(ctx, dx, None, dweights, *gradients)
 
 
@@ -218,9 +219,10 @@ def _save_for_logits_backward(ctx, inputs, output):
 def _logits_backward(ctx, dout, *_):
     if dout is None:
         return _autograd.padded(ctx)
-    operator, (logits, scale) = torch.ops.sonicmoe.logits_backward.default, ctx.saved_tensors[-2:]
+    operator, saved = torch.ops.sonicmoe.logits_backward.default, ctx.saved_tensors
+    *_, logits, scale = saved
     dx, dlogits, gradients, dscale = _given_backward(
-        ctx, dout, operator, logits, ctx.has_ids, scale=(scale,)
+        ctx, saved, dout, operator, logits, ctx.has_ids, scale=(scale,)
     )
     of_router = None, None if scale is None else dscale
     return _autograd.padded(ctx, dx, dlogits, None, *gradients, None, *of_router)
