@@ -214,7 +214,10 @@ def mask_of_tokens(mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor |
     if mask is None:
         return None
     padding_mask(mask, x.device)
-    if mask.shape not in (x.shape[:-1], (x.shape[:-1].numel(),)):
+    of_x = x.shape[:-1]
+    # One size after the other: tracing takes an unknown size for another one in `shape in (...)`.
+    fits = mask.dim() == len(of_x) and all(m == n for m, n in zip(mask.shape, of_x, strict=True))
+    if not fits and not (mask.dim() == 1 and mask.shape[0] == of_x.numel()):
         raise ValueError(
             f"padding_mask: got shape {tuple(mask.shape)}, allowed: {tuple(x.shape[:-1])}, that of "
             "x without its last dimension, or (T)"

@@ -218,6 +218,10 @@ def checked_losses(losses: Mapping[str, float] | None) -> dict[str, float]:
             raise ValueError(f"losses: got {name!r}, allowed: {allowed}")
         if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
             raise TypeError(f"losses[{name!r}]: got {weight!r}, allowed: a number")
-        if not math.isfinite(weight):
+        try:
+            finite = math.isfinite(weight)
+        except OverflowError:  # an integer beyond floats
+            finite = False
+        if not finite:
             raise ValueError(f"losses[{name!r}]: got {weight!r}, allowed: finite numbers")
     return {name: float(weight) for name, weight in losses.items()}

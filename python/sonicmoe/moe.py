@@ -1,6 +1,7 @@
 """The MoE module."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -157,7 +158,12 @@ class MoE(nn.Module):
         _check.integer("tile", tile)
         _check.rounding_rule("rounding", rounding)
         if routing not in ("top_k", "token_rounding"):
-            raise ValueError(f"routing: got {routing!r}, allowed: 'top_k', 'token_rounding'")
+            kind = ValueError if isinstance(routing, str) else TypeError
+            raise kind(f"routing: got {routing!r}, allowed: 'top_k', 'token_rounding'")
+        if not isinstance(std, (int, float)):
+            raise TypeError(f"std: got {std!r}, allowed: a number")
+        if not 0 <= std < math.inf:
+            raise ValueError(f"std: got {std}, allowed: finite numbers from 0 on")
         if not 1 <= tile <= 1024:
             raise ValueError(f"tile: got {tile}, allowed: 1 to 1024")
         _check.layer_sizes(hidden_size, intermediate_size, num_experts, num_experts_per_tok)
@@ -204,15 +210,19 @@ class MoE(nn.Module):
             self.selection_bias.zero_()
         self.tokens_per_expert.zero_()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any
+    ) -> None:
         keep_fp32(state_dict, prefix, ("expert_scale", "selection_bias"))
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         # The counts are no part of the state: a module from the meta device has none. With
         # assign=True its weights are about to become those of the state.
-        weight = self.c_fc.weight
-        if weight.is_meta:
-            weight = state_dict.get(prefix + "c_fc.weight", weight)
-        self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=weight.device)
+        weights: list[Any] = list(self.parameters())
+        if local_metadata.get("assign_to_params_buffers", False):
+            given = [entry for name, entry in state_dict.items() if name.startswith(prefix)]
+            weights = [entry for entry in given if isinstance(entry, torch.Tensor)] + weights
+        device = next((w.device for w in weights if not w.is_meta), self.tokens_per_expert.device)
+        self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=device)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "MoE":
         if recurse:
@@ -265,7 +275,8 @@ class MoE(nn.Module):
         In inference mode nothing is kept for backward and the loss is None. `eval()` alone still
         differentiates.
         """
-        backend = _BACKENDS.get(kernel_backend_moe)
+        known = isinstance(kernel_backend_moe, KernelBackendMoE)
+        backend = _BACKENDS.get(kernel_backend_moe) if known else None
         if backend is None:
             raise _unavailable(kernel_backend_moe)
         if not isinstance(x, torch.Tensor):

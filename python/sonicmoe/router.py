@@ -80,6 +80,8 @@ class RouterConfig(_Texts):
                 raise TypeError(f"{name}: got {value!r}, allowed: True, False")
         eps = _fp32("eps", self.eps, "finite numbers from 0 on", lambda value: value >= 0)
         scale = _fp32("scale", self.scale, "finite numbers above 0", lambda value: value > 0)
+        for name in ("eps", "scale"):  # any real number will do, but tensors multiply by floats
+            object.__setattr__(self, name, float(getattr(self, name)))
         if eps != 0 and not self.divides:
             raise ValueError(
                 f"eps: got {self.eps!r}, allowed: 0 unless renormalize divides by a sum (a softmax "

@@ -1,6 +1,7 @@
 """MoE with a RouterConfig: parameters that stay fp32, counts of tokens, losses and their mask."""
 
 import copy
+import fractions
 import itertools
 import pickle
 import re
@@ -442,6 +443,53 @@ def test_a_compiled_module_with_a_mask():
     assert moe.tokens_per_expert.sum() == 2 * mask.sum() * K
 
 
+def test_a_mask_of_sizes_that_tracing_does_not_know():
+    torch._dynamo.reset()
+    moe = make_module("qwen3")
+    compiled = torch.compile(moe, backend="eager", fullgraph=True)
+    compiled(torch.randn(2, 5, D))
+    for shape in ((3, 7), (4, 6)):
+        for of_mask in (shape, (shape[0] * shape[1],)):
+            x, mask = torch.randn(*shape, D), torch.rand(of_mask) < 0.5
+            for a, b in zip(compiled(x, padding_mask=mask), moe(x, padding_mask=mask), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+class _Adapter(nn.Module):
+    """Experts with something added, as adapters have: no parameter of its own is a weight."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.delta = base, nn.Parameter(torch.zeros_like(base.weight))
+
+    def forward(self, x=None):
+        weight, bias = self.base(x)
+        return weight + self.delta, bias
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", ["adapter", "parametrization"])
+def test_a_state_of_changed_experts(how, device, assign):
+    def change(moe):
+        if how == "adapter":
+            moe.c_fc = _Adapter(moe.c_fc)
+        else:
+            torch.nn.utils.parametrize.register_parametrization(moe.c_fc, "weight", nn.Identity())
+        return moe
+
+    given = change(make_module("deepseek_v3"))
+    with torch.device(device):
+        moe = change(MoE(E, K, D, N, "swiglu", False, 0.3, router="deepseek_v3"))
+    if device == "meta" and not assign:
+        moe = moe.to_empty(device="cpu")
+    moe.load_state_dict(given.state_dict(), assign=assign)
+    x = torch.randn(T, D)
+    assert torch.equal(moe(x)[0], given(x)[0])
+    assert moe.tokens_per_expert.sum() == T * K
+    moe.update_selection_bias(0.1)
+
+
 # What is refused, and warnings.
 
 
@@ -465,9 +513,26 @@ def test_what_the_module_refuses():
         ({"losses": "switch"}, TypeError, "losses: got 'switch', allowed: a dict of weights"),
         ({"losses": {"z": "1"}}, TypeError, "losses['z']: got '1', allowed: a number"),
         ({"losses": {"z": float("nan")}}, ValueError, "losses['z']: got nan, allowed: finite num"),
+        ({"losses": {"z": 10**400}}, ValueError, "losses['z']: got 1000"),
+        ({"routing": None}, TypeError, "routing: got None, allowed: 'top_k', 'token_rounding'"),
+        ({"std": "0.02"}, TypeError, "std: got '0.02', allowed: a number"),
+        ({"std": -1.0}, ValueError, "std: got -1.0, allowed: finite numbers from 0 on"),
     ):  # fmt: skip
         with pytest.raises(error, match="^" + re.escape(message)):
-            MoE(E, K, D, N, "swiglu", False, 0.3, **options)
+            MoE(**{"num_experts": E, "num_experts_per_tok": K, "hidden_size": D, "std": 0.3,
+                   "intermediate_size": N, "activation_function": "swiglu", "add_bias": False,
+                   **options})  # fmt: skip
+    with pytest.raises(TypeError, match=r"^kernel_backend_moe: got \[\], allowed: Kernel"):
+        make_module()(torch.randn(T, D), [])
+
+
+def test_any_real_number_scales():
+    third = make_module(RouterConfig(scale=fractions.Fraction(1, 3)))
+    plain = make_module(RouterConfig(scale=1 / 3))
+    plain.load_state_dict(third.state_dict())
+    x = torch.randn(T, D)
+    for backend in KernelBackendMoE.sonicmoe, KernelBackendMoE.torch:
+        torch.testing.assert_close(third(x, backend)[0], plain(x, backend)[0])
 
 
 @pytest.mark.parametrize("option, allowed", [
