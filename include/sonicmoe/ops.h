@@ -58,15 +58,16 @@ struct SONICMOE_API RouterGemmDesc {
 };
 
 /// Bits for invalid data. An unchecked CUDA call or-s them into the `error_word` of its arguments,
-/// if the caller gives one. Only the caller clears the word.
+/// if the caller gives one; a CPU call kBadLogits alone. Only the caller clears the word.
 inline constexpr std::int32_t kBadTokenId = 1;  ///< a token id outside [0, T): the call skipped it
 inline constexpr std::int32_t kBadLogits = 2;   ///< a row with a NaN or without a finite maximum
 inline constexpr std::int32_t kBadCounts = 4;   ///< segments of rows that overlap or reach past R
 
 /// Scores and expert ids of each token's K experts from its logits, by descending value of what
-/// chooses (RouterDesc). CPU calls and checked calls refuse a NaN, +inf, or with softmax a row of
-/// -inf (invalid_data) before they write anything. An unchecked call gives such a row valid expert
-/// ids and any scores.
+/// chooses (RouterDesc). A NaN, +inf, or with softmax a row of -inf is refused (invalid_data)
+/// before anything is written, by checked CUDA calls, and by CPU calls without an error_word. Other
+/// calls give such a row valid expert ids and scores of NaN; on CUDA a sigmoid's +inf counts as a
+/// number.
 ///
 /// With RouterInput::logits_and_ids nothing is chosen: `scores` are those of `given_ids`, in their
 /// order, and `ids` becomes a copy of them. The softmax over the top-K runs over the given logits.
@@ -81,7 +82,7 @@ struct TopKArgs {
   float* scores = nullptr;                  ///< (T, K)
   float* probabilities = nullptr;           ///< (T, K) p, if keeps_probabilities()
   std::int32_t* ids = nullptr;              ///< (T, K)
-  std::int32_t* error_word = nullptr;       ///< (1), optional, CUDA: see kBadLogits
+  std::int32_t* error_word = nullptr;       ///< (1), optional: see kBadLogits
 };
 /// Router, sizes and type of the choice.
 struct SONICMOE_API TopKDesc : RouterDesc {  ///< `input` has logits

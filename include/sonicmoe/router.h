@@ -179,7 +179,7 @@ struct RouterForwardArgs {
   float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
   std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; likewise
   float* slot_scores = nullptr;  ///< (R) scores of the lists that rounding writes; rounding only
-  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA
+  std::int32_t* error_word = nullptr;  ///< (1), optional
   void* routing = nullptr;             ///< routing_bytes() bytes, at a multiple of 4
 };
 

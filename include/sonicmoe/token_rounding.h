@@ -19,8 +19,8 @@
 /// probability (fp32), descending; then the lower token id.
 namespace sonicmoe {
 
-/// CPU calls and checked calls refuse a NaN or a row whose maximum is not finite (invalid_data)
-/// before they write anything; see TopKArgs.
+/// A NaN or a row whose maximum is not finite is refused (invalid_data) before anything is written,
+/// or its token's scores are NaN, as TopKArgs says.
 struct TokenRoundingArgs {
   const void* logits = nullptr;  ///< (T, E) dtype
   /// Draws are Philox4x32-10 with key = seed and counter = (offset, expert). The caller advances
@@ -39,7 +39,7 @@ struct TokenRoundingArgs {
   std::int32_t* expert_ids = nullptr;  ///< ascending within a token
   std::int32_t* counts = nullptr;      ///< (E) entries of each expert after rounding
   std::int32_t* frequency = nullptr;   ///< (E) TC tokens of each expert; optional
-  std::int32_t* error_word = nullptr;  ///< (1), optional, CUDA: see kBadLogits
+  std::int32_t* error_word = nullptr;  ///< (1), optional: see kBadLogits
 };
 /// Router, sizes, rule and tile.
 struct SONICMOE_API TokenRoundingDesc : RouterDesc {  ///< `input`: projection or logits

@@ -129,6 +129,18 @@ class Scratch {
   std::size_t bytes_;
 };
 
+/// An error word that nobody reads. With it no call on the CPU refuses bad logits: as on CUDA, the
+/// output of their token is NaN.
+class Unread {
+ public:
+  explicit Unread(const Tensor& like) : wanted_(like.is_cpu()) {}
+  std::int32_t* word() { return wanted_ ? &word_ : nullptr; }
+
+ private:
+  bool wanted_;
+  std::int32_t word_ = 0;
+};
+
 /// Plans of recent calls, so that a training loop makes each of them once, on every device. Plans
 /// are immutable: the lock covers the look-up only.
 template <class Desc, class Plan = OpPlan<Desc>>

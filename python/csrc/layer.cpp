@@ -194,6 +194,8 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
                    .preact = output<void>(preact),
                    .routing = output<void>(routing)};
   counts.add_to(&args, desc);
+  Unread error(x);
+  args.error_word = error.word();
   check(plan.forward(args, Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
   return {o, counts.chosen, preact, routing};
 }
@@ -305,6 +307,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> layer_forward(
                    .preact = output<void>(preact),
                    .routing = output<void>(routing)};
   counts.add_to(&args, desc);
+  Unread error(x);
+  args.error_word = error.word();
   check(plan.forward(args, Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
   return {o, logits, counts.chosen, preact, routing};
 }

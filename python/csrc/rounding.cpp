@@ -24,13 +24,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> token_rounding(Tensor logits,
   const Tensor expert_ids = empty(logits, {desc.capacity()}, ScalarType::Int);
   const Tensor counts = empty(logits, {desc.experts}, ScalarType::Int);
   const Tensor frequency = empty(logits, {desc.experts}, ScalarType::Int);
+  Unread error(logits);
   check(plan.run({.logits = input<void>(logits),
                   .draws = draws_of(draws),
                   .scores = output<float>(scores),
                   .token_ids = output<std::int32_t>(token_ids),
                   .expert_ids = output<std::int32_t>(expert_ids),
                   .counts = output<std::int32_t>(counts),
-                  .frequency = output<std::int32_t>(frequency)},
+                  .frequency = output<std::int32_t>(frequency),
+                  .error_word = error.word()},
                  Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return {scores, token_ids, expert_ids, counts, frequency};
 }

@@ -97,12 +97,14 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTenso
   const std::int64_t kept = desc.keeps_probabilities() ? desc.tokens : 0;
   const Tensor probabilities = empty(logits, {kept, desc.top_k}, ScalarType::Float);
   const Tensor ids = empty(logits, {desc.tokens, desc.top_k}, ScalarType::Int);
+  Unread error(logits);
   check(plan.run({.logits = input<void>(logits),
                   .selection_bias = input<float>(selection_bias),
                   .expert_scale = input<float>(expert_scale),
                   .scores = output<float>(scores),
                   .probabilities = output<float>(probabilities),
-                  .ids = output<std::int32_t>(ids)},
+                  .ids = output<std::int32_t>(ids),
+                  .error_word = error.word()},
                  Scratch(logits, plan.workspace_bytes()), stream_of(logits)));
   return {scores, ids};
 }

@@ -9,8 +9,8 @@ Autocast of x's device casts x and weights. All calls differentiate once.
 
 ValueError is for a value, shape, layout or content that is not allowed, TypeError for a type or
 dtype, RuntimeError for a missing extension, NotImplementedError for vmap, forward mode and second
-derivatives; the text is "argument: got value, allowed: values". On CUDA contents are not checked:
-ids out of range are skipped, and NaN logits give their token any scores.
+derivatives; the text is "argument: got value, allowed: values". A NaN or +inf logit makes its
+token's output NaN. On CUDA ids are not checked: those out of range are skipped.
 
 Weights come as frameworks store them: contiguous w1 (E, 2I, H) and w2 (E, H, I), or (E, I, H) for
 an activation without a gate; biases b1 (E, 2I or I) and b2 (E, H). Each weight may also be the view
@@ -252,7 +252,7 @@ def experts_from_logits(
     Each token goes to the K experts that its logits choose, or to those of `ids` (T, K): int32 or
     int64, sentinels and duplicates as in :func:`experts`. The softmax over the top-K runs over the
     K logits of a token's experts, without those of sentinels. Logits have the dtype of x or are
-    float32, and their gradient too. A NaN or +inf raises ValueError on the CPU; so does, with a
+    float32, and their gradient too. A NaN or +inf makes its token's output NaN; so does, with a
     softmax, a row of -inf, and with ids and the softmax over the top-K, a token whose experts all
     have -inf. See :class:`sonicmoe.MoE` for the options.
 

@@ -127,7 +127,11 @@ def score_ids(
         w = torch.where(none, 0, w / divisor.masked_fill(none, 1))
     if router.scale != 1:
         w = w * router.scale
-    return w if expert_scale is None else w * expert_scale.to(w.dtype)[valid]
+    if expert_scale is not None:
+        w = w * expert_scale.to(w.dtype)[valid]
+    # A token with a NaN or +inf has NaN, whatever its score makes of them.
+    bad = ~(z.detach().amax(dim=-1, keepdim=True) < torch.inf)
+    return torch.where(bad & ~sentinel, torch.nan, w)
 
 
 def philox(seed: int, offset: int, index: int) -> int:

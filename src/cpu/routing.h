@@ -9,6 +9,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/parallel.h"
 #include "math/softmax.h"
+#include "sonicmoe/ops.h"
 
 /// One token's routing, shared by top_k, score_grad, aux_loss, token_rounding and its gradient.
 namespace sonicmoe::cpu {
@@ -124,6 +125,19 @@ inline const char* bad_logits(float max, const float* row, std::int64_t experts,
                                [&](std::int32_t id) { return !is_sentinel(id, experts); });
   const bool finite = std::isfinite(max_at(row, experts, ids, given.top_k));
   return any && !finite ? "only -inf at the ids" : nullptr;
+}
+
+/// Makes numbers of a row that bad_logits() finds, so that choosing among them ends well, and
+/// returns the new maximum. What is NaN or +inf stays above the others.
+inline float tame_row(std::int64_t experts, float* row) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  float max = -kMost;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    if (!(row[e] <= kMost)) row[e] = kMost;
+    if (row[e] < -kMost) row[e] = -kMost;
+    max = std::max(max, row[e]);
+  }
+  return max;
 }
 
 /// Refuses rows that bad_logits() finds; the error names the first such token. `rows` is
