@@ -117,9 +117,9 @@ struct ForwardArgs {
   float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
   std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; likewise
 
-  /// (1), optional: unchecked CUDA calls or kBadTokenId and kBadLogits (ops.h) into it, CPU calls
-  /// the latter. CPU calls refuse bad token ids, and without it bad logits (invalid_data), as
-  /// checked do.
+  /// (1), optional. Unchecked CUDA calls or kBadTokenId and kBadLogits (ops.h) into it, and checked
+  /// ones refuse such data (invalid_data). CPU calls refuse bad token ids, and bad logits only
+  /// without an error_word; else they or kBadLogits into it.
   std::int32_t* error_word = nullptr;
 
   // Written for backward; unused for inference.

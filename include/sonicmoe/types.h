@@ -176,7 +176,7 @@ struct Options {
   /// it.
   int threads = 0;
   /// CUDA only: the call waits for the device and refuses bad data (StatusCode::invalid_data)
-  /// instead of skipping it. A graph cannot capture such a call. CPU calls always check their data.
+  /// instead of skipping it. A graph cannot capture such a call. CPU calls need not ask for it.
   bool checked = false;
   /// CUDA only: how many multiprocessors Hopper's products and sums with the router's part fill, an
   /// even number; 0 = all. The others stay free, for communication. Short kernels around them and

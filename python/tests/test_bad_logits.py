@@ -82,3 +82,17 @@ def test_of_a_rounded_module():
     x[BAD] = torch.nan
     out = moe(x)[0]
     assert out[BAD].isnan().all() and not out[torch.arange(T) != BAD].isnan().any()
+
+
+@pytest.mark.parametrize("rule", ["nr", "nr_s", "balance", "up", "down"])
+def test_rounding_ranks_a_bad_token_first_everywhere(rule):
+    torch.manual_seed(3)
+    moe = MoE(8, 2, D, N, "swiglu", False, 0.3, routing="token_rounding", tile=8, rounding=rule)
+    x = torch.randn(64, D)
+    x[BAD] = torch.nan
+    outs = []
+    for backend in BACKENDS:
+        torch.manual_seed(4)  # of the draws
+        outs.append(moe(x, backend)[0])
+    assert outs[0][BAD].isnan().all()
+    torch.testing.assert_close(*outs, equal_nan=True)

@@ -2,6 +2,7 @@
 // multiple of the tile drops its weakest TC tokens or adds the best others. An expert selects only
 // among the tokens that can change.
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -48,7 +49,6 @@ struct Memory {
   float* rows;                  // (threads, E)
   std::int32_t* ids;            // (T, K)
   std::int32_t* token_offsets;  // (T+1)
-  std::uint8_t* bad;            // (T): tokens with bad logits
 
   static std::size_t layout(const TokenRoundingDesc& d, int threads, void* base, Memory* out) {
     const std::size_t words = static_cast<std::size_t>(d.tokens * ((d.experts + 63) / 64));
@@ -65,40 +65,49 @@ struct Memory {
       out->rows = out->scores + chosen;
       out->ids = reinterpret_cast<std::int32_t*>(out->rows + rows);
       out->token_offsets = out->ids + chosen;
-      out->bad = reinterpret_cast<std::uint8_t*>(out->token_offsets + d.tokens + 1);
     }
-    const std::size_t tokens = static_cast<std::size_t>(d.tokens);
-    return 8 * (words + keys) + 4 * (probabilities + 2 * chosen + rows + tokens + 1) + tokens;
+    return 8 * (words + keys) +
+           4 * (probabilities + 2 * chosen + rows + static_cast<std::size_t>(d.tokens) + 1);
   }
 };
 
 /// A token's key. Ascending keys are the order inside an expert: probability descending, then lower
-/// token id. A probability is not negative, so its bits ascend with it.
+/// token id. A probability is not negative, so its bits ascend with it; a NaN's lie above.
 std::uint64_t order_key(float probability, std::int64_t token) {
   return std::uint64_t{~std::bit_cast<std::uint32_t>(probability)} << 32 |
          static_cast<std::uint32_t>(token);
 }
 std::int64_t token_of(std::uint64_t key) { return static_cast<std::uint32_t>(key); }
 
-/// Writes ids, scores, membership bits and probabilities (the full softmax) of every token. Those
-/// with bad logits are marked, and have numbers here.
+/// Writes ids, scores, membership bits and probabilities (the full softmax) of every token. Bad
+/// logits make both of the token NaN, which ranks before all numbers. Returns whether there are
+/// any.
 template <class T>
-void choose_tokens(const TokenRoundingDesc& d, const T* logits, const Memory& m, int threads) {
+bool choose_tokens(const TokenRoundingDesc& d, const T* logits, const Memory& m, int threads) {
+  std::atomic<bool> any_bad{false};
   parallel_ranges(threads, d.tokens, kTokensPerPiece,
                   [&](int thread, std::int64_t begin, std::int64_t end) {
                     float* row = m.rows + thread * d.experts;
                     for (std::int64_t t = begin; t < end; ++t) {
                       std::int32_t* ids = m.ids + t * d.top_k;
+                      float* scores = m.scores + t * d.top_k;
                       float max = load_row(logits + t * d.experts, d.experts, row);
-                      m.bad[t] = bad_logits(max, row, d.experts, t, {}, true) != nullptr;
-                      if (m.bad[t] != 0) max = tame_row(d.experts, row);
-                      route_token(d, max, true, row, m.scores + t * d.top_k, ids);
+                      const bool bad = bad_logits(max, row, d.experts, t, {}, true) != nullptr;
+                      if (bad) max = tame_row(d.experts, row);
+                      route_token(d, max, true, row, scores, ids);
+                      if (bad) {
+                        constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+                        std::fill_n(row, d.experts, kNan);
+                        std::fill_n(scores, d.top_k, kNan);
+                        any_bad = true;
+                      }
                       std::fill_n(m.members.row(t), m.members.words_per_token(), 0);
                       for (std::int64_t k = 0; k < d.top_k; ++k) m.members.set(t, ids[k]);
                       for (std::int64_t e = 0; e < d.experts; ++e)
                         m.probabilities[e * d.tokens + t] = row[e];
                     }
                   });
+  return any_bad;
 }
 
 /// Finds the `wanted` tokens of an expert that rounding would change: the last TC tokens (down) or
@@ -186,19 +195,18 @@ void write_lists(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const M
     }
     m.token_offsets[t + 1] = m.token_offsets[t] + entries;
   }
-  parallel_ranges(
-      threads, d.tokens, kTokensPerPiece, [&](int, std::int64_t begin, std::int64_t end) {
-        for (std::int64_t t = begin; t < end; ++t) {
-          std::int64_t at = m.token_offsets[t];
-          for (std::int64_t e = 0; e < d.experts; ++e) {
-            if (!m.members.has(t, e)) continue;
-            a.scores[at] =
-                m.bad[t] == 0 ? score_of(d, m, t, e) : std::numeric_limits<float>::quiet_NaN();
-            a.token_ids[at] = static_cast<std::int32_t>(t);
-            a.expert_ids[at++] = static_cast<std::int32_t>(e);
-          }
-        }
-      });
+  parallel_ranges(threads, d.tokens, kTokensPerPiece,
+                  [&](int, std::int64_t begin, std::int64_t end) {
+                    for (std::int64_t t = begin; t < end; ++t) {
+                      std::int64_t at = m.token_offsets[t];
+                      for (std::int64_t e = 0; e < d.experts; ++e) {
+                        if (!m.members.has(t, e)) continue;
+                        a.scores[at] = score_of(d, m, t, e);
+                        a.token_ids[at] = static_cast<std::int32_t>(t);
+                        a.expert_ids[at++] = static_cast<std::int32_t>(e);
+                      }
+                    }
+                  });
   for (std::int64_t i = m.token_offsets[d.tokens]; i < d.capacity(); ++i) {
     a.scores[i] = 0.0f;
     a.token_ids[i] = static_cast<std::int32_t>(d.tokens - 1);
@@ -209,15 +217,14 @@ void write_lists(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const M
 template <class T>
 Status run_typed(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* workspace,
                  int threads) {
-  Memory m{Membership(nullptr, d.experts), {}, {}, {}, {}, {}, {}, {}};
+  Memory m{Membership(nullptr, d.experts), {}, {}, {}, {}, {}, {}};
   Memory::layout(d, threads, workspace, &m);
   const T* logits = static_cast<const T*>(a.logits);
   if (a.error_word == nullptr) {
     const Status status = check_logits(logits, d.tokens, d.experts, m.rows, threads);
     if (!status.ok()) return status;
   }
-  choose_tokens(d, logits, m, threads);
-  if (std::find(m.bad, m.bad + d.tokens, 1) != m.bad + d.tokens) *a.error_word |= kBadLogits;
+  if (choose_tokens(d, logits, m, threads)) *a.error_word |= kBadLogits;
   // counts[e] holds f until round_expert() replaces it.
   std::fill_n(a.counts, d.experts, 0);
   for (std::int64_t s = 0; s < d.tokens * d.top_k; ++s) ++a.counts[m.ids[s]];
