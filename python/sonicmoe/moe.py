@@ -160,7 +160,7 @@ class MoE(nn.Module):
         if routing not in ("top_k", "token_rounding"):
             kind = ValueError if isinstance(routing, str) else TypeError
             raise kind(f"routing: got {routing!r}, allowed: 'top_k', 'token_rounding'")
-        if not isinstance(std, (int, float)):
+        if not hasattr(std, "__float__"):
             raise TypeError(f"std: got {std!r}, allowed: a number")
         if not 0 <= std < math.inf:
             raise ValueError(f"std: got {std}, allowed: finite numbers from 0 on")
@@ -210,18 +210,16 @@ class MoE(nn.Module):
             self.selection_bias.zero_()
         self.tokens_per_expert.zero_()
 
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, local_metadata: dict, *rest: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
         keep_fp32(state_dict, prefix, ("expert_scale", "selection_bias"))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         # The counts are no part of the state: a module from the meta device has none. With
         # assign=True its weights are about to become those of the state.
-        weights: list[Any] = list(self.parameters())
-        if local_metadata.get("assign_to_params_buffers", False):
+        device = self.tokens_per_expert.device
+        if device.type == "meta":
             given = [entry for name, entry in state_dict.items() if name.startswith(prefix)]
-            weights = [entry for entry in given if isinstance(entry, torch.Tensor)] + weights
-        device = next((w.device for w in weights if not w.is_meta), self.tokens_per_expert.device)
+            weights = [*self.parameters(), *[w for w in given if isinstance(w, torch.Tensor)]]
+            device = next((w.device for w in weights if not w.is_meta), device)
         self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=device)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "MoE":

@@ -53,6 +53,7 @@ REFUSED = [
     ({"eps": 1e-60, "renormalize": True, "score": "sigmoid"}, ValueError, "eps: got 1e-60, al"),
     ({"scale": 0}, ValueError, "scale: got 0, allowed: finite numbers above 0, as fp32 has them"),
     ({"scale": float("inf")}, ValueError, "scale: got inf, allowed: finite numbers above 0"),
+    ({"scale": 10**400}, ValueError, "scale: got 1000"),
     ({"scale": 1e39}, ValueError, "scale: got 1e+39, allowed: finite numbers above 0"),
     ({"scale": "2"}, TypeError, "scale: got '2', allowed: finite numbers above 0"),
     ({"groups": 0}, ValueError, "groups: got 0, allowed: 1 to 1024"),
