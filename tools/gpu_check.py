@@ -13,8 +13,9 @@ included. It also holds a digest of each kernel's machine code (tools/machine_co
 accepts changed sources if the receipt has the machine code of every kernel: moved files, new names
 and new comments need no GPU. It does not notice when host code or a test's body changed as well.
 
-The figures of the documents come from receipts/h200.json, written on an H200. Whether all is right
-takes none: receipts/untimed.json, of an H100 or with --quick, covers a build, too.
+The figures of the documents come from receipts/h200.json, written on an H200. A receipt without
+the benchmark tells as well whether all is right. An H100, or an H200 with --quick, writes it as
+receipts/untimed.json, which covers a build, too.
 
 `verify` fails, too, when a kernel or test of the build is not in the receipt, passed. If it was
 only renamed, receipts/renamed.json gives the new and the old part of its name:

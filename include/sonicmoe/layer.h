@@ -117,9 +117,9 @@ struct ForwardArgs {
   float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
   std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; likewise
 
-  /// (1), optional. Unchecked CUDA calls or kBadTokenId and kBadLogits (ops.h) into it, and checked
-  /// ones refuse such data (invalid_data). CPU calls refuse bad token ids, and bad logits only
-  /// without an error_word; else they or kBadLogits into it.
+  /// (1), optional. Unchecked CUDA calls set the bits kBadTokenId and kBadLogits (ops.h) in it;
+  /// checked ones refuse such data (invalid_data). CPU calls refuse bad token ids. They refuse bad
+  /// logits where there is no error_word, else they set kBadLogits in it.
   std::int32_t* error_word = nullptr;
 
   // Written for backward; unused for inference.

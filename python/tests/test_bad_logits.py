@@ -1,4 +1,7 @@
-"""A NaN or +inf among a token's logits makes that token's output NaN, and refuses no call."""
+"""A NaN or +inf among a token's logits makes that token's output NaN.
+
+No call is refused, and no other token's output changes.
+"""
 
 import pytest
 import torch
@@ -37,8 +40,8 @@ def test_of_a_module(backend, router, value):
     out = moe(x, backend)[0]
     check_output(out, good)
     others = torch.arange(T) != BAD
-    out[others].sum().backward()  # and backward runs
-    assert moe.c_fc.weight.grad is not None and x.grad is not None
+    out[others].sum().backward()
+    assert x.grad[others].isfinite().all()
 
 
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf])

@@ -1,5 +1,7 @@
-"""A backward unpacks what was saved once: checkpointing refuses a second time, and offloading would
-copy again."""
+"""A backward unpacks what was saved once.
+
+Checkpointing refuses a second time, and offloading would copy again.
+"""
 
 import pytest
 import torch

@@ -191,8 +191,8 @@ struct TwoLargest {
   }
 };
 
-/// Says of each of a lane's chunks whether its group stays, where equal groups compete for the last
-/// places: the lower group stays. `group` are the values of the chunks' groups.
+/// Decides which groups stay where equal ones compete for the last places: the lower groups do.
+/// group[q] is the value of the group of the lane's chunk q, and stay[q] the decision.
 template <class L>
 __device__ __forceinline__ void drop_tied_groups(const L& own, const ScoredRoute& route,
                                                  int columns,
@@ -261,8 +261,8 @@ __device__ __forceinline__ void drop_groups(const L& own, const ScoredRoute& rou
           order_bits(math::add(from_order_bits(two[q].first), from_order_bits(two[q].second)));
     }
   }
-  // How many groups are better than that of chunk q. Lanes that are a multiple of `columns` apart
-  // have the other groups.
+  // How many groups are better than that of chunk q. Lanes at multiples of `columns` have the
+  // others.
   int better[kChunks] = {};
   const auto compare = [&](const std::uint32_t(&theirs)[kChunks]) {
 #pragma unroll
