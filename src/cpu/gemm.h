@@ -76,7 +76,7 @@ class SgemmEngine {
 /// products: one instruction adds two products to an fp32 sum, at twice the rate of fp32.
 ///
 /// The engine reads rows of A in place, gathered or not (tn packs them), and packs B straight from
-/// its layout. sgemm needs a copy first and then packs both (docs/findings/cpu-avx512.md).
+/// its layout. sgemm needs a copy first and then packs both (docs/findings/archive/cpu-avx512.md).
 ///
 /// With bf16, nt and nn need an even k, because multiply() reads A's rows two elements at a time.
 /// Otherwise the calls are those of SgemmEngine.
