@@ -181,7 +181,8 @@ void operation(FuzzedDataProvider* in) {
     case 1:
       return plan_operation(in, TopKDesc{{router}, tokens, dtype});
     case 2:
-      return plan_operation(in, MetadataDesc{tokens, experts, flag ? top_k : 0, rows, other});
+      return plan_operation(
+          in, MetadataDesc{tokens, experts, flag ? top_k : 0, rows, other, number(in, 100)});
     case 3:
       return plan_operation(in, GroupedGemmDesc{{grouped}, pick<GemmOp>(in, 6)});
     case 4:
@@ -208,6 +209,7 @@ void operation(FuzzedDataProvider* in) {
     case 11: {
       RoutingDesc routing{{router}, tokens, hidden, dtype};
       routing.rounding = {number(in, 300), pick<RoundingRule>(in, 6)};
+      routing.max_rows = flag ? number(in, 100) : 0;
       routing.inference = other;
       return plan_part(in, routing);
     }

@@ -401,6 +401,10 @@ class InputCases {
     add("hostile-bias", biased, RoutingKind::hostile);
     add("e512_k22", weighted(shape(40, 24, 16, 512, 22)));
     add("sentinels_only", weighted(some), RoutingKind::sentinels_only);
+    for (const std::int64_t rows : {1, 60, 150}) {
+      biased.max_rows = rows;
+      add("max_rows" + std::to_string(rows), biased, RoutingKind::hostile);
+    }
   }
 
   /// The CPU runs these besides.

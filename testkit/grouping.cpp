@@ -131,6 +131,12 @@ Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts
   return g;
 }
 
+Routing limited(Routing routing, const LayerDesc& desc) {
+  const Grouping g = group(routing, desc.tokens, desc.router.experts);
+  for (std::size_t row = desc.rows(); row < g.rows(); ++row) routing.experts[g.row_slots[row]] = -1;
+  return routing;
+}
+
 std::vector<std::int32_t> top_k(const Tensor& logits, std::int64_t tokens, const RouterDesc& router,
                                 const Tensor& selection_bias) {
   const std::int64_t size = router.experts / router.groups;

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "sonicmoe/router.h"
+#include "sonicmoe/layer.h"
 #include "testkit/numbers.h"
 
 namespace sonicmoe::testkit {
@@ -34,6 +34,8 @@ inline bool is_sentinel(std::int32_t expert, std::int64_t experts) {
 std::vector<std::int64_t> slots_of_token(const std::vector<std::int32_t>& ids, std::int64_t t,
                                          std::int64_t k, std::int64_t experts);
 Grouping group(const Routing& routing, std::int64_t tokens, std::int64_t experts);
+/// The routing with sentinels in the place of pairs past LayerDesc::max_rows.
+Routing limited(Routing routing, const LayerDesc& desc);
 
 /// The K experts of each token, (T, K), by descending value of what chooses, computed in fp64 and
 /// scores rounded to fp32; ties to the lower id. `selection_bias` may be empty.

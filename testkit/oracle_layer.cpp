@@ -27,7 +27,7 @@ Tensor logits_of(const Problem& problem, Precision precision) {
 
 Routing own_routing(const Problem& problem, Precision precision) {
   const LayerDesc& desc = problem.desc;
-  if (!desc.router.chooses()) return problem.lists;
+  if (!desc.router.chooses()) return limited(problem.lists, desc);
   const Tensor logits = logits_of(problem, precision);
   return routing_of_ids(top_k(logits, desc.tokens, desc.router, problem.selection_bias),
                         desc.router.top_k);

@@ -153,7 +153,7 @@ void run_backward(const Problem& p, const LayerPlan& plan, Device device, Arena*
   } else if (router.has_logits()) {
     args.dgiven_logits = arena->output("dgiven_logits", desc.tokens * E, logits_type);
   } else {
-    args.dscores = arena->output_float("dscores", desc.rows());
+    args.dscores = arena->output_float("dscores", desc.routing().slots());
   }
   const std::size_t bytes = plan.backward_workspace_bytes();
   const Workspace workspace{arena->output("backward workspace", bytes, 256), bytes};
@@ -293,11 +293,13 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
     report.checks.push_back({"expert_ids", 0, 0, wrong.empty(), wrong});
     if (!wrong.empty()) return report;
   }
-  const Grouping g = group(run.routing, desc.tokens, desc.router.experts);
-  report.checks.push_back({"counts", 0, 0, run.counts == g.counts, ""});
+  const Grouping all = group(run.routing, desc.tokens, desc.router.experts);
+  report.checks.push_back({"counts", 0, 0, run.counts == all.counts, ""});
+  const Routing routing = limited(run.routing, desc);
+  const Grouping g = group(routing, desc.tokens, desc.router.experts);
 
-  LayerTensors exact = oracle_forward(problem, run.routing, Precision::exact);
-  LayerTensors plain = oracle_forward(problem, run.routing, Precision::plain);
+  LayerTensors exact = oracle_forward(problem, routing, Precision::exact);
+  LayerTensors plain = oracle_forward(problem, routing, Precision::plain);
   const auto compare = [&](const char* name, Tensor LayerTensors::*member,
                            const std::vector<std::size_t>& blocks = {}, const Slack& slack = {}) {
     report.checks.push_back(
@@ -322,8 +324,8 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
     report.checks.push_back(two_times_rule("preact", rows_in_use, exact.preact, plain.preact,
                                            expert_ends(g, exact.preact.size(), false)));
   }
-  oracle_backward(problem, run.routing, Precision::exact, &exact);
-  oracle_backward(problem, run.routing, Precision::plain, &plain);
+  oracle_backward(problem, routing, Precision::exact, &exact);
+  oracle_backward(problem, routing, Precision::plain, &plain);
   compare("dx", &LayerTensors::dx);
   compare("dw1", &LayerTensors::dw1, by_expert(&LayerTensors::dw1));
   compare("dw2", &LayerTensors::dw2, by_expert(&LayerTensors::dw2));

@@ -185,6 +185,7 @@ class OpChecker {
     op.top_k = desc_.router.top_k;
     op.list_length = desc_.router.list_length;
     op.assume_sorted = desc_.router.assume_sorted;
+    op.row_capacity = desc_.max_rows > 0 ? desc_.rows() : 0;
     const auto slots = static_cast<std::size_t>(op.slots());
     Arena arena(device_);
     MetadataArgs args;
@@ -382,7 +383,7 @@ class OpChecker {
 
   void check_score_grad() {
     const DType logits_type = router().logits_dtype(type());
-    const ScoreGradDesc op{{router()}, desc_.tokens, desc_.rows(), logits_type};
+    const ScoreGradDesc op{{router()}, desc_.tokens, desc_.routing().slots(), logits_type};
     Tensor row_dscores = layer_.row_dscores;
     row_dscores.resize(op.rows, std::numeric_limits<double>::quiet_NaN());
     Arena arena(device_);

@@ -72,13 +72,14 @@ TEST_P(Memory, SavedBytesAreWithinTheirBounds) {
   }
   const auto T = static_cast<std::size_t>(d.tokens), E = static_cast<std::size_t>(d.router.experts);
   const auto R = static_cast<std::size_t>(d.rows()), size = size_of(d.experts.dtype);
+  const auto S = static_cast<std::size_t>(d.routing().slots());
   const auto n = static_cast<std::size_t>(d.experts.intermediate);
   EXPECT_EQ(saved.x, T * static_cast<std::size_t>(d.experts.hidden) * size);
   const std::size_t kept = d.experts.recompute == Recompute::none ? 1 : 0;
   EXPECT_EQ(saved.preact, kept * R * (is_glu(d.experts.activation) ? 2 : 1) * n * size);
-  EXPECT_LE(saved.routing, 24 * R + 8 * (E + 1) + 4 * (T + 1));
+  EXPECT_LE(saved.routing, 24 * S + 8 * (E + 1) + 4 * (T + 1));
   if (d.router.input == RouterInput::ids_and_weights) {
-    EXPECT_EQ(saved.routing, 12 * R + 4 * (2 * E + 1));
+    EXPECT_EQ(saved.routing, 12 * S + 4 * (2 * E + 1));
   }
   // Scores of experts beyond the K largest have a gradient too.
   const RouterDesc& r = d.router;

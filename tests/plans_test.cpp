@@ -380,7 +380,7 @@ TEST(Plans, RefuseWhatTheyAreNotMadeFor) {
   EXPECT_STREQ(make_plan(CombineDesc{.tokens = 2, .rows = 5, .hidden = 8, .top_k = 2}, kDevice)
                    .status()
                    .message(),
-               "rows: got 5, allowed: 4");
+               "rows: got 5, allowed: 0 to 4");
 }
 
 }  // namespace

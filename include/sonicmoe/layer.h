@@ -27,13 +27,17 @@ struct LayerDesc {
   ExpertsDesc experts = {};
   /// Only where the layer chooses the experts. Meant for training; evaluation uses plain top-K.
   RoundingDesc rounding = {};
+  /// Ids and weights only: at most so many pairs of a call get rows, 0: all T*K. Where most ids are
+  /// sentinels, that saves memory. Of more pairs the last ones in expert order get none, like
+  /// sentinels.
+  std::int64_t max_rows = 0;
 
   /// Descriptors of a RouterPlan and an ExpertsPlan that do this layer's parts.
   RoutingDesc routing() const noexcept {
-    return {{router}, tokens, experts.hidden, experts.dtype, rounding, experts.inference};
+    return {{router}, tokens, experts.hidden, experts.dtype, rounding, max_rows, experts.inference};
   }
   GroupedDesc grouped() const noexcept { return {{experts}, tokens, rows(), router.experts}; }
-  /// Row capacity R: T*K, L for lists, rounded_capacity() when rounded.
+  /// Row capacity R: T*K or max_rows, L for lists, rounded_capacity() when rounded.
   std::int64_t rows() const noexcept { return routing().row_capacity(); }
   /// Does backward need the logits of all experts?
   bool needs_logits() const noexcept { return routing().needs_logits(); }

@@ -100,10 +100,12 @@ struct MetadataArgs {
   const std::int32_t* slot_tokens = nullptr;   ///< (S): lists only (top_k == 0)
   const float* slot_scores = nullptr;          ///< (S): with row_scores
   std::int32_t* counts = nullptr;              ///< (E)
-  std::int32_t* offsets = nullptr;             ///< (E+1): exclusive prefix sums of counts
+  std::int32_t* offsets = nullptr;             ///< (E+1): exclusive prefix sums of counts, at most
+                                               ///< row_capacity
   std::int32_t* row_tokens = nullptr;          ///< (S): row -> token; rows past offsets[E]: 0
   std::int32_t* row_slots = nullptr;           ///< (S): row -> slot; rows past offsets[E]: -1
-  std::int32_t* slot_rows = nullptr;           ///< (S): slot -> row; skipped slots: -1
+  std::int32_t* slot_rows = nullptr;           ///< (S): slot -> row; -1 for skipped slots, and for
+                                               ///< rows past the capacity
   float* row_scores = nullptr;                 ///< (S): optional; rows past offsets[E]: 0
   std::int32_t* token_offsets = nullptr;       ///< (T+1): lists only; of token_slots
   /// (S): lists only: slots by token, stable, without sentinels; entries past offsets[E]: -1.
@@ -119,11 +121,14 @@ struct SONICMOE_API MetadataDesc {
   using Args = MetadataArgs;
   std::int64_t tokens = 0;
   std::int64_t experts = 0;
-  std::int64_t top_k = 0;        ///< K: slots are t*K + k. 0: lists of any length
-  std::int64_t list_length = 0;  ///< S when top_k == 0
-  bool assume_sorted = false;    ///< lists only: the caller promises that token ids ascend
+  std::int64_t top_k = 0;         ///< K: slots are t*K + k. 0: lists of any length
+  std::int64_t list_length = 0;   ///< S when top_k == 0
+  bool assume_sorted = false;     ///< lists only: the caller promises that token ids ascend
+  std::int64_t row_capacity = 0;  ///< with top_k, up to S; 0: S
   /// S, the number of slots.
   std::int64_t slots() const noexcept { return top_k > 0 ? tokens * top_k : list_length; }
+  /// Rows that slots may get.
+  std::int64_t rows() const noexcept { return row_capacity > 0 ? row_capacity : slots(); }
   bool operator==(const MetadataDesc&) const = default;
 };
 
@@ -256,12 +261,12 @@ struct SONICMOE_API BiasGradDesc : GroupedDesc {
 /// scores, if no other loss reads the logits.
 struct AggregateArgs {
   const void* rows = nullptr;                   ///< (R, d)
-  const std::int32_t* slot_rows = nullptr;      ///< (R): slot -> row, or -1
+  const std::int32_t* slot_rows = nullptr;      ///< (S): slot -> row, or -1
   const std::int32_t* token_offsets = nullptr;  ///< (T+1): lists only (top_k == 0)
   const std::int32_t* token_slots = nullptr;    ///< (R): lists only; null: 0, 1, ..., R-1
-  const float* slot_scores = nullptr;           ///< (R) or null
+  const float* slot_scores = nullptr;           ///< (S) or null
   const void* addend = nullptr;                 ///< (T, d) or null; may be `out` itself
-  const std::int32_t* slot_experts = nullptr;   ///< (R): with router_w
+  const std::int32_t* slot_experts = nullptr;   ///< (S): with router_w
   const void* dlogits = nullptr;                ///< (T, E), or fp32: with router_w
   const void* router_w = nullptr;               ///< (E, d), or fp32; or null; not with slot_scores
   void* out = nullptr;                          ///< (T, d)

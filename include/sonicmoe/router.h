@@ -126,12 +126,17 @@ struct RoutingDesc : RouterDesc {
   std::int64_t hidden = 0;     ///< d, as in ExpertsDesc
   DType dtype = DType::bf16;   ///< of x; of router_w and logits unless they are fp32
   RoundingDesc rounding = {};  ///< only where the layer chooses
+  std::int64_t max_rows = 0;   ///< as in LayerDesc
   bool inference = false;      ///< the plan has no backward
 
-  /// Row capacity R: T*K, L for lists, rounded_capacity() when rounded.
-  std::int64_t row_capacity() const noexcept {
+  /// Slots S: T*K, L for lists, rounded_capacity() when rounded.
+  std::int64_t slots() const noexcept {
     if (rounding.tile > 0) return rounded_capacity(tokens, experts, top_k, rounding.tile);
     return rows(tokens);
+  }
+  /// Row capacity R: S, or max_rows if that is less.
+  std::int64_t row_capacity() const noexcept {
+    return max_rows > 0 && max_rows < slots() ? max_rows : slots();
   }
   /// Does backward need the logits of all experts?
   bool needs_logits() const noexcept { return rounding.tile > 0 || reaches_all_experts(); }
@@ -143,14 +148,14 @@ struct RoutingDesc : RouterDesc {
 /// routing lacks is null. "top-K" has logits and no rounding, with ids of the caller or without;
 /// "lists" are the caller's and those of token rounding.
 struct RoutedRows {
-  float* slot_scores = nullptr;           ///< (R) top-K
-  float* slot_probabilities = nullptr;    ///< (R) p, if RouterDesc::keeps_probabilities()
-  std::int32_t* slot_experts = nullptr;   ///< (R) top-K, rounded
-  std::int32_t* slot_tokens = nullptr;    ///< (R) rounded
-  float* row_scores = nullptr;            ///< (R)
-  std::int32_t* row_tokens = nullptr;     ///< (R)
-  std::int32_t* slot_rows = nullptr;      ///< (R)
-  std::int32_t* token_slots = nullptr;    ///< (R) lists
+  float* slot_scores = nullptr;           ///< (S) top-K
+  float* slot_probabilities = nullptr;    ///< (S) p, if RouterDesc::keeps_probabilities()
+  std::int32_t* slot_experts = nullptr;   ///< (S) top-K, rounded
+  std::int32_t* slot_tokens = nullptr;    ///< (S) rounded
+  float* row_scores = nullptr;            ///< (S), of which R are rows
+  std::int32_t* row_tokens = nullptr;     ///< (S), likewise
+  std::int32_t* slot_rows = nullptr;      ///< (S)
+  std::int32_t* token_slots = nullptr;    ///< (S) lists
   std::int32_t* token_offsets = nullptr;  ///< (T+1) lists
   std::int32_t* offsets = nullptr;        ///< (E+1)
   std::int32_t* expert_order = nullptr;   ///< (E)
@@ -178,7 +183,7 @@ struct RouterForwardArgs {
   std::int32_t* frequency = nullptr;   ///< (E) rows before token rounding, optional; rounding only
   float* scores = nullptr;             ///< (T, K), optional; with logits, without rounding
   std::int32_t* expert_ids = nullptr;  ///< (T, K), optional; likewise
-  float* slot_scores = nullptr;  ///< (R) scores of the lists that rounding writes; rounding only
+  float* slot_scores = nullptr;  ///< (S) scores of the lists that rounding writes; rounding only
   std::int32_t* error_word = nullptr;  ///< (1), optional
   void* routing = nullptr;             ///< routing_bytes() bytes, at a multiple of 4
 };

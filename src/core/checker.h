@@ -80,6 +80,10 @@ class Checker {
   Checker& all_rows(std::int64_t value, std::int64_t tokens, std::int64_t top_k) {
     return status_.ok() ? range("rows", value, tokens * top_k, tokens * top_k) : *this;
   }
+  /// The same of an operation that leaves out pairs without a row.
+  Checker& some_rows(std::int64_t value, std::int64_t tokens, std::int64_t top_k) {
+    return status_.ok() ? range("rows", value, 0, tokens * top_k) : *this;
+  }
 
   /// `allowed` replaces all_names() in the text, for a descriptor that takes only some values.
   template <class Enum>

@@ -108,6 +108,7 @@ constexpr Row kRows[] = {
     row("assume_sorted", "lists only: token ids ascend", FIELD(router.assume_sorted)),
     row("rounding_tile", "token rounding to multiples of it; 0: none", FIELD(rounding.tile)),
     row("rounding_rule", "which multiple", FIELD(rounding.rule)),
+    row("max_rows", "rows of a call with ids and weights, at most; 0: T*K", FIELD(max_rows)),
     row("bias", "experts have biases", FIELD(experts.bias)),
     row("inference", "nothing is kept for backward", FIELD(experts.inference)),
     row("f32_weight_grads", "dw1 and dw2 are fp32", FIELD(experts.f32_weight_grads)),

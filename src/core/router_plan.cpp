@@ -24,20 +24,20 @@ void RouterPlan::Impl::plan_forward(PlanBuilder* build) {
     build->add(&token_rounding,
                {{d}, d.tokens, d.logits_dtype(d.dtype), d.rounding.rule, d.rounding.tile});
   }
-  build->add(&metadata, {d.tokens, d.experts, lists() ? 0 : d.top_k, lists() ? d.row_capacity() : 0,
-                         d.assume_sorted || rounded()});
+  build->add(&metadata, {d.tokens, d.experts, lists() ? 0 : d.top_k, lists() ? d.slots() : 0,
+                         d.assume_sorted || rounded(), d.max_rows > 0 ? d.row_capacity() : 0});
 }
 
 void RouterPlan::Impl::plan_backward(PlanBuilder* build) {
   const RoutingDesc& d = desc;
-  ScoreGradDesc score{{d}, d.tokens, d.row_capacity(), d.logits_dtype(d.dtype)};
+  ScoreGradDesc score{{d}, d.tokens, d.slots(), d.logits_dtype(d.dtype)};
   if (rounded()) {  // score_grad writes the lists' gradients in slot order
     static_cast<RouterDesc&>(score) = {.experts = d.experts, .input = RouterInput::lists};
   }
   build->add(&score_grad, score);
   if (rounded()) {
     TokenRoundingGradDesc rounding{{d}, d.tokens, d.logits_dtype(d.dtype)};
-    rounding.list_length = d.row_capacity();
+    rounding.list_length = d.slots();
     build->add(&token_rounding_grad, rounding);
   }
   if (!d.projects()) return;
@@ -47,15 +47,15 @@ void RouterPlan::Impl::plan_backward(PlanBuilder* build) {
 
 RouterPlan::Impl::Forward RouterPlan::Impl::book_forward(Ledger* ledger) const {
   Forward at;
-  at.row_slots = ledger->book("row_slots", 4 * static_cast<std::size_t>(desc.row_capacity()));
+  at.row_slots = ledger->book("row_slots", 4 * static_cast<std::size_t>(desc.slots()));
   at.block_counts = ledger->book("block_counts", block_counts);
   return at;
 }
 
 RouterPlan::Impl::Backward RouterPlan::Impl::book_backward(Ledger* ledger) const {
   Backward at;
-  const auto rows = static_cast<std::size_t>(desc.row_capacity());
-  at.dscores = ledger->book("dscores", rounded() ? 4 * rows : 0);
+  const auto slots = static_cast<std::size_t>(desc.slots());
+  at.dscores = ledger->book("dscores", rounded() ? 4 * slots : 0);
   return at;
 }
 
@@ -127,7 +127,7 @@ void RouterPlan::Impl::forward(Sequence* seq, const RouterForwardArgs& args, con
 void RouterPlan::Impl::copy_out(Sequence* seq, const RouterForwardArgs& args) const {
   if (slot_kind(desc) != SlotKind::top_k) return;
   const RoutedRows rows = RoutingBlock::at(desc, args.routing);
-  const std::size_t bytes = 4 * static_cast<std::size_t>(desc.row_capacity());
+  const std::size_t bytes = 4 * static_cast<std::size_t>(desc.slots());
   seq->copy(args.scores, rows.slot_scores, bytes, exec);
   seq->copy(args.expert_ids, rows.slot_experts, bytes, exec);
 }

@@ -23,14 +23,14 @@ inline SlotKind slot_kind(const RoutingDesc& desc) {
 }
 
 /// Lays out the opaque block that carries a call's routing from forward to backward. Arrays follow
-/// each other without padding; R is the row capacity.
+/// each other without padding; S are the slots.
 ///
 /// | routing | bytes |
 /// |---|---|
-/// | top-K, or logits and ids | 20R + 4(2E+1), 24R with keeps_probabilities() |
-/// | ids and weights | 12R + 4(2E+1) |
-/// | lists | 16R + 4(2E+1) + 4(T+1) |
-/// | lists, rounded | 24R + 4(2E+1) + 4(T+1) |
+/// | top-K, or logits and ids | 20S + 4(2E+1), 24S with keeps_probabilities() |
+/// | ids and weights | 12S + 4(2E+1) |
+/// | lists | 16S + 4(2E+1) + 4(T+1) |
+/// | lists, rounded | 24S + 4(2E+1) + 4(T+1) |
 class RoutingBlock {
  public:
   static std::size_t bytes(const RoutingDesc& desc) { return lay_out(desc, nullptr, nullptr); }
@@ -52,17 +52,17 @@ class RoutingBlock {
       end += 4 * static_cast<std::size_t>(count);
     };
     const SlotKind kind = slot_kind(desc);
-    const std::int64_t rows = desc.row_capacity();
+    const std::int64_t slots = desc.slots();
     const bool lists = kind == SlotKind::lists || kind == SlotKind::rounded;
-    if (kind == SlotKind::top_k) take(&RoutedRows::slot_scores, rows);
-    if (desc.keeps_probabilities()) take(&RoutedRows::slot_probabilities, rows);
-    if (desc.has_logits()) take(&RoutedRows::slot_experts, rows);
-    if (kind == SlotKind::rounded) take(&RoutedRows::slot_tokens, rows);
-    take(&RoutedRows::row_scores, rows);
-    take(&RoutedRows::row_tokens, rows);
-    take(&RoutedRows::slot_rows, rows);
+    if (kind == SlotKind::top_k) take(&RoutedRows::slot_scores, slots);
+    if (desc.keeps_probabilities()) take(&RoutedRows::slot_probabilities, slots);
+    if (desc.has_logits()) take(&RoutedRows::slot_experts, slots);
+    if (kind == SlotKind::rounded) take(&RoutedRows::slot_tokens, slots);
+    take(&RoutedRows::row_scores, slots);
+    take(&RoutedRows::row_tokens, slots);
+    take(&RoutedRows::slot_rows, slots);
     if (lists) {
-      take(&RoutedRows::token_slots, rows);
+      take(&RoutedRows::token_slots, slots);
       take(&RoutedRows::token_offsets, desc.tokens + 1);
     }
     take(&RoutedRows::offsets, desc.experts + 1);

@@ -142,7 +142,9 @@ Checker routing(const RoutingDesc& d) {
   check.require(d.rounding.tile == 0 || d.chooses(), "router_input", name(d.input),
                 "projection, logits with token rounding");
   if (d.rounding.tile > 0) roundable(d, &check);
-  if (check.status().ok()) check.range("rows", d.row_capacity(), 0, kMaxIndex);
+  const bool gives_ids = d.input == RouterInput::ids_and_weights;
+  check.range("max_rows", d.max_rows, 0, gives_ids ? kMaxIndex : 0);
+  if (check.status().ok()) check.range("rows", d.slots(), 0, kMaxIndex);
   return check.dtype(d.dtype);
 }
 
@@ -212,7 +214,8 @@ Status validate(const MetadataDesc& d) {
   check.rows(d.tokens, d.top_k).range("list_length", d.list_length, 0, d.top_k > 0 ? 0 : kMaxIndex);
   check.require(!d.assume_sorted || d.top_k == 0, "assume_sorted", "true",
                 "false unless top_k is 0 (lists)");
-  return check.status();
+  if (!check.status().ok()) return check.status();  // the product may overflow
+  return check.range("row_capacity", d.row_capacity, 0, d.top_k > 0 ? d.slots() : 0).status();
 }
 
 Status validate(const SegmentsDesc& d) {
@@ -238,7 +241,7 @@ Status validate(const AggregateDesc& d) {
   Checker check;
   check.tokens(d.tokens).range("rows", d.rows, 0, kMaxIndex).width("hidden", d.hidden);
   check.range("top_k", d.top_k, 0, kMaxExperts).rows(d.tokens, d.top_k);
-  if (d.top_k > 0) check.all_rows(d.rows, d.tokens, d.top_k);
+  if (d.top_k > 0) check.some_rows(d.rows, d.tokens, d.top_k);
   check.range("experts", d.experts, 0, kMaxExperts);
   if (d.experts > 0) check.range("top_k", d.top_k, 1, std::min(d.experts, kMaxRoutedTopK));
   check.require(!d.f32_dlogits || d.experts > 0, "f32_dlogits", "true", "false without experts");

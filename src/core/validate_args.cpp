@@ -66,7 +66,7 @@ void check_routing(const RoutingDesc& d, const Args& a, Checker* check) {
 template <class Args>
 void check_routing_grad(const RoutingDesc& d, const Args& a, Checker* check) {
   if (!d.has_logits()) {
-    check->ints("dscores", a.dscores, d.row_capacity(), "(T, K) or (L) float");
+    check->ints("dscores", a.dscores, d.slots(), "(T, K) or (L) float");
   }
   if (d.needs_logits()) {
     check->tensor("logits", a.logits, d.tokens, "(T, E)", of_logits(d, *check));
@@ -166,7 +166,7 @@ Status validate(const RoutingDesc& d, const RouterForwardArgs& a, DeviceType dev
   Checker check = checker_of(d, device);
   check_routing(d, a, &check);
   if (d.rounding.tile > 0) {
-    check.ints("slot_scores", a.slot_scores, d.row_capacity(), "(R) float");
+    check.ints("slot_scores", a.slot_scores, d.slots(), "(S) float");
   }
   return check.ints("routing", a.routing, 1, "routing_bytes()").status();
 }

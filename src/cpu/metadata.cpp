@@ -82,7 +82,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
     const std::int64_t s = lists ? a.token_slots[i] : i;
     if (!has_expert(d, a, s)) continue;
     const std::int32_t row = next[a.slot_experts[s]]++;
-    a.slot_rows[s] = row;
+    a.slot_rows[s] = row < d.rows() ? row : -1;
     a.row_slots[row] = static_cast<std::int32_t>(s);
     a.row_tokens[row] = lists ? a.slot_tokens[s] : static_cast<std::int32_t>(s / d.top_k);
     if (a.row_scores != nullptr) a.row_scores[row] = a.slot_scores[s];
@@ -93,8 +93,10 @@ Status run(const MetadataDesc& d, const MetadataArgs& a, void* memory, const Exe
     if (a.row_scores != nullptr) a.row_scores[row] = 0.0f;
     if (lists) a.token_slots[row] = -1;
   }
+  const auto last = static_cast<std::int32_t>(d.rows());
+  for (std::int64_t e = 0; e <= d.experts; ++e) a.offsets[e] = std::min(a.offsets[e], last);
   if (a.expert_order != nullptr) {
-    const math::LoadClass load(d.experts, slots);
+    const math::LoadClass load(d.experts, d.rows());
     std::iota(a.expert_order, a.expert_order + d.experts, 0);
     std::sort(a.expert_order, a.expert_order + d.experts, [&](std::int32_t e, std::int32_t f) {
       const std::int32_t mine = load(a.counts[e]), other = load(a.counts[f]);

@@ -144,7 +144,8 @@ TEST(BadLayer, EnumsAndCombinations) {
         "router_input: got 5, allowed: projection, logits, logits_and_ids, ids_and_weights, lists",
         [](Request* r) { r->desc.router.input = static_cast<RouterInput>(5); }},
        {kArgument, "assume_sorted: got true, allowed: false unless router_input is lists",
-        [](Request* r) { r->desc.router.assume_sorted = true; }}});
+        [](Request* r) { r->desc.router.assume_sorted = true; }},
+       {kArgument, "max_rows: got 9, allowed: 0", [](Request* r) { r->desc.max_rows = 9; }}});
   expect_refused(
       given_desc(),
       {{kArgument, "renormalize: got true, allowed: false without logits",
@@ -170,6 +171,8 @@ TEST(BadLayer, EnumsAndCombinations) {
         [](Request* r) { r->desc.router.renormalize = true; }},
        {kArgument, "list_length: got 3, allowed: 0",
         [](Request* r) { r->desc.router.list_length = 3; }},
+       {kArgument, "max_rows: got -1, allowed: 0 to 2147483647",
+        [](Request* r) { r->desc.max_rows = -1; }},
        {kArgument, "top_k: got 5, allowed: 1 to experts (4)",
         [](Request* r) { r->desc.router.top_k = 5; }}});
 }

@@ -288,6 +288,13 @@ TEST(BadOp, Metadata) {
        {"list_length: got 10, allowed: 0", [](D* d) { d->top_k = 2; }},
        {"top_k: got -1, allowed: 0 to 4", [](D* d) { d->top_k = -1; }},
        {"top_k: got 5, allowed: 0 to 4", [](D* d) { d->top_k = 5; }},
+       {"row_capacity: got 1, allowed: 0", [](D* d) { d->row_capacity = 1; }},
+       {"row_capacity: got 11, allowed: 0 to 10",
+        [](D* d) {
+          d->top_k = 2;
+          d->list_length = 0;
+          d->row_capacity = 11;
+        }},
        {"assume_sorted: got true, allowed: false unless top_k is 0 (lists)", [](D* d) {
           d->top_k = 2;
           d->list_length = 0;
@@ -361,7 +368,7 @@ TEST(BadOp, Aggregate) {
       {{"rows: got -1, allowed: 0 to 2147483647", [](D* d) { d->rows = -1; }},
        {"hidden: got 9, allowed: multiples of 8 from 8 to 1048576", [](D* d) { d->hidden = 9; }},
        {"top_k: got -1, allowed: 0 to 65536", [](D* d) { d->top_k = -1; }},
-       {"rows: got 10, allowed: 15", [](D* d) { d->top_k = 3; }},
+       {"rows: got 10, allowed: 0 to 5", [](D* d) { d->top_k = 1; }},
        {"experts: got -1, allowed: 0 to 65536", [](D* d) { d->experts = -1; }},
        {"top_k: got 0, allowed: 1 to 4", [](D* d) { d->experts = 4; }},
        {"top_k: got 65, allowed: 1 to 64",

@@ -109,15 +109,17 @@ void expect_properties(const RandomCase& c, const Metadata& m) {
   const MetadataDesc& d = c.desc;
   const std::int64_t slots = d.slots(), rows = m.offsets[d.experts];
   ASSERT_EQ(m.offsets[0], 0);
+  std::int64_t all = 0;  // rows as if they had no capacity
   for (std::int64_t e = 0; e < d.experts; ++e) {
-    ASSERT_EQ(m.offsets[e + 1] - m.offsets[e], m.counts[e]);
     ASSERT_EQ(m.counts[e], std::count(c.routing.experts.begin(), c.routing.experts.end(), e));
+    all += m.counts[e];
+    ASSERT_EQ(m.offsets[e + 1], std::min(all, d.rows()));
   }
   // By halves of the mean, those that are alike by id: by float, since one half may go either way.
   Ints order(d.experts);
   std::iota(order.begin(), order.end(), 0);
   const float halves =
-      slots > 0 ? 2.0f * static_cast<float>(d.experts) / static_cast<float>(slots) : 0.0f;
+      slots > 0 ? 2.0f * static_cast<float>(d.experts) / static_cast<float>(d.rows()) : 0.0f;
   const auto load = [&](std::int32_t e) {
     return std::floor(static_cast<float>(m.counts[e]) * halves + 0.5f);
   };
@@ -125,12 +127,13 @@ void expect_properties(const RandomCase& c, const Metadata& m) {
                    [&](std::int32_t e, std::int32_t f) { return load(e) > load(f); });
   ASSERT_EQ(m.expert_order, order);
   // row_slots is a permutation of the slots that are no sentinels, slot_rows its inverse.
-  Ints seen(m.row_slots.begin(), m.row_slots.begin() + rows), expected;
+  Ints seen(m.row_slots.begin(), m.row_slots.begin() + all), expected;
   std::sort(seen.begin(), seen.end());
   for (std::int64_t s = 0; s < slots; ++s) {
     const bool sentinel = is_sentinel(c.routing.experts[s], d.experts);
     if (!sentinel) expected.push_back(static_cast<std::int32_t>(s));
-    if (sentinel) {
+    const auto row = std::find(m.row_slots.begin(), m.row_slots.begin() + all, s);
+    if (sentinel || row - m.row_slots.begin() >= rows) {
       ASSERT_EQ(m.slot_rows[s], -1);
     } else {
       ASSERT_EQ(m.row_slots[m.slot_rows[s]], s);
@@ -151,7 +154,7 @@ void expect_properties(const RandomCase& c, const Metadata& m) {
       }
     }
   }
-  for (std::int64_t row = rows; row < slots; ++row) {
+  for (std::int64_t row = all; row < slots; ++row) {
     ASSERT_EQ(m.row_tokens[row], 0);
     ASSERT_EQ(m.row_slots[row], -1);
     ASSERT_EQ(m.row_scores[row], 0);
@@ -334,6 +337,17 @@ TEST(Metadata, ScoresAndOrderAreOptional) {
   EXPECT_TRUE(without.row_scores.empty());
 }
 
+TEST(Metadata, PropertiesOfACapacity) {
+  for (std::uint64_t seed = 0; seed < 1500; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    RandomCase c = random_case(seed, false);
+    if (c.desc.slots() == 0) continue;
+    c.desc.row_capacity = 1 + Random(seed, 2001).below(0, c.desc.slots());
+    expect_properties(c, run(c.desc, c.routing, c.scores));
+    if (HasFatalFailure()) return;
+  }
+}
+
 // Two popular experts come first, the larger before the other; the rest differ by less than half a
 // mean of 100 and stay as they are.
 TEST(Metadata, OrderOfExpertsIsByHalvesOfTheMean) {
@@ -366,6 +380,8 @@ TEST(Metadata, OrderOfManyExperts) {
       c.routing.experts.push_back(static_cast<std::int32_t>(random.below(2 * t + 1, among)));
       c.scores.push_back(1);
     }
+    expect_properties(c, run(c.desc, c.routing, c.scores));
+    c.desc.row_capacity = 2 * experts;
     expect_properties(c, run(c.desc, c.routing, c.scores));
   }
 }

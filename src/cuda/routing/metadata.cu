@@ -137,6 +137,7 @@ struct ToOrder {
 struct ToRows {
   HandedMetadata a;
   std::uint32_t top_k;  ///< 0 for lists
+  std::int32_t rows;    ///< the capacity: what is past it has no row
   math::LoadClass load_class;
 
   struct Payload {
@@ -157,7 +158,7 @@ struct ToRows {
   }
   /// Writes by slot. place_slots calls it in slot order.
   __device__ void placed(std::int32_t slot, std::int32_t row) const {
-    a.slot_rows[slot] = row;
+    a.slot_rows[slot] = row < rows ? row : -1;
     if (a.sorted) a.token_slots[slot] = slot;
   }
   __device__ void drop(std::int32_t slot) const { a.slot_rows[slot] = -1; }
@@ -167,10 +168,10 @@ struct ToRows {
     a.slot_rows[row] = -1;  // as many slots as rows are in use, and the first ones
     a.token_slots[row] = -1;
   }
-  __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = row; }
+  __device__ void start(int expert, std::int32_t row) const { a.offsets[expert] = min(row, rows); }
   /// One thread of the grid calls this, once. So it also resets the tile counter.
   __device__ void total(int experts, std::int32_t n) const {
-    a.offsets[experts] = n;
+    a.offsets[experts] = min(n, rows);
     clear_next_counter(a);
   }
   bool ranks() const { return a.expert_order != nullptr; }
@@ -614,7 +615,7 @@ Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
     if (Status status = check_lists(d, a, memory, stream); !status.ok()) return status;
   }
   const bool lists = d.top_k == 0;
-  const math::LoadClass load_class(d.experts, d.slots());
+  const math::LoadClass load_class(d.experts, d.rows());
   const BlockCounts counts = BlockCounts::of(d.tokens, d.experts, d.top_k);
   if (a.block_counts != nullptr && counts.bytes() > 0) {
     place_counted(d, a, counts, exec);
@@ -631,7 +632,9 @@ Status run(const MetadataDesc& d, const MetadataArgs& args, void* memory,
   }
   const ByExpert by{a.slot_experts, static_cast<std::int32_t>(d.experts)};
   sort(Shape::of(d.slots(), d.experts), source, by,
-       ToRows{a, static_cast<std::uint32_t>(d.top_k), load_class}, m, a.counts, exec);
+       ToRows{a, static_cast<std::uint32_t>(d.top_k), static_cast<std::int32_t>(d.rows()),
+              load_class},
+       m, a.counts, exec);
   return launched("metadata: launch");
 }
 
