@@ -53,6 +53,10 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "(Tensor dx, Tensor dweights, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2, "
       "Tensor dw1_up, Tensor db1_up)");
   library.def(
+      "up_proj_wgrad(Tensor x, Tensor dpreact, int top_k, Tensor w1, Tensor w2, Tensor routing, "
+      "str layer, Tensor? w1_up=None, bool wants_dw1=True, bool wants_dw1_up=True) -> "
+      "(Tensor dw1, Tensor dw1_up)");
+  library.def(
       "logits_forward(Tensor x, Tensor logits, Tensor? ids, "
       "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str layer, "
       "Tensor? w1_main_grad=None, Tensor? w2_main_grad=None, "
@@ -126,6 +130,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("routed_backward", TORCH_BOX(&python::routed_backward));
   library.impl("ids_forward", TORCH_BOX(&python::ids_forward));
   library.impl("ids_backward", TORCH_BOX(&python::ids_backward));
+  library.impl("up_proj_wgrad", TORCH_BOX(&python::up_proj_wgrad));
   library.impl("logits_forward", TORCH_BOX(&python::logits_forward));
   library.impl("logits_backward", TORCH_BOX(&python::logits_backward));
   library.impl("grouped_forward", TORCH_BOX(&python::grouped_forward));

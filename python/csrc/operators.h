@@ -88,6 +88,12 @@ Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Ten
                        OptionalTensor w1_up, OptionalTensor w1_up_main_grad, bool wants_dw1_up,
                        OptionalTensor b1, OptionalTensor b1_up);
 
+/// dw1 and dw1_up alone, of dpreact as ids_backward has written it, and the same bits. So what
+/// needs dx alone can run while W1's gradient is computed.
+std::tuple<Tensor, Tensor> up_proj_wgrad(Tensor x, Tensor dpreact, std::int64_t top_k, Tensor w1,
+                                         Tensor w2, Tensor routing, std::string layer,
+                                         OptionalTensor w1_up, bool wants_dw1, bool wants_dw1_up);
+
 /// Logits (T, E) of the caller, float32 with f32_logits; ids (T, K) int32 too, unless the layer is
 /// to choose. `layer` has the router's options, with top_k. o (T, d), counts (E) int32, preact (R,
 /// W), routing. rounding_tile and draws as above.

@@ -138,12 +138,19 @@ def _routed_forward_fake(
     return _given_forward_fake(x, w1, layer, w1_up, rows, ints)
 
 
+def rows_of_ids(layer: str, slots: int) -> int:
+    """As LayerDesc::rows(), of ids and weights."""
+    most = int(options_of(layer).get("max_rows", 0))
+    return torch.sym_min(most, slots) if most > 0 else slots
+
+
 def _ids_forward_fake(
     x, ids, weights, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None, w1_up=None,
     b1_up=None, w1_up_main_grad=None,
 ):  # fmt: skip
-    rows = x.shape[0] * ids.shape[1]
-    return _given_forward_fake(x, w1, layer, w1_up, rows, 3 * rows + 2 * w1.shape[0] + 1)
+    slots = ids.shape[0] * ids.shape[1]
+    ints = 3 * slots + 2 * w1.shape[0] + 1
+    return _given_forward_fake(x, w1, layer, w1_up, rows_of_ids(layer, slots), ints)
 
 
 def _logits_forward_fake(
@@ -218,6 +225,12 @@ def _routed_backward_fake(
 def _ids_backward_fake(dout, x, top_k, *others, **named):
     dx, _, *gradients = _routed_backward_fake(dout, x, *others, **named)
     return dx, _empty(x, x.shape[0], top_k, dtype=torch.float32), *gradients
+
+
+def _up_proj_wgrad_fake(
+    x, dpreact, top_k, w1, w2, routing, layer, w1_up=None, wants_dw1=True, wants_dw1_up=True
+):
+    return _wanted_fake(wants_dw1, w1), _wanted_fake(wants_dw1_up and w1_up is not None, w1)
 
 
 def _logits_backward_fake(
@@ -320,6 +333,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "routed_backward": _routed_backward_fake,
     "ids_forward": _ids_forward_fake,
     "ids_backward": _ids_backward_fake,
+    "up_proj_wgrad": _up_proj_wgrad_fake,
     "logits_forward": _logits_forward_fake,
     "logits_backward": _logits_backward_fake,
     "grouped_forward": _grouped_forward_fake,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._fakes import options_of, recomputes, row_capacity
+from ._fakes import options_of, recomputes, row_capacity, rows_of_ids
 
 
 def _chosen(given: dict[str, Any]) -> int:
@@ -26,7 +26,7 @@ def _chosen(given: dict[str, Any]) -> int:
 _ROWS = {
     "layer_forward": _chosen,
     "routed_forward": lambda given: given["scores"].shape[0],
-    "ids_forward": lambda given: given["ids"].numel(),
+    "ids_forward": lambda given: rows_of_ids(given["layer"], given["ids"].numel()),
     "logits_forward": _chosen,
     "grouped_forward": lambda given: given["rows"].shape[0],
     "grouped_forward_out": lambda given: given["rows"].shape[0],
@@ -60,6 +60,12 @@ def _backward(given: dict[str, Any]) -> int:
     return of_experts + _router(given) * (given["wants_dx"] + given.get("wants_drouter_w", False))
 
 
+def _w1_gradient(given: dict[str, Any]) -> int:
+    if not (given["wants_dw1"] or (given["w1_up"] is not None and given["wants_dw1_up"])):
+        return 0
+    return sum(_product(given["dpreact"].shape[0], w) for w in (given["w1"], given["w1_up"]))
+
+
 def _register(name: str, formula: Callable[[dict[str, Any]], int]) -> None:
     packet = getattr(torch.ops.sonicmoe, name)
     arguments = packet.default._schema.arguments
@@ -75,6 +81,7 @@ def _register_all() -> None:
         _register(name, functools.partial(_forward, rows_of))
     for name in _BACKWARDS:
         _register(name, _backward)
+    _register("up_proj_wgrad", _w1_gradient)
 
 
 _COUNTER = "torch.utils.flop_counter"
