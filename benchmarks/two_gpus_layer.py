@@ -17,13 +17,13 @@ from two_gpus_world import World, check, distance, local, measure, normal, targe
 
 import sonicmoe
 from sonicmoe import MoE, functional
-from sonicmoe.distributed import ExpertParallel, experts, fully_shard_experts
-from sonicmoe.distributed._all_to_all import _pairs, _plan
-from sonicmoe.distributed._collectives import exchanged, group_of
-from sonicmoe.distributed._gather import local_ids
+from sonicmoe.distributed import ExpertParallel, Transport, experts, fully_shard_experts
+from sonicmoe.distributed._all_to_all import _plan
+from sonicmoe.distributed._collectives import Exchange, gathered, group_of
+from sonicmoe.distributed._gather import local_ids, parted
 
-TRANSPORTS = ("gather", "all_to_all")
-WAITS_EXPECTED = {"gather": 0, "all_to_all": 1}
+#: By name, with the waits of the host that a step may have.
+WAITS_EXPECTED = {"gather": 0, "gather, peer copies": 0, "all_to_all": 1}
 #: Calls of the CUDA runtime and driver in which a host waits.
 WAITING = frozenset(
     "cudaDeviceSynchronize cudaStreamSynchronize cudaEventSynchronize cudaMemcpy cudaMemcpy2D "
@@ -45,6 +45,13 @@ class Shape(NamedTuple):
 CHECKED = Shape(2048, 2048, 768, 32, 4)
 QWEN3_30B = Shape(8192, 2048, 768, 128, 8)
 SMALL = Shape(32, 64, 48, 8, 2)
+
+
+def transports(world: World) -> dict[str, Transport]:
+    made = {"gather": Transport("gather")}
+    if world.cuda:
+        made["gather, peer copies"] = Transport("gather", peer_copies=True)
+    return made | {"all_to_all": Transport("all_to_all")}
 
 
 @functools.cache
@@ -104,19 +111,20 @@ def variants(world: World) -> dict[str, Callable[[MoE], MoE]]:
     mesh = mesh_of(world.device.type)
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
 
-    def spread(moe: MoE, transport: str) -> MoE:
+    def spread(moe: MoE, transport: Transport) -> MoE:
         return parallelize_module(moe, mesh["ep"], ExpertParallel(transport))
 
     def sharded(moe: MoE) -> MoE:
         return fully_shard(moe, mesh=mesh["everybody"], **options)
 
-    def both(moe: MoE, transport: str) -> MoE:
+    def both(moe: MoE, transport: Transport) -> MoE:
         fully_shard_experts(spread(moe, transport), mesh["dp"], **options)
         return fully_shard(moe, mesh=mesh["everybody"], **options)
 
-    made = {t: functools.partial(spread, transport=t) for t in TRANSPORTS}
+    of = transports(world)
+    made = {name: functools.partial(spread, transport=of[name]) for name in of}
     made["FSDP2"] = sharded
-    return made | {f"FSDP2, {t}": functools.partial(both, transport=t) for t in TRANSPORTS}
+    return made | {f"FSDP2, {t}": functools.partial(both, transport=of[t]) for t in of}
 
 
 def sums_of(world: World, name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -169,7 +177,7 @@ def of_rows(world: World, got: torch.Tensor, exact: torch.Tensor) -> float:
     return (world.summed(off).sqrt() / exact.norm()).item()
 
 
-def step_of(world: World, transport: str, shape: Shape) -> tuple[torch.Tensor, Callable]:
+def step_of(world: World, transport: Transport, shape: Shape) -> tuple[torch.Tensor, Callable]:
     """x of this rank, and a step of the whole layer that reads it: the output, all gradients."""
     moe = parallelize_module(
         layer_of(world, shape), mesh_of(world.device.type)["ep"], ExpertParallel(transport)
@@ -190,7 +198,15 @@ def graph(world: World) -> dict[str, Any]:
     if not world.cuda:
         return {"notes": ["not run: a CUDA graph needs a GPU"]}
     shape = SMALL if world.small else CHECKED
-    x, step = step_of(world, "gather", shape)
+    checks = []
+    for name, transport in transports(world).items():
+        if name != "all_to_all":  # which waits for the device
+            checks += replays(world, shape, name, transport)
+    return {"shape": shape._asdict(), "checks": checks}
+
+
+def replays(world: World, shape: Shape, name: str, transport: Transport) -> list[dict[str, Any]]:
+    x, step = step_of(world, transport, shape)
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -204,7 +220,7 @@ def graph(world: World) -> dict[str, Any]:
         captured = step()
     world.barrier()
     checks = []
-    for name, tokens in inputs_of(world, shape).items():
+    for tokens_are, tokens in inputs_of(world, shape).items():
         with torch.no_grad():
             x.copy_(world.rows(tokens))
         captured_graph.replay()
@@ -215,8 +231,8 @@ def graph(world: World) -> dict[str, Any]:
         finite = all(bool(tensor.isfinite().all()) for tensor in want)
         passed = all(world.exchange(equal and finite))
         text = "output and 4 gradients as in eager calls, bit for bit"
-        checks.append(check(f"replayed on {name}", passed, text, passed))
-    return {"shape": shape._asdict(), "checks": checks}
+        checks.append(check(f"{name}, replayed on {tokens_are}", passed, text, passed))
+    return checks
 
 
 def inputs_of(world: World, shape: Shape) -> dict[str, torch.Tensor]:
@@ -240,7 +256,7 @@ def waits(world: World) -> dict[str, Any]:
     shape = SMALL if world.small else CHECKED
     checks, notes = [], []
     for transport, expected in WAITS_EXPECTED.items():
-        _, step = step_of(world, transport, shape)
+        _, step = step_of(world, transports(world)[transport], shape)
         for _ in range(3):
             step()
         world.barrier()
@@ -307,7 +323,7 @@ def times(world: World) -> dict[str, Any]:
         for i, size in enumerate(sizes)
     )
 
-    def spread(transport: str) -> tuple:
+    def spread(transport: Transport) -> tuple:
         out = experts(x, ids, scores, w1, w2, group=dist.group.WORLD, transport=transport)
         return torch.autograd.grad(out, [x, scores, w1, w2], dout)
 
@@ -323,11 +339,12 @@ def times(world: World) -> dict[str, Any]:
 
     off = max(
         distance(got, want)
-        for name in TRANSPORTS
-        for got, want in zip(spread(name)[2:], alone()[2:], strict=True)
+        for transport in transports(world).values()
+        for got, want in zip(spread(transport)[2:], alone()[2:], strict=True)
     )
     off = world.most([off])[0]
-    calls = {**{name: functools.partial(spread, name) for name in TRANSPORTS}, "one GPU": alone}
+    of = transports(world)
+    calls = {**{name: functools.partial(spread, of[name]) for name in of}, "one GPU": alone}
     parts, checks = parts_of_all_to_all(world, x, ids, scores, dout, w1, w2, group)
     made = measure(world, calls | parts)
     medians = {name: made[name]["median"] for name in made}
@@ -336,14 +353,15 @@ def times(world: World) -> dict[str, Any]:
     checks.append(
         check("dw1, dw2 beside one GPU", float(f"{off:.3g}"), "at most 0.01", off <= 0.01)
     )
-    over = medians["gather"] / medians["one GPU"], medians["all_to_all"] / alone_ms
+    gathers = min((name for name in of if name.startswith("gather")), key=medians.get)
+    over = medians[gathers] / medians["one GPU"], medians["all_to_all"] / alone_ms
     return {
         "shape": shape._asdict(),
         "checks": checks,
         "milliseconds": made,
         "sum_of_parts_ms": round(alone_ms, 4),
         "targets": [
-            target("gather over one GPU", over[0], 1.20, 1.10),
+            target(f"{gathers}, over one GPU", over[0], 1.20, 1.10),
             target("all-to-all over its parts, each alone", over[1], 1.10, 0.95),
         ],
     }
@@ -366,35 +384,30 @@ def parts_of_all_to_all(
     group: Any,
 ) -> tuple[dict[str, Callable], list[dict]]:
     """The experts on the rows that arrive, forward and backward, and each exchange, as calls."""
-    count, top_k = w2.shape[0], ids.shape[1]
-    plan = _plan(ids, count, group)
-    there = plan.received, plan.sent, group
-    back = plan.sent, plan.received, group
-    sent = (
-        x.detach()[plan.tokens],
-        torch.cat((ids, scores.detach().view(ids.dtype)), 1)[plan.tokens],
-    )
-    rows, choices = (exchanged(tensor, *there) for tensor in sent)
-    pair_scores, pair_tokens, pair_ids, _ = _pairs(choices, plan.pairs, count, world.rank)
-    row_dscores = choices[:, top_k:].contiguous()
-    row_dout = exchanged(dout[plan.tokens], *there)
-    leaves = [rows.requires_grad_(), pair_scores.requires_grad_(), w1, w2]
+    plan, sent = _plan(x.detach(), ids, scores.detach(), w2.shape[0], group)
+
+    def exchanged(rows: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
+        return Exchange(rows, counts, group).waited()
+
+    rows, choices = (exchanged(tensor, plan.there) for tensor in sent)
+    row_ids, row_scores = parted(choices)
+    row_dscores = row_scores.clone()
+    row_dout = exchanged(dout[plan.tokens], plan.there)
+    leaves = [rows.requires_grad_(), row_scores.requires_grad_(), w1, w2]
 
     def of_experts() -> tuple:
-        out, _ = functional.moe_general_routing_inputs(
-            rows, pair_scores, pair_tokens, pair_ids, w1, None, w2, None
-        )
+        out, _ = sonicmoe.experts(rows, row_ids, row_scores, w1, w2)
         return torch.autograd.grad(out, leaves, row_dout)
 
-    ones = [1] * group.size
-    counts = torch.ones(group.size, 2, dtype=torch.int64, device=x.device)
-    pairs = world.exchange(plan.pairs)
+    counts = torch.ones(2, group.size, dtype=torch.int32, device=x.device)
+    here = (row_ids >= 0) & (row_ids < w2.shape[0])
+    pairs = world.exchange(int(here.sum()))
     total = ids.numel() * world.size
     return {
         "experts on the rows that arrive": of_experts,
-        "counts": lambda: exchanged(counts, ones, ones, group),
-        "x there": lambda: exchanged(sent[0], *there),
-        "ids and scores there": lambda: exchanged(sent[1], *there),
-        "out back": lambda: exchanged(row_dout, *back),
-        "dscores back": lambda: exchanged(row_dscores, *back),
+        "counts": lambda: gathered(counts, group),
+        "x there": lambda: exchanged(sent.x, plan.there),
+        "ids and scores there": lambda: exchanged(sent.choices, plan.there),
+        "out back": lambda: exchanged(row_dout, plan.back),
+        "dscores back": lambda: exchanged(row_dscores, plan.back),
     }, [check("pairs computed", sum(pairs), f"{total}, all of them", sum(pairs) == total)]

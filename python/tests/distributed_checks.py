@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import sonicmoe
 from sonicmoe import MoE
@@ -130,6 +132,40 @@ def check_one_rank_has_it_all(folder):
         moe.selection_bias[2:] = -1e4
         moe.top_k = 2
         beside_one(moe, transport, even())
+
+
+def check_calls(folder):
+    """Backward twice, a checkpoint and no backward at all, beside one backward."""
+    x = tokens_of(uneven())[dist.get_rank()]
+
+    def step(transport, call, backwards=1):
+        spread = parallel(make(), transport)
+        leaf = x.clone().requires_grad_()
+        out = call(lambda tokens: spread(tokens)[0], leaf)
+        dout = torch.linspace(-1, 1, HIDDEN).expand_as(out)
+        for left in reversed(range(backwards)):
+            leaves = [leaf, *spread.parameters()]
+            gradients = torch.autograd.grad(out, leaves, dout, retain_graph=left > 0)
+        return [out.detach(), *map(local, gradients)]
+
+    def plain(module, leaf):
+        return module(leaf)
+
+    for transport in TRANSPORTS.values():
+        want = step(transport, plain)
+        others = (
+            step(transport, plain, 2),
+            step(transport, partial(checkpoint, use_reentrant=False)),
+        )
+        for tensors in others:
+            assert all(torch.equal(got, one) for got, one in zip(tensors, want, strict=True))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(parallel(make(), transport)(x)[0], want[0])
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_frozen(folder):
@@ -271,6 +307,9 @@ def check_refusals(folder):
         apply(make(recompute="preact"))
     with pytest.raises(TypeError, match="^module: got Linear, allowed: sonicmoe.MoE"):
         apply(torch.nn.Linear(2, 2))
+    copies = parallel(make(), Transport("gather", peer_copies=True))
+    with pytest.raises(ValueError, match="^peer_copies: got True, allowed: False, for x is on cpu"):
+        copies(torch.randn(4, HIDDEN))
     spread = apply(make())
     with pytest.raises(ValueError, match="^c_fc.weight: got a DTensor .*once"):
         apply(spread)

@@ -34,6 +34,8 @@ def test_options():
             Transport(**options)
     with pytest.raises(TypeError, match="^keep_gathered: got 1, allowed: True, False"):
         Transport(keep_gathered=1)
+    with pytest.raises(TypeError, match="^peer_copies: got 'yes', allowed: True, False"):
+        Transport(peer_copies="yes")
     with pytest.raises(ValueError, match="^loss_counts: got 'all', allowed: 'local', 'global'"):
         ExpertParallel(loss_counts="all")
 

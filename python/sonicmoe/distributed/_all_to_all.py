@@ -4,8 +4,8 @@ A token takes its ids and fp32 scores along. The rank runs the layer and returns
 which the sender adds up. Scores enter inside the experts, so that Y is never kept.
 
 The host waits once, for the numbers of rows. Behind the wait the device has nothing to do until the
-host has queued the exchanges and the layer. So forward and backward call few operators, and those
-themselves: a layer with a history of its own costs the host much more.
+host has queued the exchanges and the layer. So what can be made before it is, and few operators are
+called, those themselves: a layer with a history of its own costs the host much more.
 """
 
 from typing import Any, NamedTuple
@@ -13,75 +13,87 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .. import _autograd, _layer, _ops
-from ._collectives import Group, exchanged, exchanging, waited
-from ._gather import of_weights
+from .. import _layer, _ops
+from ._backward import Kept, gradients_of_rows, refuse_second_derivative
+from ._collectives import Exchange, Group, gathering, waited
+from ._gather import first_columns, joined, parted
+
+ROWS = 1024
 
 
 class _Plan(NamedTuple):
     """Who sends what. Rows are sent in the order of ranks, then of tokens."""
 
     tokens: torch.Tensor  # int32: of each row
+    columns: torch.Tensor | None  # (rows, K'): see first_columns()
     owner: torch.Tensor  # (T, K) int32: the pair's rank, out of range for sentinels
     rows: torch.Tensor  # (T, ranks) int32: the token's row to each rank, or -1
-    sent: list[int]  # rows to each rank
-    received: list[int]  # rows from each rank
-    pairs: int  # (token, expert) pairs that this rank computes
+    there: list[list[int]]  # rows from each rank to each
+    back: list[list[int]]  # the same of what they return
+    max_rows: int  # (token, expert) pairs that this rank computes, rounded up: texts are cached
 
 
-def _plan(ids: torch.Tensor, experts: int, group: Group) -> _Plan:
-    """Of ids (T, K) int32 among all experts, `experts` of them on each rank. One host read."""
+class _Sent(NamedTuple):
+    """What goes there."""
+
+    x: torch.Tensor  # (rows, d)
+    choices: torch.Tensor  # (rows, 2 K'): ids as the other rank counts them, and scores
+
+
+def _plan(
+    x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, experts: int, group: Group
+) -> tuple[_Plan, _Sent]:
+    """Of x (T, d), ids (T, K) int32 among all experts, `experts` of them on each rank, and scores.
+    One host read."""
+    (tokens, top_k), (_, rank, size) = ids.shape, group
     owner = ids.div(experts, rounding_mode="floor")
-    ranks = torch.arange(group.size, dtype=torch.int32, device=ids.device)
+    ranks = torch.arange(size, dtype=torch.int32, device=ids.device)
     of_ranks = owner.unsqueeze(2) == ranks
     to_ranks = torch.where(of_ranks.any(1), ranks, -1)  # (T, ranks)
-    rows, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(to_ranks.flatten(), group.size)
-    sent = torch.stack((rows, of_ranks.sum((0, 1), dtype=torch.int32)), 1)
-    one = [1] * group.size
-    counts = torch.cat((sent, exchanged(sent, one, one, group)), 1)
-    tokens = row_slots.div(group.size, rounding_mode="floor")
+    rows, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(to_ranks.flatten(), size)
+    pairs = of_ranks.sum((0, 1), dtype=torch.int32)
+    counts = gathering(torch.stack((rows, pairs)), group)
 
-    read = counts.tolist()  # the wait
-    sent = [line[0] for line in read]
-    return _Plan(
-        tokens[: sum(sent)],
+    # Of as many rows as there may be. Behind the last they are those of the first token.
+    row_slots = row_slots[: tokens * min(size, top_k)].clamp(min=0)
+    row_tokens = row_slots.div(size, rounding_mode="floor")
+    to_rank = torch.sub(row_slots, row_tokens, alpha=size).unsqueeze(1)
+    local = torch.sub(ids.index_select(0, row_tokens), to_rank, alpha=experts)
+    of_rows, columns = scores.index_select(0, row_tokens), first_columns(local, experts)
+    if columns is not None:
+        local, of_rows = local.gather(1, columns), of_rows.gather(1, columns)
+    choices, x_rows = joined(local, of_rows), x.index_select(0, row_tokens)
+
+    lines = waited(counts).tolist()  # the wait
+    there, pairs_there = lines[::2], lines[1::2]
+    sent = sum(there[rank])
+    plan = _Plan(
+        row_tokens[:sent],
+        None if columns is None else columns[:sent],
         owner,
         slot_rows.view(to_ranks.shape),
-        sent,
-        [line[2] for line in read],
-        sum(line[3] for line in read),
+        there,
+        [list(column) for column in zip(*there, strict=True)],
+        -(-sum(line[rank] for line in pairs_there) // ROWS) * ROWS,
     )
+    return plan, _Sent(x_rows[:sent], choices[:sent])
 
 
-class _Pairs(NamedTuple):
-    """The layer's lists: one entry for each pair of this rank, so that H has no row that nobody
-    uses."""
-
-    scores: torch.Tensor  # fp32
-    tokens: torch.Tensor  # int32: rows that arrived
-    experts: torch.Tensor  # int32: local ids
-    places: torch.Tensor  # int32: in the (M, K) slots of the rows that arrived
-
-
-def _pairs(choices: torch.Tensor, pairs: int, experts: int, rank: int) -> _Pairs:
-    """Of the ids and scores (M, 2K), one behind the other and in one type, that arrived."""
-    top_k = choices.shape[1] // 2
-    key = choices[:, :top_k].div(experts, rounding_mode="floor").sub_(rank)  # 0 for this rank's
-    places = torch.ops.sonicmoe.sort_ids(key.flatten(), 1)[1][:pairs]
-    tokens = places.div(top_k, rounding_mode="floor")
-    flat, at = choices.flatten(), torch.add(places, tokens, alpha=top_k)
-    scores = flat[top_k:].index_select(0, at).view(torch.float32)
-    return _Pairs(scores, tokens, flat.index_select(0, at).sub_(rank * experts), places)
-
-
-def _dscores(plan: _Plan, rows: torch.Tensor) -> torch.Tensor:
-    """(T, K) of the rows (M, K) that came back, one for each token and rank."""
-    top_k = rows.shape[1]
-    # A sentinel's row is -1, so that its slot is in the row of zeros behind the last.
+def _places(plan: _Plan) -> torch.Tensor:
+    """(T, K) int64: of each pair, in the (rows, K) that come back. A sentinel's row is -1."""
+    top_k = plan.owner.shape[1]
     column = plan.owner.clamp(-1, plan.rows.shape[1]).add_(1).long()
     row = F.pad(plan.rows, (1, 1), value=-1).gather(1, column)
-    slots = torch.arange(top_k, device=rows.device).add(row, alpha=top_k)
-    return F.pad(rows, (0, 0, 0, 1)).take(slots)
+    return torch.arange(top_k, device=row.device).add(row, alpha=top_k)
+
+
+def _dscores(plan: _Plan, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """(T, K) of the rows (rows, K') that came back. Behind them stands a row of zeros, which is
+    that of sentinels."""
+    if plan.columns is not None:
+        whole = rows.new_zeros(len(rows), places.shape[1])
+        rows = whole.scatter_(1, plan.columns, rows)
+    return F.pad(rows, (0, 0, 0, 1)).take(places)
 
 
 class _Experts(torch.autograd.Function):
@@ -89,67 +101,45 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scores, ids, group, w1, b1, w2, b2, layer, w1_up, b1_up):
-        count = w2.shape[0]
-        choices = torch.cat((ids, scores.view(torch.int32)), 1)
-        plan = _plan(ids, count, group)
-        there = plan.received, plan.sent, group
-        # The few bytes go first: the lists are made while the tokens travel.
-        arriving = exchanging(choices.index_select(0, plan.tokens), *there)
-        x_rows = exchanging(x.index_select(0, plan.tokens), *there)
-        pairs = _pairs(waited(arriving), plan.pairs, count, group.rank)
-        x_rows = waited(x_rows)
-        o, _, preact, routing = torch.ops.sonicmoe.routed_forward(
-            x_rows, *pairs[:3], w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
-        )
-        ctx.save_for_backward(x_rows, w1, w2, b2, preact, routing, w1_up)
-        ctx.plan, ctx.places, ctx.group, ctx.layer = plan, pairs.places, group, layer
-        ctx.owns_preact = True
-        out = exchanged(o, plan.sent, plan.received, group)
-        return torch.ops.sonicmoe.combine(out, plan.rows)
+        with torch._C._AutoDispatchBelowAutograd():  # each call takes the host less
+            plan, sent = _plan(x, ids, scores, w2.shape[0], group)
+            # The device has nothing to do until the host has queued these and the layer.
+            choices, x_rows = (Exchange(t, plan.there, group) for t in (sent.choices, sent.x))
+            del sent
+            ids, scores = parted(choices.waited())
+            x_rows, layer = x_rows.waited(), f"{layer} max_rows={plan.max_rows}"
+            o, _, preact, routing = torch.ops.sonicmoe.ids_forward(
+                x_rows, ids, scores, w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
+            )
+            out = Exchange(o, plan.back, group)
+            ctx.places = _places(plan)
+            out = torch.ops.sonicmoe.combine(out.waited(), plan.rows)
+        of_w1 = ctx.needs_input_grad[4] or ctx.needs_input_grad[9]  # w1, w1_up
+        ctx.save_for_backward(x_rows if of_w1 else None, w1, w2, b2, preact, routing, w1_up)
+        ctx.plan, ctx.group, ctx.layer, ctx.owns_preact = plan, group, layer, True
+        ctx.top_k = ids.shape[1]
+        return out
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "sonicmoe.distributed: got create_graph=True, allowed: False, for the experts have "
-                "no second derivative"
-            )
+        refuse_second_derivative()
         x_rows, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
         wants_dx, wants_dscores, _, _, *wants = ctx.needs_input_grad
-        wants_dw1, _, wants_dw2, _, _, wants_dw1_up, _ = wants
         plan, group = ctx.plan, ctx.group
-        back = plan.sent, plan.received, group
-        dout_rows = dout.index_select(0, plan.tokens)
-        dx_rows, dpairs, dw1, db1, dw2, db2, dw1_up, db1_up = torch.ops.sonicmoe.routed_backward(
-            exchanged(dout_rows, plan.received, plan.sent, group),
-            x_rows,
-            w1,
-            w2,
-            b2,
-            preact,
-            routing,
-            ctx.layer,
-            dpreact=_autograd.place_of_dpreact(ctx, preact),
-            wants_dx=wants_dx,
-            wants_dw1=wants_dw1,
-            wants_dw2=wants_dw2,
-            w1_up=w1_up,
-            wants_dw1_up=wants_dw1_up,
+        dout_rows = Exchange(dout.index_select(0, plan.tokens), plan.there, group)
+        kept = Kept(w1, w2, b2, preact, routing, w1_up)
+        dx, dscores, weight_gradients = gradients_of_rows(
+            ctx, dout_rows.waited(), ctx.top_k, kept, wants, wants_dx
         )
-        dx = dscores = None
-        returning = exchanging(dx_rows, *back) if wants_dx else None
-        if wants_dscores:
-            slots = dpairs.new_zeros(len(x_rows), plan.owner.shape[1])
-            slots.view(-1).index_copy_(0, ctx.places.long(), dpairs)
-            dscores = _dscores(plan, exchanged(slots, *back))
-        if returning is not None:
-            dx = torch.ops.sonicmoe.combine(waited(returning), plan.rows)
+        dx = Exchange(dx, plan.back, group) if wants_dx else None
+        dscores = Exchange(dscores, plan.back, group) if wants_dscores else None
+        of_weights = weight_gradients(x_rows)
         return (
-            dx,
-            dscores,
+            None if dx is None else torch.ops.sonicmoe.combine(dx.waited(), plan.rows),
+            None if dscores is None else _dscores(plan, ctx.places, dscores.waited()),
             None,
             None,
-            *of_weights(wants, dw1, db1, dw2, db2, None, dw1_up, db1_up),
+            *of_weights,
         )
 
 

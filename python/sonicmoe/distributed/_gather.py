@@ -4,17 +4,18 @@ Forward gathers x, ids and scores, and adds up the partial outputs. Backward gat
 adds up dx and dscores. All sizes are static and nothing waits for the device.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .. import _autograd, _layer, _ops
+from .. import _layer, _ops
+from ._backward import Kept, gradients_of_rows, refuse_second_derivative
 from ._collectives import (
+    Collectives,
     Group,
     all_gather,
     gathered,
-    gathered_together,
     reduce_scatter,
     scattered_sum,
 )
@@ -28,37 +29,40 @@ def padded(tensor: torch.Tensor, rows: int | None, value: float = 0) -> torch.Te
 
 
 def local_ids(ids: torch.Tensor, rank: int, experts: int) -> torch.Tensor:
-    """Ids among all experts as those of the rank's own, -1 for the others."""
-    mine = ids - rank * experts
-    return torch.where((mine >= 0) & (mine < experts), mine, -1)
+    """Ids among all experts as those of the rank's own, out of [0, experts) for the others."""
+    return ids - rank * experts
 
 
-def own_first(
-    ids: torch.Tensor, scores: torch.Tensor, experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local ids (T, K) and scores in as many columns as the rank has experts, where K is larger: a
-    token has each of them once at most, so that only sentinels are left out."""
+def first_columns(ids: torch.Tensor, experts: int) -> torch.Tensor | None:
+    """Where a token's local ids (T, K) stand if K is more than the rank's `experts`: so many
+    columns, for a token has each of them once at most. None if K is not more."""
     if ids.shape[1] <= experts:
-        return ids, scores
-    order = (ids < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :experts]
-    return ids.gather(1, order), scores.gather(1, order)
+        return None
+    others = (ids < 0) | (ids >= experts)
+    return others.to(torch.uint8).argsort(dim=1, stable=True)[:, :experts]
 
 
-def of_weights(wants: Sequence[bool], *gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Gradients for autograd, without those that it does not want."""
-    return [made if wanted else None for made, wanted in zip(gradients, wants, strict=True)]
+def joined(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Ids and fp32 scores (T, K) in one tensor (T, 2K), for one exchange."""
+    return torch.cat((ids, scores.view(torch.int32)), 1)
+
+
+def parted(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and scores again, in one copy."""
+    halves = both.unflatten(1, (2, -1)).transpose(0, 1)
+    ids, bits = halves.clone(memory_format=torch.contiguous_format).unbind()
+    return ids, bits.view(torch.float32)
 
 
 class _Choices(torch.autograd.Function):
-    """Everybody's ids and fp32 scores, in one exchange; gradients of scores are added up."""
+    """Everybody's scores and ids; gradients of scores are added up."""
 
     @staticmethod
     def forward(ctx, scores: torch.Tensor, ids: torch.Tensor, group: Group):
         ctx.group = group
-        both = gathered(torch.cat((ids, scores.view(torch.int32)), 1), group)
-        ids, bits = both.chunk(2, dim=1)
+        ids, scores = parted(gathered(joined(ids, scores), group))
         ctx.mark_non_differentiable(ids)
-        return bits.contiguous().view(torch.float32), ids
+        return scores, ids
 
     @staticmethod
     def backward(ctx, dscores: torch.Tensor, _):
@@ -66,56 +70,80 @@ class _Choices(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The local experts on everybody's tokens. Only this rank's x is kept: backward gathers again.
+    """The local experts on everybody's tokens.
+
+    Exchanges run while the experts compute what does not need them: forward gathers x while ids
+    become local, backward gathers it again while dX is computed, and adds up dx during dW1.
 
     The operators are called themselves, for a layer with a history of its own would keep the
     gathered x. Saved tensors stay visible to hooks (activation checkpointing, offloading).
     """
 
     @staticmethod
-    def forward(ctx, x, scores, ids, group, w1, b1, w2, b2, layer, w1_up, b1_up):
+    def forward(ctx, x, scores, ids, options, w1, b1, w2, b2, layer, w1_up, b1_up):
+        exchanges, keep_gathered = options
+        count, ctx.given = w2.shape[0], ids.shape[1]
+        exchanges.begin()
+        choices = exchanges.gathering("choices", joined(ids, scores))  # few bytes: they go first
+        xs = exchanges.gathering("x", x)
+        ids, scores = parted(choices.waited())
+        ids = local_ids(ids, exchanges.group.rank, count)
+        columns = first_columns(ids, count)
+        if columns is not None:
+            ids, scores = ids.gather(1, columns), scores.gather(1, columns)
+        xs = xs.waited()
+        kept = None
+        if ctx.needs_input_grad[4] or ctx.needs_input_grad[9]:  # w1, w1_up
+            kept = exchanges.own(xs) if keep_gathered else x
         o, _, preact, routing = torch.ops.sonicmoe.ids_forward(
-            gathered(x, group), ids, scores, w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
+            xs, ids, scores, w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
         )
-        ctx.save_for_backward(x, w1, w2, b2, preact, routing, w1_up)
-        ctx.group, ctx.layer, ctx.top_k, ctx.owns_preact = group, layer, ids.shape[1], True
-        return scattered_sum(o, group)
+        ctx.save_for_backward(kept, w1, w2, b2, preact, routing, w1_up, columns)
+        ctx.options, ctx.layer, ctx.top_k, ctx.owns_preact = options, layer, ids.shape[1], True
+        return exchanges.scattering_sum("sums", o).waited()
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "sonicmoe.distributed: got create_graph=True, allowed: False, for the experts have "
-                "no second derivative"
-            )
-        x, w1, w2, b2, preact, routing, w1_up = ctx.saved_tensors
+        refuse_second_derivative()
+        x, w1, w2, b2, preact, routing, w1_up, columns = ctx.saved_tensors
         wants_dx, wants_dscores, _, _, *wants = ctx.needs_input_grad
-        wants_dw1, _, wants_dw2, _, _, wants_dw1_up, _ = wants
-        douts, xs = gathered_together((dout, x), ctx.group)
-        dx, dscores, dw1, db1, dw2, db2, dw1_up, db1_up = torch.ops.sonicmoe.ids_backward(
-            douts,
-            xs,
-            ctx.top_k,
-            w1,
-            w2,
-            b2,
-            preact,
-            routing,
-            ctx.layer,
-            dpreact=_autograd.place_of_dpreact(ctx, preact),
-            wants_dx=wants_dx,
-            wants_dw1=wants_dw1,
-            wants_dw2=wants_dw2,
-            w1_up=w1_up,
-            wants_dw1_up=wants_dw1_up,
+        exchanges, keep_gathered = ctx.options
+        exchanges.begin()
+        douts = exchanges.gathering("dout", dout)
+        xs = None if x is None or keep_gathered else exchanges.gathering("x", x)
+        kept = Kept(w1, w2, b2, preact, routing, w1_up)
+        dx, dscores, weight_gradients = gradients_of_rows(
+            ctx, douts.waited(), ctx.top_k, kept, wants, wants_dx
         )
+        if columns is not None:
+            whole = dscores.new_zeros(len(dscores), ctx.given)
+            dscores = whole.scatter_(1, columns, dscores)
+        of_x = exchanges.scattering_sum("sums", dx) if wants_dx else None
+        of_scores = exchanges.scattering_sum("dscores", dscores) if wants_dscores else None
+        of_weights = weight_gradients(x if xs is None else xs.waited())
         return (
-            scattered_sum(dx, ctx.group) if wants_dx else None,
-            dscores if wants_dscores else None,
+            None if of_x is None else of_x.waited(),
+            None if of_scores is None else of_scores.waited(),
             None,
             None,
-            *of_weights(wants, dw1, db1, dw2, db2, None, dw1_up, db1_up),
+            *of_weights,
         )
+
+
+def _exchanges(x: torch.Tensor, group: Group, peer_copies: bool) -> Any:
+    """Collectives, or PeerCopies, which has the same methods."""
+    if not peer_copies:
+        return Collectives(group)
+    if not x.is_cuda:
+        raise ValueError(f"peer_copies: got True, allowed: False, for x is on {x.device}")
+    if x.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"x: got a tensor on {x.device}, allowed: the current device, "
+            f"cuda:{torch.cuda.current_device()}, with peer_copies (torch.cuda.set_device)"
+        )
+    from ._peer_copies import peer_copies_of  # torch's symmetric memory takes a while to import
+
+    return peer_copies_of(group)
 
 
 def gather_experts(
@@ -126,6 +154,7 @@ def gather_experts(
     group: Group,
     keep_gathered: bool,
     max_tokens: int | None,
+    peer_copies: bool,
 ) -> torch.Tensor:
     """o (T, d) of x (T, d), ids (T, K) among all experts and fp32 scores; `experts`: the
     ExpertArgs of this rank's."""
@@ -133,13 +162,19 @@ def gather_experts(
     if max_tokens is not None and tokens > max_tokens:
         raise ValueError(f"x: got {tokens} tokens, allowed: up to max_tokens ({max_tokens})")
     x, scores = padded(x, max_tokens), padded(scores, max_tokens)
-    scores, ids = _Choices.apply(scores, padded(ids, max_tokens, -1), group)
-    local, scores = own_first(local_ids(ids, group.rank, count), scores, count)
-    if keep_gathered or torch.compiler.is_compiling():
-        out, _ = _layer.experts(all_gather(x, group), local, scores, *experts)
+    ids = padded(ids, max_tokens, -1)
+    if torch.compiler.is_compiling():
+        scores, ids = _Choices.apply(scores, ids, group)
+        ids = local_ids(ids, group.rank, count)
+        columns = first_columns(ids, count)
+        if columns is not None:
+            ids, scores = ids.gather(1, columns), scores.gather(1, columns)
+        out, _ = _layer.experts(all_gather(x, group), ids, scores, *experts)
         return reduce_scatter(out, group)[:tokens]
     _ops.require()
     x, checked = experts.checked(x, scores)
     w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = checked.of_operator()
     weights = w1, b1, w2, b2, text, w1_up, b1_up
-    return _Gathered.apply(x, scores, local, group, *weights)[:tokens]
+    options = _exchanges(x, group, peer_copies), keep_gathered
+    out = _Gathered.apply(x, scores, ids, options, *weights)
+    return out if len(out) == tokens else out[:tokens]  # a slice's backward would copy

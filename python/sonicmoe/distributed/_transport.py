@@ -23,11 +23,18 @@ class Transport:
     Of gather alone: with `max_tokens` each rank pads its tokens to so many, and ranks may have
     different numbers of them; without it all ranks bring equally many, which nobody checks, for
     that would wait for the device. `keep_gathered` keeps everybody's x for backward instead of
-    gathering it again.
+    gathering it again. `peer_copies` lets copy engines exchange in place of NCCL's kernels, between
+    GPUs of one machine that reach each other's memory (NVLink), in calls on one stream that
+    torch.compile does not trace.
     """
 
     def __init__(
-        self, name: str = "auto", *, max_tokens: int | None = None, keep_gathered: bool = False
+        self,
+        name: str = "auto",
+        *,
+        max_tokens: int | None = None,
+        keep_gathered: bool = False,
+        peer_copies: bool = False,
     ) -> None:
         if name not in TRANSPORTS:
             kind = ValueError if isinstance(name, str) else TypeError
@@ -37,9 +44,11 @@ class Transport:
                 raise TypeError(f"max_tokens: got {max_tokens!r}, allowed: an int, None")
             if max_tokens < 1:
                 raise ValueError(f"max_tokens: got {max_tokens}, allowed: 1 and more")
-        if not isinstance(keep_gathered, bool):
-            raise TypeError(f"keep_gathered: got {keep_gathered!r}, allowed: True, False")
-        self.name, self.max_tokens, self.keep_gathered = name, max_tokens, keep_gathered
+        for option, value in (("keep_gathered", keep_gathered), ("peer_copies", peer_copies)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{option}: got {value!r}, allowed: True, False")
+        self.name, self.max_tokens = name, max_tokens
+        self.keep_gathered, self.peer_copies = keep_gathered, peer_copies
 
     def gathers(self, ranks: int, top_k: int) -> bool:
         return self.name == "gather" or (self.name == "auto" and ranks <= top_k)
@@ -57,14 +66,14 @@ class Transport:
         (x,) = autocast(x)
         ids, scores = _layer.int32(ids), scores.float()
         if self.gathers(group.size, ids.shape[1]):
-            options = self.keep_gathered, self.max_tokens
+            options = self.keep_gathered, self.max_tokens, self.peer_copies
             return gather_experts(x, ids, scores, experts, group, *options)
         return all_to_all_experts(x, ids, scores, experts, group)
 
     def __repr__(self) -> str:
         return (
             f"Transport({self.name!r}, max_tokens={self.max_tokens}, "
-            f"keep_gathered={self.keep_gathered})"
+            f"keep_gathered={self.keep_gathered}, peer_copies={self.peer_copies})"
         )
 
 
