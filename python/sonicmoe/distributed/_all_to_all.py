@@ -18,7 +18,7 @@ from ._backward import Kept, gradients_of_rows, refuse_second_derivative
 from ._collectives import Exchange, Group, gathering, waited
 from ._gather import first_columns, joined, parted
 
-ROWS = 1024
+ROWS = 1024  # of which the capacity of rows is a multiple, so that few texts of layers occur
 
 
 class _Plan(NamedTuple):
@@ -30,7 +30,7 @@ class _Plan(NamedTuple):
     rows: torch.Tensor  # (T, ranks) int32: the token's row to each rank, or -1
     there: list[list[int]]  # rows from each rank to each
     back: list[list[int]]  # the same of what they return
-    max_rows: int  # (token, expert) pairs that this rank computes, rounded up: texts are cached
+    max_rows: int  # (token, expert) pairs that this rank computes, rounded up
 
 
 class _Sent(NamedTuple):

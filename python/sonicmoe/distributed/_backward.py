@@ -37,8 +37,8 @@ def gradients_of_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, Callable]:
     """dx and the gradients of scores (T, K), with all that needs no x.
 
-    The third one computes dW1 of x, unless that is None, and returns the gradients of w1, b1, w2, b2, the text of the
-    layer, w1_up and b1_up: those that `wants` asks for, else None.
+    The third one computes dW1 of x, unless that is None. It returns the gradients of w1, b1, w2,
+    b2, the text of the layer, w1_up and b1_up: those that `wants` asks for, else None.
     """
     wants_dw1, _, wants_dw2, _, _, wants_dw1_up, _ = wants
     w1, w2, b2, preact, routing, w1_up = kept

@@ -94,8 +94,9 @@ class Exchange:
 
 
 class Collectives:
-    """The exchanges of the gather transport, by the process group. Each is begun; what `waited` gives is
-    to be read on the device's stream. Names are for PeerCopies, which has the same methods."""
+    """The exchanges of the gather transport, by the process group. Each is begun; what `waited`
+    gives is to be read on the device's stream. Names are for PeerCopies, which has the same
+    methods."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
