@@ -312,6 +312,11 @@ def check_clip(folder):
     close(torch.stack(norms[-2:]), torch.stack(norms[-4:-2]), "norms")
     close(model.blocks[0].moe.c_fc.weight.grad, one.blocks[0].moe.c_fc.weight.grad, "clipped")
     assert clip_grad_norm_(make().embed.weight, 1.0) == 0
+    model.blocks[0].moe.c_fc.weight.grad.fill_(math.inf)
+    with pytest.raises(
+        RuntimeError, match="^parameters: got gradients of norm inf, allowed: a fin"
+    ):
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
 def check_checkpointing(folder):

@@ -1,9 +1,11 @@
 """FSDP2 beside ExpertParallel: the experts' group, and the norm of gradients on several meshes."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -79,7 +81,11 @@ def _checked_reduction(module: MoE, mesh: DeviceMesh, policy: MixedPrecisionPoli
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` for DTensors of several meshes beside plain parameters.
 
@@ -88,18 +94,55 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    groups: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    norm_type = float(norm_type)
+    groups: dict[tuple | None, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            groups.setdefault(mesh, []).append(parameter)
-    norms = [_norm(group, norm_type) for group in groups.values()]
+            groups.setdefault(_place(parameter.grad), []).append(parameter)
+    norms = [_norm(place, group, norm_type, foreach) for place, group in groups.items()]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"parameters: got gradients of norm {total.item()}, allowed: a finite norm, for "
+            "error_if_nonfinite is True"
+        )
     for group in groups.values():
-        clip_grads_with_norm_(group, max_norm, total)
+        clip_grads_with_norm_(group, max_norm, total, foreach)
     return total
 
 
-def _norm(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _place(gradient: torch.Tensor) -> tuple | None:
+    """The mesh and the placements of a DTensor."""
+    return (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+
+
+def _norm(
+    place: tuple | None, parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """Of gradients at one place. get_total_norm of DTensors of two dimensions makes torch warn that
+    ranks may differ, at each step."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if place is None:
+        return get_total_norm(gradients, norm_type, foreach=foreach)
+    mesh, placements = place
+    own = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    some = [gradient for gradient in own if gradient.numel() > 0]
+    zero = own[0].new_zeros((), dtype=torch.float32)
+    norm = get_total_norm(some, norm_type, foreach=foreach) if some else zero
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():
+            norm = _of_ranks(norm, norm_type, mesh.get_group(dimension))
+    return norm
+
+
+def _of_ranks(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Of the shards that the ranks hold, each with its norm."""
+    norm = norm.clone()
+    if math.isinf(norm_type):
+        largest = norm_type > 0
+        dist.all_reduce(norm, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group)
+        return norm
+    power = norm_type or 1.0  # the norm of type 0 is a sum itself
+    norm = norm.pow(power)
+    dist.all_reduce(norm, group=group)
+    return norm.pow(1 / power)
