@@ -210,6 +210,22 @@ def check_function(folder):
         close(b.grad, a.grad, "dscores")
 
 
+def check_other_numbers_of_experts(folder):
+    """The last rank holds one expert less than the others."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    own = 2 if rank < ranks - 1 else 1
+    w1, w2 = torch.randn(own, 16, HIDDEN), torch.randn(own, HIDDEN, 8)
+    ids, weights = torch.zeros(5, 1, dtype=torch.long), torch.rand(5, 1)
+    message = f"^w2: got 1 experts on rank {ranks - 1}, allowed: 2 on each rank"
+    for transport in ("gather", "all_to_all"):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                group = dist.group.WORLD
+                experts(
+                    torch.randn(5, HIDDEN), ids, weights, w1, w2, group=group, transport=transport
+                )
+
+
 def check_separate(folder):
     """Gate and up rows in tensors of their own, beside one process."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -307,6 +323,16 @@ def check_refusals(folder):
         apply(make(recompute="preact"))
     with pytest.raises(TypeError, match="^module: got Linear, allowed: sonicmoe.MoE"):
         apply(torch.nn.Linear(2, 2))
+    w1, w2 = torch.randn(2, 16, HIDDEN), torch.randn(2, HIDDEN, 8)
+    x, ids, weights = torch.randn(4, HIDDEN), torch.zeros(4, 1, dtype=torch.long), torch.rand(4, 1)
+    for group in (None, "ep", mesh, dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(TypeError, match="^group: got .*, allowed: a ProcessGroup"):
+            experts(x, ids, weights, w1, w2, group=group)
+    with pytest.raises(TypeError, match="^x: got a DTensor, allowed: .*to_local"):
+        x = DTensor.from_local(x, mesh)
+        experts(x, ids, weights, w1, w2, group=dist.group.WORLD)
+    with pytest.raises(TypeError, match="^mesh: got str, allowed: a DeviceMesh"):
+        ExpertParallel()._apply(make(), "ep")
     copies = parallel(make(), Transport("gather", peer_copies=True))
     with pytest.raises(ValueError, match="^peer_copies: got True, allowed: False, for x is on cpu"):
         copies(torch.randn(4, HIDDEN))

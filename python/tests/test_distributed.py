@@ -29,6 +29,12 @@ def test_options():
     for options, text in (
         ({"name": "ring"}, "^transport: got 'ring', allowed: 'auto', 'gather', 'all_to_all'"),
         ({"max_tokens": 0}, "^max_tokens: got 0, allowed: 1 and more"),
+        ({"name": "all_to_all", "max_tokens": 4}, "^max_tokens: got 4, allowed: None with 'all_to"),
+        (
+            {"name": "all_to_all", "peer_copies": True},
+            "^peer_copies: got True, allowed: False with",
+        ),
+        ({"name": "all_to_all", "keep_gathered": True}, "^keep_gathered: got True, allowed: False"),
     ):
         with pytest.raises(ValueError, match=text):
             Transport(**options)

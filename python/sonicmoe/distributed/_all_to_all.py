@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from .. import _layer, _ops
 from ._backward import Kept, gradients_of_rows, refuse_second_derivative
-from ._collectives import Exchange, Group, gathering, waited
+from ._collectives import Exchange, Group, equally_many, gathering, waited
 from ._gather import first_columns, joined, parted
 
 ROWS = 1024  # of which the capacity of rows is a multiple, so that few texts of layers occur
@@ -52,7 +52,8 @@ def _plan(
     to_ranks = torch.where(of_ranks.any(1), ranks, -1)  # (T, ranks)
     rows, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(to_ranks.flatten(), size)
     pairs = of_ranks.sum((0, 1), dtype=torch.int32)
-    counts = gathering(torch.stack((rows, pairs)), group)
+    of_each = torch.full_like(pairs, experts)
+    counts = gathering(torch.stack((rows, pairs, of_each)), group)
 
     # Of as many rows as there may be. Behind the last they are those of the first token.
     row_slots = row_slots[: tokens * min(size, top_k)].clamp(min=0)
@@ -65,7 +66,8 @@ def _plan(
     choices, x_rows = joined(local, of_rows), x.index_select(0, row_tokens)
 
     lines = waited(counts).tolist()  # the wait
-    there, pairs_there = lines[::2], lines[1::2]
+    there, pairs_there = lines[::3], lines[1::3]
+    equally_many([line[0] for line in lines[2::3]])
     sent = sum(there[rank])
     plan = _Plan(
         row_tokens[:sent],

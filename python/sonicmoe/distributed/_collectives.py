@@ -62,6 +62,16 @@ def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return _ops.wait_tensor(_ops.all_reduce(tensor.contiguous(), "sum", group.name))
 
 
+def equally_many(experts: Sequence[int]) -> None:
+    """Refuses ranks that hold other numbers of experts than the first one."""
+    for rank, count in enumerate(experts):
+        if count != experts[0]:
+            raise ValueError(
+                f"w2: got {count} experts on rank {rank}, allowed: {experts[0]} on each rank, as on "
+                "rank 0"
+            )
+
+
 class _Begun(NamedTuple):
     """A functional collective."""
 

@@ -30,7 +30,8 @@ class ExpertParallel(ParallelStyle):
         parallelize_module(model, mesh, {"layers.*.moe": ExpertParallel()})
 
     The weights and biases of `c_fc` and `c_proj` become DTensors, Shard(0) over the experts, and
-    forward takes each rank's own tokens to the experts and back. All else stays replicated.
+    forward takes each rank's own tokens to the experts and back. Experts are those of the mesh's
+    first rank. All else stays as it is: ranks have one seed, or load the same weights.
 
     `transport`: a :class:`Transport`, or its name. Outputs and gradients are those of one module
     that holds all experts and sees the tokens of all ranks, its loss being the sum of theirs:
@@ -40,6 +41,8 @@ class ExpertParallel(ParallelStyle):
     `tokens_per_expert` counts this rank's tokens, and so do the losses. With `loss_counts="global"`
     the switch loss takes the counts of all ranks of the mesh, added up: its mean over them is then
     the loss of all their tokens, provided that each rank has as many.
+
+    The default transport wants equally many tokens on each rank where the mesh has at most K.
 
     :func:`fully_shard_experts` shards experts further, over ranks that hold the same ones.
     """
@@ -73,6 +76,8 @@ def _checked_mesh(mesh: DeviceMesh) -> None:
             "mesh: got no process group, allowed: one of torch.distributed, after "
             "init_process_group (torchrun sets its environment)"
         )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}, allowed: a DeviceMesh")
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh: got {mesh.ndim} dimensions {mesh.mesh_dim_names}, allowed: one, as mesh['ep']"

@@ -1,6 +1,7 @@
 """How tokens reach experts that other ranks hold, and the layer as a function."""
 
 import numbers
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from .. import _check, _layer, functional
 from .._autocast import autocast
 from ..enums import ActivationType
 from ._all_to_all import all_to_all_experts
-from ._collectives import Group, group_of
+from ._collectives import Group, equally_many, gathered, group_of
 from ._gather import gather_experts
 
 TRANSPORTS = ("auto", "gather", "all_to_all")
@@ -47,6 +48,10 @@ class Transport:
         for option, value in (("keep_gathered", keep_gathered), ("peer_copies", peer_copies)):
             if not isinstance(value, bool):
                 raise TypeError(f"{option}: got {value!r}, allowed: True, False")
+            if value and name == "all_to_all":
+                raise ValueError(f"{option}: got True, allowed: False with 'all_to_all'")
+        if max_tokens is not None and name == "all_to_all":
+            raise ValueError(f"max_tokens: got {max_tokens}, allowed: None with 'all_to_all'")
         self.name, self.max_tokens = name, max_tokens
         self.keep_gathered, self.peer_copies = keep_gathered, peer_copies
 
@@ -98,13 +103,21 @@ def experts(
     Rank r of `group`, a process group, holds experts r e to (r+1) e - 1 with e = E / ranks: weights
     and biases are theirs. x (T, d), `ids` (T, K) among all E experts and `weights` (T, K) are this
     rank's tokens. Ids below 0 or from E on are sentinels; a token has each expert once at most. All
-    ranks call forward and backward together, and what requires a gradient is alike on each.
+    ranks call forward and backward together, and what requires a gradient is alike on each. Unlike
+    that function it returns no counts.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "group: got no process group, allowed: one of torch.distributed, after "
             "init_process_group"
         )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: got {type(group).__name__}, allowed: a ProcessGroup of torch.distributed that "
+            "this rank belongs to"
+        )
+    if _check.is_dtensor(x):
+        raise TypeError("x: got a DTensor, allowed: this rank's tokens, x.to_local()")
     of_experts = functional._expert_args(
         x, activation, layout, w1, b1, w2, b2, None, None, w1_up, b1_up, None, "none"
     )
@@ -119,4 +132,22 @@ def experts(
             )
     if not isinstance(transport, Transport):
         transport = Transport(transport)
-    return transport.run(x, ids, weights, of_experts, group_of(group))
+    own = group_of(group)
+    if transport.gathers(own.size, ids.shape[1]):
+        _compare_experts(w2, own, group)
+    return transport.run(x, ids, weights, of_experts, own)
+
+
+_compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _compare_experts(w2: torch.Tensor, group: Group, of_torch: dist.ProcessGroup) -> None:
+    """Whether ranks hold equally many experts. On CUDA, where the host waits for that, in the
+    group's first call alone."""
+    if torch.compiler.is_compiling() or (w2.is_cuda and of_torch in _compared):
+        return
+    if w2.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    mine = torch.tensor([w2.shape[0]], dtype=torch.int32, device=w2.device)
+    equally_many(gathered(mine, group).tolist())
+    _compared.add(of_torch)
