@@ -45,7 +45,7 @@ def test_small(tmp_path):
     for name in ("graph", "waits"):
         assert sections[name]["notes"][0].startswith("not run")
     assert content["devices"] == [content["devices"][0]] * 2 and content["versions"]["torch"]
-    for text in ("FSDP2, gather, dw1", "gather over one GPU", "2 failed: titan: error;"):
+    for text in ("FSDP2, gather, dw1", "gather, over one GPU", "2 failed: titan: error;"):
         assert text in done.stdout
 
 
