@@ -220,7 +220,7 @@ def replays(world: World, shape: Shape, name: str, transport: Transport) -> list
         captured = step()
     world.barrier()
     checks = []
-    for tokens_are, tokens in inputs_of(world, shape).items():
+    for of_tokens, tokens in inputs_of(world, shape).items():
         with torch.no_grad():
             x.copy_(world.rows(tokens))
         captured_graph.replay()
@@ -231,7 +231,7 @@ def replays(world: World, shape: Shape, name: str, transport: Transport) -> list
         finite = all(bool(tensor.isfinite().all()) for tensor in want)
         passed = all(world.exchange(equal and finite))
         text = "output and 4 gradients as in eager calls, bit for bit"
-        checks.append(check(f"{name}, replayed on {tokens_are}", passed, text, passed))
+        checks.append(check(f"{name}, replayed on {of_tokens}", passed, text, passed))
     return checks
 
 
@@ -337,13 +337,13 @@ def times(world: World) -> dict[str, Any]:
         out, _ = sonicmoe.experts(whole, own_ids, every_score, w1, w2)
         return torch.autograd.grad(out, leaves, whole_dout)
 
+    of = transports(world)
     off = max(
         distance(got, want)
-        for transport in transports(world).values()
+        for transport in of.values()
         for got, want in zip(spread(transport)[2:], alone()[2:], strict=True)
     )
     off = world.most([off])[0]
-    of = transports(world)
     calls = {**{name: functools.partial(spread, of[name]) for name in of}, "one GPU": alone}
     parts, checks = parts_of_all_to_all(world, x, ids, scores, dout, w1, w2, group)
     made = measure(world, calls | parts)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from .. import _layer, _ops
 from ._backward import Kept, gradients_of_rows, refuse_second_derivative
 from ._collectives import Exchange, Group, equally_many, gathering, waited
-from ._gather import first_columns, joined, parted
+from ._gather import at_columns, joined, own_first, parted
 
 ROWS = 1024  # of which the capacity of rows is a multiple, so that few texts of layers occur
 
@@ -25,7 +25,7 @@ class _Plan(NamedTuple):
     """Who sends what. Rows are sent in the order of ranks, then of tokens."""
 
     tokens: torch.Tensor  # int32: of each row
-    columns: torch.Tensor | None  # (rows, K'): see first_columns()
+    columns: torch.Tensor | None  # (rows, K'): see own_first()
     owner: torch.Tensor  # (T, K) int32: the pair's rank, out of range for sentinels
     rows: torch.Tensor  # (T, ranks) int32: the token's row to each rank, or -1
     there: list[list[int]]  # rows from each rank to each
@@ -60,9 +60,7 @@ def _plan(
     row_tokens = row_slots.div(size, rounding_mode="floor")
     to_rank = torch.sub(row_slots, row_tokens, alpha=size).unsqueeze(1)
     local = torch.sub(ids.index_select(0, row_tokens), to_rank, alpha=experts)
-    of_rows, columns = scores.index_select(0, row_tokens), first_columns(local, experts)
-    if columns is not None:
-        local, of_rows = local.gather(1, columns), of_rows.gather(1, columns)
+    local, of_rows, columns = own_first(local, scores.index_select(0, row_tokens), experts)
     choices, x_rows = joined(local, of_rows), x.index_select(0, row_tokens)
 
     lines = waited(counts).tolist()  # the wait
@@ -92,9 +90,7 @@ def _places(plan: _Plan) -> torch.Tensor:
 def _dscores(plan: _Plan, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """(T, K) of the rows (rows, K') that came back. Behind them stands a row of zeros, which is
     that of sentinels."""
-    if plan.columns is not None:
-        whole = rows.new_zeros(len(rows), places.shape[1])
-        rows = whole.scatter_(1, plan.columns, rows)
+    rows = at_columns(rows, plan.columns, places.shape[1])
     return F.pad(rows, (0, 0, 0, 1)).take(places)
 
 

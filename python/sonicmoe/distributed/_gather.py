@@ -33,13 +33,24 @@ def local_ids(ids: torch.Tensor, rank: int, experts: int) -> torch.Tensor:
     return ids - rank * experts
 
 
-def first_columns(ids: torch.Tensor, experts: int) -> torch.Tensor | None:
-    """Where a token's local ids (T, K) stand if K is more than the rank's `experts`: so many
-    columns, for a token has each of them once at most. None if K is not more."""
+def own_first(
+    ids: torch.Tensor, scores: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Local ids (T, K) and scores in as many columns as the rank has experts, where K is larger: a
+    token has each of them once at most, so that only others' are left out. And which columns those
+    were, None for all."""
     if ids.shape[1] <= experts:
-        return None
+        return ids, scores, None
     others = (ids < 0) | (ids >= experts)
-    return others.to(torch.uint8).argsort(dim=1, stable=True)[:, :experts]
+    columns = others.to(torch.uint8).argsort(dim=1, stable=True)[:, :experts]
+    return ids.gather(1, columns), scores.gather(1, columns), columns
+
+
+def at_columns(some: torch.Tensor, columns: torch.Tensor | None, top_k: int) -> torch.Tensor:
+    """(T, K) of what belongs to those columns, with zeros in the others."""
+    if columns is None:
+        return some
+    return some.new_zeros(len(some), top_k).scatter_(1, columns, some)
 
 
 def joined(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -88,9 +99,7 @@ class _Gathered(torch.autograd.Function):
         xs = exchanges.gathering("x", x)
         ids, scores = parted(choices.waited())
         ids = local_ids(ids, exchanges.group.rank, count)
-        columns = first_columns(ids, count)
-        if columns is not None:
-            ids, scores = ids.gather(1, columns), scores.gather(1, columns)
+        ids, scores, columns = own_first(ids, scores, count)
         xs = xs.waited()
         kept = None
         if ctx.needs_input_grad[4] or ctx.needs_input_grad[9]:  # w1, w1_up
@@ -115,9 +124,7 @@ class _Gathered(torch.autograd.Function):
         dx, dscores, weight_gradients = gradients_of_rows(
             ctx, douts.waited(), ctx.top_k, kept, wants, wants_dx
         )
-        if columns is not None:
-            whole = dscores.new_zeros(len(dscores), ctx.given)
-            dscores = whole.scatter_(1, columns, dscores)
+        dscores = at_columns(dscores, columns, ctx.given)
         of_x = exchanges.scattering_sum("sums", dx) if wants_dx else None
         of_scores = exchanges.scattering_sum("dscores", dscores) if wants_dscores else None
         of_weights = weight_gradients(x if xs is None else xs.waited())
@@ -165,10 +172,7 @@ def gather_experts(
     ids = padded(ids, max_tokens, -1)
     if torch.compiler.is_compiling():
         scores, ids = _Choices.apply(scores, ids, group)
-        ids = local_ids(ids, group.rank, count)
-        columns = first_columns(ids, count)
-        if columns is not None:
-            ids, scores = ids.gather(1, columns), scores.gather(1, columns)
+        ids, scores, _ = own_first(local_ids(ids, group.rank, count), scores, count)
         out, _ = _layer.experts(all_gather(x, group), ids, scores, *experts)
         return reduce_scatter(out, group)[:tokens]
     _ops.require()
