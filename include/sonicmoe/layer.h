@@ -27,9 +27,9 @@ struct LayerDesc {
   ExpertsDesc experts = {};
   /// Only where the layer chooses the experts. Meant for training; evaluation uses plain top-K.
   RoundingDesc rounding = {};
-  /// Ids and weights only: at most so many pairs of a call get rows, 0: all T*K. Where most ids are
-  /// sentinels, that saves memory. Of more pairs the last ones in expert order get none, like
-  /// sentinels.
+  /// Ids and weights only: the number of pairs that may get rows; 0: all T*K. It saves memory where
+  /// most ids are sentinels. Pairs past it, the last in the order of experts, count as sentinels;
+  /// `counts` has them all the same.
   std::int64_t max_rows = 0;
 
   /// Descriptors of a RouterPlan and an ExpertsPlan that do this layer's parts.

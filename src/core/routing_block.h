@@ -23,7 +23,7 @@ inline SlotKind slot_kind(const RoutingDesc& desc) {
 }
 
 /// Lays out the opaque block that carries a call's routing from forward to backward. Arrays follow
-/// each other without padding; S are the slots.
+/// each other without padding; S is the number of slots.
 ///
 /// | routing | bytes |
 /// |---|---|

@@ -1,8 +1,8 @@
 """Exchanges by copy engines, between GPUs of one machine that write into each other's memory.
 
 NCCL's kernels take multiprocessors from the experts, and the experts slow them down. Copies between
-GPUs take none. A rank pushes its parts into the other ranks' buffers, which are symmetric memory of
-torch; barriers on the device say when buffers may be written, and when all has arrived.
+GPUs take none. A rank pushes its parts into the other ranks' buffers, symmetric memory of torch.
+Barriers on the device say when buffers may be written, and when all has arrived.
 
 Buffers serve all layers of a group. What came stays valid until the next forward or backward
 begins, on the stream that all of them run on.

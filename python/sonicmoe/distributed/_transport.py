@@ -21,12 +21,13 @@ class Transport:
 
     `name`: "gather", "all_to_all", or "auto", which is gather where the group has at most K ranks.
 
-    Of gather alone: with `max_tokens` each rank pads its tokens to so many, and ranks may have
-    different numbers of them; without it all ranks bring equally many, which nobody checks, for
-    that would wait for the device. `keep_gathered` keeps everybody's x for backward instead of
-    gathering it again. `peer_copies` lets copy engines exchange in place of NCCL's kernels, between
-    GPUs of one machine that reach each other's memory (NVLink), in calls on one stream that
-    torch.compile does not trace.
+    Of gather alone:
+
+    - `max_tokens`: each rank pads its tokens to so many. Without it all ranks bring equally many.
+      Nobody checks that, for it would wait for the device.
+    - `keep_gathered` keeps everybody's x for backward instead of gathering it again.
+    - `peer_copies` lets copy engines exchange in place of NCCL's kernels. GPUs of one machine then
+      reach each other's memory (NVLink), and calls run on one stream. Compiled calls ignore it.
     """
 
     def __init__(
