@@ -9,7 +9,7 @@ namespace sonicmoe::math {
 /// The rows of an expert in halves of the mean S/E, rounded. S is `slots`, E is `experts`.
 ///
 /// Metadata ranks experts by load class, and experts of one class by id. With evenly loaded
-/// experts, ranking by exact row counts was up to 2 % slower (docs/findings/skew.md).
+/// experts, ranking by exact row counts was up to 2 % slower (docs/findings/archive/skew.md).
 struct LoadClass {
   float per_row;  ///< classes a row: 2E/S
 
