@@ -4,6 +4,7 @@ import copy
 import itertools
 from functools import partial
 
+import fake_peer_copies
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,6 +115,79 @@ def check_transports(folder):
     beside_one(make(), "all_to_all", [0] * dist.get_world_size())
 
 
+PEERS = {
+    "gather": {},
+    "gather, kept": {"keep_gathered": True},
+    "all_to_all": {},
+}
+
+
+def check_peer_copies(folder):
+    """Without GPUs: what goes where. The exchanges themselves are those of a process group."""
+    nobody, most = [0] * dist.get_world_size(), {"max_tokens": 24}
+    with pytest.MonkeyPatch.context() as patch:
+        made = fake_peer_copies.install(patch)
+        for name, options in PEERS.items():
+            make_transport = partial(Transport, name.split(",")[0], peer_copies=True, **options)
+            equal, padded = make_transport(), make_transport(**most)
+            for transport, counts in (
+                (equal, even()), (padded, even()), (padded, uneven()), (equal, nobody),
+                (padded, nobody), (equal, [1] * len(nobody)),
+            ):  # fmt: skip
+                beside_one(make(add_bias=True), transport, counts)
+            beside_one(frozen(), equal, even())
+            calls_alike(padded)
+            separate(equal)
+            foreign(equal)
+        assert len(made) == 1
+
+
+def frozen():
+    moe = make()
+    moe.c_fc.weight.requires_grad_(False)
+    return moe
+
+
+def foreign(transport):
+    """Two layers in one graph, ids of the caller with sentinels, beside the process group's
+    exchanges. Everything has a gradient, or weights alone."""
+    count, rank = EXPERTS // dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(9, HIDDEN, generator=generator)
+    routings = [
+        (torch.rand(9, EXPERTS + 4, generator=generator).argsort(1)[:, :4] - 2,
+         torch.rand(9, 4, generator=generator)) for _ in range(2)
+    ]  # fmt: skip
+    weights = [
+        (torch.randn(count, 16, HIDDEN, generator=generator),
+         torch.randn(count, HIDDEN, 8, generator=generator)) for _ in range(2)
+    ]  # fmt: skip
+
+    def step(transport, everything):
+        leaves = [[t.clone().requires_grad_() for t in pair] for pair in weights]
+        rows = x.clone().requires_grad_(everything)
+        scores = [s.clone().requires_grad_(everything) for _, s in routings]
+        out = rows
+        for (ids, _), of_ids, pair in zip(routings, scores, leaves, strict=True):
+            out = experts(out, ids, of_ids, *pair, group=dist.group.WORLD, transport=transport)
+        wanted = [*itertools.chain(*leaves), *([rows, *scores] if everything else [])]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)]
+
+    for everything in (True, False):
+        want = step("gather" if transport.name == "gather" else "all_to_all", everything)
+        for tensor, expected in zip(step(transport, everything), want, strict=True):
+            close(tensor, expected, "peer copies")
+
+
+def check_other_numbers_of_tokens(folder):
+    rank = dist.get_rank()
+    transport = Transport("all_to_all", peer_copies=True)
+    with pytest.MonkeyPatch.context() as patch:
+        fake_peer_copies.install(patch)
+        with pytest.raises(ValueError, match=f"^x: got {rank + 1} tokens on rank {rank} and "):
+            parallel(make(), transport)(torch.randn(rank + 1, HIDDEN))
+
+
 def check_routers(folder):
     for transport in ("gather", "all_to_all"):
         for options in (
@@ -136,9 +210,14 @@ def check_one_rank_has_it_all(folder):
 
 def check_calls(folder):
     """Backward twice, a checkpoint and no backward at all, beside one backward."""
+    for transport in TRANSPORTS.values():
+        calls_alike(transport)
+
+
+def calls_alike(transport):
     x = tokens_of(uneven())[dist.get_rank()]
 
-    def step(transport, call, backwards=1):
+    def step(call, backwards=1):
         spread = parallel(make(), transport)
         leaf = x.clone().requires_grad_()
         out = call(lambda tokens: spread(tokens)[0], leaf)
@@ -151,17 +230,12 @@ def check_calls(folder):
     def plain(module, leaf):
         return module(leaf)
 
-    for transport in TRANSPORTS.values():
-        want = step(transport, plain)
-        others = (
-            step(transport, plain, 2),
-            step(transport, partial(checkpoint, use_reentrant=False)),
-        )
-        for tensors in others:
-            assert all(torch.equal(got, one) for got, one in zip(tensors, want, strict=True))
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                assert torch.equal(parallel(make(), transport)(x)[0], want[0])
+    want = step(plain)
+    for tensors in (step(plain, 2), step(partial(checkpoint, use_reentrant=False))):
+        assert all(torch.equal(got, one) for got, one in zip(tensors, want, strict=True))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(parallel(make(), transport)(x)[0], want[0])
 
 
 def local(tensor):
@@ -170,9 +244,7 @@ def local(tensor):
 
 def check_frozen(folder):
     for transport in ("gather", "all_to_all"):
-        moe = make()
-        moe.c_fc.weight.requires_grad_(False)
-        beside_one(moe, transport, even())
+        beside_one(frozen(), transport, even())
 
 
 def check_losses(folder):
@@ -228,6 +300,11 @@ def check_other_numbers_of_experts(folder):
 
 def check_separate(folder):
     """Gate and up rows in tensors of their own, beside one process."""
+    for transport in (Transport("gather"), Transport("gather", keep_gathered=True), "all_to_all"):
+        separate(transport)
+
+
+def separate(transport):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     batches = [
         (torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).argsort(1)[:, :TOP_K]) for _ in range(ranks)
@@ -237,16 +314,15 @@ def check_separate(folder):
     shapes = ((24, HIDDEN), (24, HIDDEN), (HIDDEN, 24), (24,), (24,), (HIDDEN,))
     drawn = {name: torch.randn(EXPERTS, *shape) for name, shape in zip(names, shapes, strict=True)}
     own = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
-    for transport in (Transport("gather"), Transport("gather", keep_gathered=True), "all_to_all"):
-        one = {name: t.clone().requires_grad_() for name, t in drawn.items()}
-        part = {name: t[own].clone().requires_grad_() for name, t in drawn.items()}
-        want = [sonicmoe.experts(x, ids, weights, **one)[0] for x, ids in batches]
-        got = experts(*batches[rank], weights, **part, group=dist.group.WORLD, transport=transport)
-        sum(out.square().sum() for out in want).backward()
-        got.square().sum().backward()
-        close(got, want[rank], "out")
-        for name, tensor in part.items():
-            close(tensor.grad, one[name].grad[own], name)
+    one = {name: t.clone().requires_grad_() for name, t in drawn.items()}
+    part = {name: t[own].clone().requires_grad_() for name, t in drawn.items()}
+    want = [sonicmoe.experts(x, ids, weights, **one)[0] for x, ids in batches]
+    got = experts(*batches[rank], weights, **part, group=dist.group.WORLD, transport=transport)
+    sum(out.square().sum() for out in want).backward()
+    got.square().sum().backward()
+    close(got, want[rank], "out")
+    for name, tensor in part.items():
+        close(tensor.grad, one[name].grad[own], name)
 
 
 def check_bf16(folder):

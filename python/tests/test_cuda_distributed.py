@@ -1,4 +1,4 @@
-"""The gather transport on one GPU: a group of one rank, beside the layer without a group."""
+"""Both transports on one GPU: a group of one rank, beside the layer without a group."""
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ TRANSPORTS = {
     "kept": Transport("gather", peer_copies=True, keep_gathered=True),
     "padded": Transport("gather", peer_copies=True, max_tokens=T + 20),
     "all_to_all": Transport("all_to_all"),
+    "placed": Transport("all_to_all", peer_copies=True),
+    "placed, padded": Transport("all_to_all", peer_copies=True, max_tokens=T + 20),
 }
 
 
@@ -86,6 +88,24 @@ def test_layers_share_a_group(name):
     want = twice(lambda *arguments: sonicmoe.experts(*arguments)[0])
     for tensor, expected in zip(twice(spread(TRANSPORTS[name])), want, strict=True):
         assert torch.equal(tensor, expected)
+
+
+def test_the_first_call_may_be_in_inference_mode():
+    inputs, weights = drawn(T + 3), weights_of()  # of a size that no other test has
+    call = spread(TRANSPORTS["placed"])
+    with torch.inference_mode():
+        out = call(*inputs[:3], *weights)
+    assert torch.equal(step(call, *inputs, *weights)[0], out)
+
+
+def test_all_to_all_is_refused_in_a_capture():
+    inputs, weights = drawn(), weights_of()
+    for name in ("all_to_all", "placed"):
+        with pytest.raises(
+            RuntimeError, match="^transport: got 'all_to_all', allowed: 'gather' in"
+        ):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                spread(TRANSPORTS[name])(*inputs[:3], *weights)
 
 
 def test_a_captured_step_follows_other_tokens():

@@ -9,6 +9,7 @@ from ranks import PASSED, outcome, run_checks
 from torch.distributed.device_mesh import DeviceMesh
 
 from sonicmoe.distributed import ExpertParallel, Transport
+from sonicmoe.distributed._dispatch import _Numbers
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -30,10 +31,6 @@ def test_options():
         ({"name": "ring"}, "^transport: got 'ring', allowed: 'auto', 'gather', 'all_to_all'"),
         ({"max_tokens": 0}, "^max_tokens: got 0, allowed: 1 and more"),
         ({"name": "all_to_all", "max_tokens": 4}, "^max_tokens: got 4, allowed: None with 'all_to"),
-        (
-            {"name": "all_to_all", "peer_copies": True},
-            "^peer_copies: got True, allowed: False with",
-        ),
         ({"name": "all_to_all", "keep_gathered": True}, "^keep_gathered: got True, allowed: False"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -44,6 +41,14 @@ def test_options():
         Transport(peer_copies="yes")
     with pytest.raises(ValueError, match="^loss_counts: got 'all', allowed: 'local', 'global'"):
         ExpertParallel(loss_counts="all")
+
+
+def test_room_for_pairs():
+    """Of two ranks with pairs for rank 1: H's rows, and never 0, which would be no limit."""
+    for pairs, rows in (((0, 0), 1024), ((1000, 24), 1024), ((1025, 0), 2048), ((0, 9000), 9216)):
+        numbers = _Numbers([[3, 3, 5000, of_rank, 4, 6] for of_rank in pairs])
+        assert numbers.max_rows(1) == rows
+        assert (numbers.counts, numbers.tokens) == ([[3, 3]] * 2, [6, 6])
 
 
 def test_needs_a_process_group():

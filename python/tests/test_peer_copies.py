@@ -1,6 +1,7 @@
 """PeerCopies of several ranks in one process: in symmetric memory of a kind, without streams."""
 
 import contextlib
+import ctypes
 
 import pytest
 import torch
@@ -10,16 +11,55 @@ from sonicmoe.distributed._collectives import Group
 
 
 class Stream:
-    """Everything has happened when it is asked."""
+    """Does all at once, and knows what it would have had to wait for: how far it has seen streams.
+    The one that is current is the last of `stack`."""
 
-    def wait_event(self, event):
-        pass
+    stack = []
+    every = {}  # by address
 
-    def wait_stream(self, stream):
-        pass
+    def __init__(self):
+        self.cuda_stream = len(Stream.every) + 7
+        Stream.every[self.cuda_stream] = self
+        self.seen = {self: 0}
+
+    def does(self):
+        """Something; returns its time."""
+        self.seen[self] += 1
+        return self, self.seen[self]
 
     def record_event(self):
-        return None
+        return Event(self.seen)
+
+    def wait_event(self, event):
+        for stream, time in event.seen.items():
+            self.seen[stream] = max(self.seen.get(stream, 0), time)
+
+    def wait_stream(self, stream):
+        self.wait_event(stream)
+
+
+class Event:
+    def __init__(self, seen):
+        self.seen = dict(seen)
+
+    def synchronize(self):
+        host.append(self)
+
+
+host, copies, barriers = [], [], []  # what has happened
+
+
+@contextlib.contextmanager
+def on_stream(stream):
+    Stream.stack.append(stream)
+    yield
+    Stream.stack.pop()
+
+
+def index_select(*arguments, out=None, real=torch.index_select):
+    if out is not None:
+        copies.append(Stream.stack[-1].does())
+    return real(*arguments, out=out)
 
 
 class Handle:
@@ -28,8 +68,10 @@ class Handle:
     def __init__(self, tensors):
         self.tensors = tensors
 
-    def barrier(self):
-        pass
+    def barrier(self, channel=0):
+        stream = Stream.stack[-1]
+        stream.does()
+        barriers.append((channel, stream, stream.record_event()))
 
     def get_remote_tensor(self, rank, shape, dtype):
         return Remote(self.tensors, rank)
@@ -39,8 +81,16 @@ class Remote:
     def __init__(self, tensors, rank):
         self.tensors, self.rank = tensors, rank
 
+    def data_ptr(self):
+        return self.tensors[self.rank].data_ptr()
+
     def __getitem__(self, place):
         return self.tensors[self.rank][place]
+
+
+def copy(to, address, size, stream):
+    copies.append(Stream.every[stream].does())
+    ctypes.memmove(to, address, size)
 
 
 class World:
@@ -48,15 +98,19 @@ class World:
 
     def __init__(self, monkeypatch, ranks):
         self.rank, self.made, self.sets = 0, [0] * ranks, {}
+        Stream.stack, Stream.every = [], {}
+        Stream.stack.append(Stream())
+        monkeypatch.setattr(torch, "index_select", index_select)
         for name, stub in {
             "Stream": Stream,
-            "current_stream": Stream,
-            "stream": lambda stream: contextlib.nullcontext(),
+            "current_stream": lambda: Stream.stack[-1],
+            "stream": on_stream,
             "is_current_stream_capturing": lambda: self.capturing,
             "synchronize": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stub)
         monkeypatch.setattr(_peer_copies, "_device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(_peer_copies, "_copy", copy)
         monkeypatch.setattr(Group, "of_torch", lambda group: None)
         monkeypatch.setattr(_peer_copies.symmetric, "rendezvous", self.rendezvous)
         monkeypatch.setattr(
@@ -80,7 +134,7 @@ class World:
         return Handle(tensors)
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, 2, 3, 4])
 def world(request, monkeypatch):
     return World(monkeypatch, request.param)
 
@@ -95,7 +149,7 @@ def test_parts_come_in_the_order_of_ranks(world, dtype):
         for name in ("x", "sums"):
             world.make(name, wholes[0].nbytes)
         for rank in world.ranks:
-            rank.begin()
+            rank.rest()
         gathered = [r.gathering("x", part) for r, part in zip(world.ranks, parts, strict=True)]
         sums = [r.scattering_sum("sums", w) for r, w in zip(world.ranks, wholes, strict=True)]
         for rank in range(size):
@@ -104,18 +158,66 @@ def test_parts_come_in_the_order_of_ranks(world, dtype):
             assert torch.equal(sums[rank].waited(), want)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_places_without_a_row_stay(world, beside):
+    """Rank p sends (p + q) % 3 rows to rank q, of three places."""
+    size = len(world.ranks)
+    counts = [[(p + q) % 3 for q in range(size)] for p in range(size)]
+    world.make("x", size * 3 * 8 * 4)
+    rows = [torch.randn(size * 3, 8) for _ in range(size)]
+    for rank in world.ranks:
+        rank.exchanging("x", torch.full((size * 3, 8), -1.0))
+    begun = [rank.exchanging("x", rows[i], counts, beside) for i, rank in enumerate(world.ranks)]
+    for q, exchange in enumerate(begun):
+        came = exchange.waited().view(size, 3, 8)
+        for p in range(size):
+            assert torch.equal(came[p, : counts[p][q]], rows[p].view(size, 3, 8)[q, : counts[p][q]])
+            assert torch.all(came[p, counts[p][q] :] == -1)
+
+
+@pytest.mark.parametrize("all_places", [False, True])
+def test_rows_of_tokens_are_sent(world, all_places):
+    size = len(world.ranks)
+    counts = [[3 if all_places else (p + q) % 3 for q in range(size)] for p in range(size)]
+    tensors = [torch.randn(5, 8) for _ in range(size)]
+    tokens = [torch.randint(0, 5, (3 * size,), dtype=torch.int32) for _ in range(size)]
+    world.make("x", size * 3 * 8 * 4)
+    given = [None if all_places else counts]
+    for rank in world.ranks:
+        rank.exchanging("x", torch.full((size * 3, 8), -1.0))
+    begun = [
+        rank.sending("x", tensors[i], rank.selection(tokens[i]), *given)
+        for i, rank in enumerate(world.ranks)
+    ]
+    for q, rank in enumerate(world.ranks):
+        came = rank.waited(begun[q])[0].view(size, 3, 8)
+        for p in range(size):
+            want = torch.full((3, 8), -1.0)
+            want[: counts[p][q]] = tensors[p][tokens[p].view(size, 3)[q, : counts[p][q]]]
+            assert torch.equal(came[p], want)
+
+
+def test_the_host_reads_what_comes(world):
+    world.make("numbers", len(world.ranks) * 8)
+    parts = [torch.tensor([[i, i + 5]], dtype=torch.int32) for i in range(len(world.ranks))]
+    for rank, part in zip(world.ranks, parts, strict=True):
+        rank.gathering("numbers", part)
+    for rank, part in zip(world.ranks, parts, strict=True):  # when the others have sent theirs
+        assert rank.reading("numbers", part)() == torch.cat(parts).tolist()
+
+
 def test_what_a_graph_reads_stays(world):
     """Buffers that a capture has used are kept when larger ones take their place."""
-    world.make("x", 64)
+    world.make("x", 64 * len(world.ranks))
     for rank in world.ranks:
         first = rank._memory["x"]
         world.capturing = True
-        rank._buffers("x", 64)
+        rank.gathering("x", torch.zeros(16, 1))
         with pytest.raises(RuntimeError, match="^peer_copies: got the first call with so many"):
-            rank._buffers("x", 65)
+            rank.gathering("x", torch.zeros(17, 1))
         world.capturing = False
         world.rank = rank.group.rank
-        rank._buffers("x", 100)
+        rank._buffers("x", 100 * len(world.ranks))
         assert rank._memory["x"] is not first and rank._of_graphs[0] is first
 
 
@@ -123,3 +225,68 @@ def test_a_copy_is_its_own(world):
     tensor = torch.randn(4, 8)
     copy = world.ranks[0].own(tensor)
     assert torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()
+
+
+def begin(kind, rank):
+    rows = torch.randn(len(rank._handle.tensors) * 2, 4)
+    if kind == "gathering":
+        return rank.gathering("x", rows[:2])
+    if kind in ("exchanging", "exchanging beside"):
+        return rank.exchanging("x", rows, beside=kind.endswith("beside"))
+    if kind in ("summing", "summing beside"):
+        return rank.scattering_sum("x", rows, beside=kind.endswith("beside"))
+    selection = rank.selection(torch.zeros(len(rows), dtype=torch.int32))
+    if kind == "sending":
+        return rank.sending("x", rows, selection)
+    with rank.aside():
+        return rank.sending("x", rows, selection)
+
+
+KINDS = ("gathering", "exchanging", "exchanging beside", "summing", "summing beside")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "sending", "sending aside"])
+def test_a_barrier_waits_for_every_copy(world, kind):
+    world.make("x", len(world.ranks) * 2 * 16)
+    current = Stream.stack[-1]
+    for rank in world.ranks:
+        _, made = current.does()  # what makes the rows
+        before = len(copies)
+        begun = begin(kind, rank)
+        own = copies[before:]
+        assert len(own) == len(world.ranks)
+        if kind != "sending aside":  # which reads what was there long before
+            assert all(stream is current or stream.seen[current] >= made for stream, _ in own)
+        begun.waited()
+        channel, stream, event = barriers[-1]
+        assert channel == 0 and stream is current
+        assert all(event.seen[stream] >= time for stream, time in own)
+
+
+def test_the_host_waits_for_every_copy_of_numbers(world):
+    world.make("numbers", len(world.ranks) * 8)
+    for rank in world.ranks:
+        before, current = len(copies), Stream.stack[-1]
+        _, made = current.does()  # what makes the numbers
+        read = rank.reading("numbers", torch.tensor([[1, 2]], dtype=torch.int32))
+        own = copies[before:]
+        assert all(stream.seen[current] >= made for stream, _ in own)
+        world.make("x", len(world.ranks) * 2 * 16)
+        begin("sending", rank)
+        late = [(stream, time) for stream, time in copies[before:] if stream is rank._stream][-1]
+        read()
+        channel, stream, event = barriers[-1]
+        assert channel == 1 and stream is rank._stream
+        assert all(event.seen[stream] >= time for stream, time in own)
+        assert host[-1].seen[stream] >= event.seen[stream]
+        if len(world.ranks) > 1:
+            assert host[-1].seen[late[0]] < late[1]  # not for what was begun later
+
+
+def test_the_first_call_may_be_in_inference_mode(world):
+    tokens = torch.zeros(2 * len(world.ranks), dtype=torch.int32)
+    world.make("x", len(world.ranks) * 2 * 16)
+    for rank in world.ranks:
+        with torch.inference_mode():
+            rank.sending("x", torch.randn(5, 4), rank.selection(tokens))
+        rank.sending("x", torch.randn(5, 4), rank.selection(tokens))

@@ -3,7 +3,7 @@
 torch registers derivatives of the same operators, but gloo refuses a leaf that requires grad there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,21 +104,40 @@ class Exchange:
 
 
 class Collectives:
-    """The exchanges of the gather transport, by the process group. Each is begun; what `waited`
-    gives is to be read on the device's stream. Names are for PeerCopies, which has the same
-    methods."""
+    """The exchanges of both transports, by the process group. Each is begun; what `waited` gives is
+    to be read on the device's stream. Names are for PeerCopies, which has these methods, too."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def begin(self) -> None:
-        """Forward or backward begins."""
+    def rest(self) -> None:
+        """Nothing that came is read any more."""
 
     def gathering(self, name: str, part: torch.Tensor) -> _Begun:
         return _Begun(gathering(part, self.group))
 
-    def scattering_sum(self, name: str, whole: torch.Tensor) -> _Begun:
+    def reading(self, name: str, part: torch.Tensor) -> Callable[[], list]:
+        """As `gathering`, and a call that gives it to the host, which waits then."""
+        begun = self.gathering(name, part)
+        return lambda: begun.waited().tolist()
+
+    def scattering_sum(self, name: str, whole: torch.Tensor, beside: bool = False) -> _Begun:
         return _Begun(scattering_sum(whole, self.group))
+
+    def exchanging(
+        self, name: str, rows: torch.Tensor, counts: list[list[int]], beside: bool = False
+    ) -> Exchange:
+        """`counts[p][q]` rows go from rank p to rank q, in the order of ranks."""
+        return Exchange(rows, counts, self.group)
+
+    def selection(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def sending(
+        self, name: str, tensor: torch.Tensor, tokens: torch.Tensor, counts: list[list[int]]
+    ) -> Exchange:
+        """`exchanging` of the rows `tokens` of a tensor, a selection."""
+        return self.exchanging(name, tensor.index_select(0, tokens), counts)
 
     def own(self, came: torch.Tensor) -> torch.Tensor:
         """What was waited for, to be kept for backward."""

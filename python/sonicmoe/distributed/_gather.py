@@ -21,11 +21,17 @@ from ._collectives import (
 )
 
 
-def padded(tensor: torch.Tensor, rows: int | None, value: float = 0) -> torch.Tensor:
-    """More rows of `value` behind those of a tensor (T, ...), up to `rows`."""
-    if rows is None or rows == tensor.shape[0]:
-        return tensor
-    return F.pad(tensor, (0, 0, 0, rows - tensor.shape[0]), value=value)
+def padded(
+    x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, max_tokens: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With so many tokens; those behind the rank's own have sentinels."""
+    tokens = x.shape[0]
+    if max_tokens is None or max_tokens == tokens:
+        return x, ids, scores
+    if tokens > max_tokens:
+        raise ValueError(f"x: got {tokens} tokens, allowed: up to max_tokens ({max_tokens})")
+    behind = 0, 0, 0, max_tokens - tokens
+    return F.pad(x, behind), F.pad(ids, behind, value=-1), F.pad(scores, behind)
 
 
 def local_ids(ids: torch.Tensor, rank: int, experts: int) -> torch.Tensor:
@@ -94,7 +100,6 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx, x, scores, ids, options, w1, b1, w2, b2, layer, w1_up, b1_up):
         exchanges, keep_gathered = options
         count, ctx.given = w2.shape[0], ids.shape[1]
-        exchanges.begin()
         choices = exchanges.gathering("choices", joined(ids, scores))  # few bytes: they go first
         xs = exchanges.gathering("x", x)
         ids, scores = parted(choices.waited())
@@ -117,7 +122,6 @@ class _Gathered(torch.autograd.Function):
         x, w1, w2, b2, preact, routing, w1_up, columns = ctx.saved_tensors
         wants_dx, wants_dscores, _, _, *wants = ctx.needs_input_grad
         exchanges, keep_gathered = ctx.options
-        exchanges.begin()
         douts = exchanges.gathering("dout", dout)
         xs = None if x is None or keep_gathered else exchanges.gathering("x", x)
         kept = Kept(w1, w2, b2, preact, routing, w1_up)
@@ -125,9 +129,15 @@ class _Gathered(torch.autograd.Function):
             ctx, douts.waited(), ctx.top_k, kept, wants, wants_dx
         )
         dscores = at_columns(dscores, columns, ctx.given)
-        of_x = exchanges.scattering_sum("sums", dx) if wants_dx else None
-        of_scores = exchanges.scattering_sum("dscores", dscores) if wants_dscores else None
-        of_weights = weight_gradients(x if xs is None else xs.waited())
+        x = x if xs is None else xs.waited()
+        of_x = of_scores = None
+        if wants_dx:
+            of_x = exchanges.scattering_sum("sums", dx, beside=True)
+        if wants_dscores:
+            of_scores = exchanges.scattering_sum("dscores", dscores, beside=True)
+        of_weights = weight_gradients(x)
+        if not (wants_dx or wants_dscores):
+            exchanges.rest()
         return (
             None if of_x is None else of_x.waited(),
             None if of_scores is None else of_scores.waited(),
@@ -137,10 +147,7 @@ class _Gathered(torch.autograd.Function):
         )
 
 
-def _exchanges(x: torch.Tensor, group: Group, peer_copies: bool) -> Any:
-    """Collectives, or PeerCopies, which has the same methods."""
-    if not peer_copies:
-        return Collectives(group)
+def check_peer_copies(x: torch.Tensor) -> None:
     if not x.is_cuda:
         raise ValueError(f"peer_copies: got True, allowed: False, for x is on {x.device}")
     if x.device.index != torch.cuda.current_device():
@@ -148,6 +155,13 @@ def _exchanges(x: torch.Tensor, group: Group, peer_copies: bool) -> Any:
             f"x: got a tensor on {x.device}, allowed: the current device, "
             f"cuda:{torch.cuda.current_device()}, with peer_copies (torch.cuda.set_device)"
         )
+
+
+def exchanges_of(x: torch.Tensor, group: Group, peer_copies: bool) -> Any:
+    """Collectives, or PeerCopies."""
+    if not peer_copies:
+        return Collectives(group)
+    check_peer_copies(x)
     from ._peer_copies import peer_copies_of  # torch's symmetric memory takes a while to import
 
     return peer_copies_of(group)
@@ -166,10 +180,7 @@ def gather_experts(
     """o (T, d) of x (T, d), ids (T, K) among all experts and fp32 scores; `experts`: the
     ExpertArgs of this rank's."""
     tokens, count = x.shape[0], experts.w2.shape[0]
-    if max_tokens is not None and tokens > max_tokens:
-        raise ValueError(f"x: got {tokens} tokens, allowed: up to max_tokens ({max_tokens})")
-    x, scores = padded(x, max_tokens), padded(scores, max_tokens)
-    ids = padded(ids, max_tokens, -1)
+    x, ids, scores = padded(x, ids, scores, max_tokens)
     if torch.compiler.is_compiling():
         scores, ids = _Choices.apply(scores, ids, group)
         ids, scores, _ = own_first(local_ids(ids, group.rank, count), scores, count)
@@ -179,6 +190,6 @@ def gather_experts(
     x, checked = experts.checked(x, scores)
     w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = checked.of_operator()
     weights = w1, b1, w2, b2, text, w1_up, b1_up
-    options = _exchanges(x, group, peer_copies), keep_gathered
+    options = exchanges_of(x, group, peer_copies), keep_gathered
     out = _Gathered.apply(x, scores, ids, options, *weights)
     return out if len(out) == tokens else out[:tokens]  # a slice's backward would copy

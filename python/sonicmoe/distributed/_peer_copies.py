@@ -2,15 +2,19 @@
 
 NCCL's kernels take multiprocessors from the experts, and the experts slow them down. Copies between
 GPUs take none. A rank pushes its parts into the other ranks' buffers, symmetric memory of torch.
-Barriers on the device say when buffers may be written, and when all has arrived.
+Barriers on the device say when all has arrived.
 
-Buffers serve all layers of a group. What came stays valid until the next forward or backward
-begins, on the stream that all of them run on.
+Buffers serve all layers of a group, which run on one stream. Who passes a barrier knows that all
+that other ranks had queued before it is done: a buffer may be filled again once a later exchange
+has been waited for. What came stays valid until then, on the stream of that wait.
 """
 
+import ctypes
+import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,94 +24,212 @@ from ._collectives import Group
 
 
 class _Begun(NamedTuple):
-    """What is there when the event is done, and what then makes a result of it.
+    """An exchange. It holds what is being sent: memory that is freed serves the current stream at
+    once."""
 
-    It holds what is being sent: memory that is freed serves the current stream at once.
-    """
-
-    tensor: torch.Tensor
-    event: torch.cuda.Event
-    sent: Sequence[torch.Tensor]
+    exchanges: "PeerCopies"
+    tensor: torch.Tensor  # what comes
+    event: torch.cuda.Event  # this rank has sent its parts
+    sent: torch.Tensor
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def waited(self) -> torch.Tensor:
-        torch.cuda.current_stream().wait_event(self.event)
-        return self.tensor if self.finish is None else self.finish(self.tensor)
+        return self.exchanges.waited(self)[0]
+
+
+class _Selection(NamedTuple):
+    """Tokens by the places of their rows."""
+
+    others: torch.Tensor  # those that go: to the next rank first, and around
+    own: torch.Tensor
+
+
+class _Places(NamedTuple):
+    """Of one buffer, for rows of one kind."""
+
+    of: tuple  # that kind
+    there: list[int]  # on each rank, the address of those for what comes from this one
+    here: torch.Tensor  # on this rank, for what comes from all
 
 
 class PeerCopies:
-    """The exchanges of one group, with the methods of Collectives: every rank makes the same calls.
-    Each call names the buffer that it fills."""
+    """The exchanges of one group, with the methods of Collectives: every rank makes the same calls,
+    and waits for them in the same order.
+
+    Each call names the buffer that it fills. `beside` says that products run meanwhile on the
+    current stream, which else waits, so that it may copy what this rank keeps.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._stream, self._beside = torch.cuda.Stream(), torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()
         self._memory: dict[str, torch.Tensor] = {}
         self._of_ranks: dict[str, list[torch.Tensor]] = {}  # each rank's buffer of that name
+        self._places: dict[str, _Places] = {}  # those of the last call
         self._of_graphs: list[torch.Tensor] = []  # buffers that grew after a capture
         self._captured = False
         self._flags = symmetric.empty(16, dtype=torch.uint8, device=_device())
         self._handle = symmetric.rendezvous(self._flags, group.of_torch())
+        self._barrier = self._handle.barrier  # of the current stream
+        self.known: set[int] = set()  # numbers of tokens that all ranks have brought
 
-    def begin(self) -> None:
-        """Waits, on the device, until no rank reads what earlier exchanges have brought."""
-        done = torch.cuda.current_stream().record_event()
-        self._beside.wait_event(done)
-        self._stream.wait_event(done)
-        self._stream.wait_stream(self._beside)
-        with torch.cuda.stream(self._stream):
-            self._handle.barrier()
+    def rest(self) -> None:
+        """Waits, on the device, until no rank reads what earlier exchanges have brought. Whoever
+        waits for a later exchange does so, too."""
+        self._barrier()
+
+    def aside(self) -> Any:
+        """In this context what is sent is made beside the products, too."""
+        return torch.cuda.stream(self._stream)
+
+    def waited(self, *begun: _Begun) -> list[torch.Tensor]:
+        """As `waited` of each, with one barrier."""
+        for exchange in begun:
+            torch.cuda.current_stream().wait_event(exchange.event)
+        self._barrier()
+        return [b.tensor if b.finish is None else b.finish(b.tensor) for b in begun]
 
     def gathering(self, name: str, part: torch.Tensor) -> _Begun:
-        return self._push(name, [part.contiguous()] * self.group.size)
+        part, places = part.contiguous(), len(part)
+        own = torch.cuda.current_stream()
+        here = self._push(name, part, [places] * self.group.size, places, lambda peer: 0, own)
+        return self._begun(here, part)
 
-    def scattering_sum(self, name: str, whole: torch.Tensor) -> _Begun:
+    def reading(self, name: str, part: torch.Tensor) -> Callable[[], list]:
+        """As `gathering`, of a few numbers, and a call that gives them to the host. It waits for
+        nothing that was begun later."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with self.aside():
+            came = self.gathering(name, part).tensor
+            self._handle.barrier(channel=1)  # not that of the current stream
+            read = torch.empty(came.shape, dtype=came.dtype, device="cpu", pin_memory=came.is_cuda)
+            read.copy_(came, non_blocking=True)
+            event = self._stream.record_event()
+
+        def waited() -> list:
+            event.synchronize()
+            return read.tolist()
+
+        return waited
+
+    def scattering_sum(self, name: str, whole: torch.Tensor, beside: bool = False) -> _Begun:
         """Sums are fp32, rounded once."""
-        parts = whole.contiguous().tensor_split(self.group.size)
-        begun = self._push(name, parts)
-        shape, device = parts[0].shape, whole.device
+        size, device = self.group.size, whole.device
+        begun = self.exchanging(name, whole, beside=beside)
+        places = len(whole) // size
         if whole.dtype == torch.float32:  # of scores: few bytes
-            return begun._replace(finish=lambda came: came.view(len(parts), *shape).sum(0))
-        ranks = torch.arange(len(parts), dtype=torch.int32, device=device)
-        rows = torch.arange(shape[0], dtype=torch.int32, device=device).unsqueeze(1)
-        rows = torch.add(rows, ranks, alpha=shape[0])  # (T, ranks): where a token's parts lie
+            return begun._replace(finish=lambda came: came.unflatten(0, (size, places)).sum(0))
+        ranks = torch.arange(size, dtype=torch.int32, device=device)
+        rows = torch.arange(places, dtype=torch.int32, device=device).unsqueeze(1)
+        rows = torch.add(rows, ranks, alpha=places)  # (T, ranks): where a token's parts lie
         return begun._replace(finish=lambda came: torch.ops.sonicmoe.combine(came, rows))
+
+    def exchanging(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        counts: Sequence[Sequence[int]] | None = None,
+        beside: bool = False,
+    ) -> _Begun:
+        """Rows have places: those for one rank lie behind those for another, equally many for each.
+        So do what comes. Of the places for rank q the first `counts[p][q]` of rank p have a row;
+        without counts all are sent."""
+        rows, places = rows.contiguous(), len(rows) // self.group.size
+        mine = [places] * self.group.size if counts is None else counts[self.group.rank]
+        own = self._stream if beside else torch.cuda.current_stream()
+        here = self._push(name, rows, mine, places, lambda peer: peer * places, own)
+        return self._begun(here, rows)
+
+    def selection(self, tokens: torch.Tensor) -> _Selection:
+        """Of the places for each rank, the tokens whose rows go there."""
+        rank, places = self.group.rank, len(tokens) // self.group.size
+        before, own, behind = tokens.split(
+            [rank * places, places, (self.group.size - rank - 1) * places]
+        )
+        others = torch.cat((behind, before)) if len(before) and len(behind) else before
+        return _Selection(others if len(others) else behind, own)
+
+    def sending(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        selection: _Selection,
+        counts: Sequence[Sequence[int]] | None = None,
+    ) -> _Begun:
+        """`exchanging` of those rows of a tensor. Those that stay are written in place."""
+        rank, size = self.group.rank, self.group.size
+        others, own = selection
+        places = len(own)
+        mine = [places] * size if counts is None else counts[rank]
+
+        def start(peer: int) -> int:
+            return (peer - rank - 1) % size * places
+
+        rows = tensor.index_select(0, others)
+        here = self._push(name, rows, mine, places, start, None)
+        at, stay = rank * places, mine[rank]
+        own = own if stay == places else own[:stay]
+        torch.index_select(tensor, 0, own, out=here[at : at + stay])
+        return self._begun(here, rows)
 
     def own(self, came: torch.Tensor) -> torch.Tensor:
         """A copy of what was waited for. It is there when the next exchange is waited for."""
         copy = torch.empty_like(came)  # in memory that the current stream may still use
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with self.aside():
             copy.copy_(came)
         return copy
 
-    def _push(self, name: str, parts: Sequence[torch.Tensor]) -> _Begun:
-        """`parts[p]`, of one shape, goes to rank p. They come in the order of ranks, joined."""
-        rank, size, like = self.group.rank, self.group.size, parts[0]
-        buffers = self._buffers(name, size * like.nbytes)
-        made = torch.cuda.current_stream().record_event()
-        self._stream.wait_event(made)
-        self._beside.wait_event(made)
+    def _push(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        counts: Sequence[int],
+        places: int,
+        start: Callable[[int], int],
+        own: torch.cuda.Stream | None,
+    ) -> torch.Tensor:
+        """`counts[p]` rows go to rank p, from row `start(p)` on. Each rank has so many places for
+        what comes from each; they come in the order of ranks. What stays is copied on `own`, or is
+        the caller's task.
 
-        def copy(peer: int) -> None:
-            at = rank * like.nbytes
-            sent = parts[peer].view(-1).view(torch.uint8)
-            buffers[peer][at : at + like.nbytes].copy_(sent)
+        The host calls the driver itself: a copy by torch, and its streams, take it much longer."""
+        rank, size, stream = self.group.rank, self.group.size, self._stream
+        _, there, here = self._places_of(name, rows.dtype, places, *rows.shape[1:])
+        address, of_row = rows.data_ptr(), math.prod(rows.shape[1:]) * rows.itemsize
+        stream.wait_event(torch.cuda.current_stream().record_event())
 
-        with torch.cuda.stream(self._stream):
-            for step in range(1, size):
-                copy((rank + step) % size)
-            self._handle.barrier()
-        with torch.cuda.stream(self._beside):
-            copy(rank)
-        self._stream.wait_stream(self._beside)
-        came = buffers[rank][: size * like.nbytes].view(like.dtype)
-        whole = came.view(size * like.shape[0], *like.shape[1:])
-        return _Begun(whole, self._stream.record_event(), parts)
+        def copy(peer: int, by: torch.cuda.Stream) -> None:
+            if counts[peer] > 0:
+                size = counts[peer] * of_row
+                _copy(there[peer], address + start(peer) * of_row, size, by.cuda_stream)
+
+        for ahead in range(1, size):
+            copy((rank + ahead) % size, stream)
+        if own is not None:
+            copy(rank, own)
+        return here
+
+    def _begun(self, here: torch.Tensor, sent: torch.Tensor) -> _Begun:
+        """An exchange whose last copy is queued."""
+        return _Begun(self, here, self._stream.record_event(), sent)
+
+    def _places_of(self, name: str, dtype: torch.dtype, places: int, *row: int) -> _Places:
+        self._captured |= torch.cuda.is_current_stream_capturing()
+        known = self._places.get(name)
+        if known is not None and known.of == (dtype, places, *row):
+            return known
+        rank, size = self.group.rank, self.group.size
+        of_one = places * math.prod(row) * dtype.itemsize
+        with torch.inference_mode(False):  # who comes first may be in it
+            buffers = self._buffers(name, size * of_one)
+            there = [buffer.data_ptr() + rank * of_one for buffer in buffers]
+            here = buffers[rank][: size * of_one].view(dtype).view(size * places, *row)
+        self._places[name] = made = _Places((dtype, places, *row), there, here)
+        return made
 
     def _buffers(self, name: str, room: int) -> list[torch.Tensor]:
         kept = self._memory.get(name)
-        self._captured |= torch.cuda.is_current_stream_capturing()
         if kept is None or kept.numel() < room:
             _refuse_capture()
             if kept is not None and self._captured:
@@ -122,6 +244,21 @@ class PeerCopies:
                 for rank in range(self.group.size)
             ]
         return self._of_ranks[name]
+
+
+def _copy(to: int, address: int, size: int, stream: int) -> None:
+    """Queues a copy of bytes between addresses of any GPUs."""
+    code = _driver().cuMemcpyAsync(to, address, size, stream)
+    if code != 0:
+        raise RuntimeError(f"peer_copies: cuMemcpyAsync of {size} bytes failed with error {code}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    address = ctypes.c_uint64
+    driver.cuMemcpyAsync.argtypes = address, address, ctypes.c_size_t, ctypes.c_void_p
+    return driver
 
 
 def _refuse_capture() -> None:

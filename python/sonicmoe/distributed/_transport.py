@@ -11,7 +11,7 @@ from .._autocast import autocast
 from ..enums import ActivationType
 from ._all_to_all import all_to_all_experts
 from ._collectives import Group, equally_many, gathered, group_of
-from ._gather import gather_experts
+from ._gather import check_peer_copies, gather_experts
 
 TRANSPORTS = ("auto", "gather", "all_to_all")
 
@@ -21,13 +21,12 @@ class Transport:
 
     `name`: "gather", "all_to_all", or "auto", which is gather where the group has at most K ranks.
 
-    Of gather alone:
-
-    - `max_tokens`: each rank pads its tokens to so many. Without it all ranks bring equally many.
-      Nobody checks that, for it would wait for the device.
-    - `keep_gathered` keeps everybody's x for backward instead of gathering it again.
     - `peer_copies` lets copy engines exchange in place of NCCL's kernels. GPUs of one machine then
-      reach each other's memory (NVLink), and calls run on one stream. Compiled calls ignore it.
+      reach each other's memory (NVLink), and calls run on one stream. Where gather is compiled it
+      is ignored.
+    - `max_tokens`, of gather and of peer copies: each rank pads its tokens to so many. Without it
+      all ranks bring equally many. Gather does not check that, for it would wait for the device.
+    - `keep_gathered`, of gather: keeps everybody's x for backward instead of gathering it again.
     """
 
     def __init__(
@@ -49,10 +48,12 @@ class Transport:
         for option, value in (("keep_gathered", keep_gathered), ("peer_copies", peer_copies)):
             if not isinstance(value, bool):
                 raise TypeError(f"{option}: got {value!r}, allowed: True, False")
-            if value and name == "all_to_all":
-                raise ValueError(f"{option}: got True, allowed: False with 'all_to_all'")
-        if max_tokens is not None and name == "all_to_all":
-            raise ValueError(f"max_tokens: got {max_tokens}, allowed: None with 'all_to_all'")
+        if keep_gathered and name == "all_to_all":
+            raise ValueError("keep_gathered: got True, allowed: False with 'all_to_all'")
+        if max_tokens is not None and name == "all_to_all" and not peer_copies:
+            raise ValueError(
+                f"max_tokens: got {max_tokens}, allowed: None with 'all_to_all' without peer_copies"
+            )
         self.name, self.max_tokens = name, max_tokens
         self.keep_gathered, self.peer_copies = keep_gathered, peer_copies
 
@@ -71,10 +72,10 @@ class Transport:
         this rank's."""
         (x,) = autocast(x)
         ids, scores = _layer.int32(ids), scores.float()
+        options = self.keep_gathered, self.max_tokens, self.peer_copies
         if self.gathers(group.size, ids.shape[1]):
-            options = self.keep_gathered, self.max_tokens, self.peer_copies
             return gather_experts(x, ids, scores, experts, group, *options)
-        return all_to_all_experts(x, ids, scores, experts, group)
+        return all_to_all_experts(x, ids, scores, experts, group, *options[1:])
 
     def __repr__(self) -> str:
         return (
@@ -134,6 +135,8 @@ def experts(
     if not isinstance(transport, Transport):
         transport = Transport(transport)
     own = group_of(group)
+    if transport.peer_copies:
+        check_peer_copies(x)
     if transport.gathers(own.size, ids.shape[1]):
         _compare_experts(w2, own, group)
     return transport.run(x, ids, weights, of_experts, own)

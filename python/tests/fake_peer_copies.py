@@ -1,0 +1,109 @@
+"""PeerCopies by the process group, on processes without GPUs."""
+
+import contextlib
+import ctypes
+
+import torch
+import torch.distributed as dist
+
+from sonicmoe.distributed import _all_to_all, _gather, _transport
+from sonicmoe.distributed._collectives import Collectives
+
+
+class FakePeerCopies:
+    """What nobody sent is poison: NaN in rows of x, numbers of no expert among ids. So is what came
+    before, once a buffer is filled again.
+
+    A buffer may be filled when all ranks have met since somebody last waited for it, and this rank
+    has begun another exchange since, if the new one is aside.
+    """
+
+    def __init__(self, group):
+        self.group, self.known = group, set()
+        self.meetings, self.waited_at, self.came = 0, {}, {}
+        self.is_aside, self.met_before_aside = False, 0
+
+    def rest(self):
+        self.meetings += 1
+
+    @contextlib.contextmanager
+    def aside(self):
+        self.is_aside = True
+        yield
+        self.is_aside = False
+
+    def waited(self, *begun):
+        self.meetings += 1
+        for exchange in begun:
+            self.waited_at[exchange.name] = self.meetings
+        return [exchange.tensor for exchange in begun]
+
+    def gathering(self, name, part):
+        return self._push(name, [part.contiguous()] * self.group.size, part.shape[0])
+
+    def reading(self, name, part):
+        numbers = self.gathering(name, part).tensor.tolist()
+        self.waited_at[name] = self.meetings
+        return lambda: numbers
+
+    def scattering_sum(self, name, whole, beside=False):
+        parts = whole.tensor_split(self.group.size)
+        begun = self._push(name, parts, parts[0].shape[0])
+        begun.tensor = begun.tensor.view(len(parts), *parts[0].shape).sum(0)
+        return begun
+
+    def exchanging(self, name, rows, counts=None, beside=False):
+        parts = rows.tensor_split(self.group.size)
+        mine = [None] * len(parts) if counts is None else counts[self.group.rank]
+        sent = [part[:count] for part, count in zip(parts, mine, strict=True)]
+        return self._push(name, sent, parts[0].shape[0])
+
+    def selection(self, tokens):
+        return tokens
+
+    def sending(self, name, tensor, tokens, counts=None):
+        return self.exchanging(name, tensor.index_select(0, tokens), counts)
+
+    def own(self, came):
+        return came.clone()
+
+    def _push(self, name, parts, places):
+        if not self.is_aside:
+            self.met_before_aside = self.meetings
+        assert self.met_before_aside > self.waited_at.get(name, -1), name
+        before = self.came.get(name)
+        if before is not None and before.nbytes > 0:
+            ctypes.memset(before.data_ptr(), 255, before.nbytes)
+        padded = []
+        for part in parts:
+            assert part.is_contiguous() and len(part) <= places
+            bits = part.view(torch.int32) if part.dtype == torch.float32 else part
+            poison = bits.new_full((places - len(part), *part.shape[1:]), -1)  # NaN in fp32
+            padded.append(torch.cat((bits, poison)))
+        came = torch.empty_like(torch.cat(padded))
+        self.came[name] = came
+        dist.all_to_all_single(came, torch.cat(padded), group=self.group.of_torch())
+        return Begun(self, name, came.view(parts[0].dtype))
+
+
+class Begun:
+    def __init__(self, exchanges, name, tensor):
+        self.exchanges, self.name, self.tensor = exchanges, name, tensor
+
+    def waited(self):
+        return self.exchanges.waited(self)[0]
+
+
+def install(patch):
+    """In place of what CPU tensors refuse. Returns the objects that are made, by group."""
+    made = {}
+
+    def exchanges_of(x, group, peer_copies):
+        if not peer_copies:
+            return Collectives(group)
+        return made.setdefault(group, FakePeerCopies(group))
+
+    patch.setattr(_transport, "check_peer_copies", lambda x: None)
+    for module in (_gather, _all_to_all):
+        patch.setattr(module, "exchanges_of", exchanges_of)
+    return made
