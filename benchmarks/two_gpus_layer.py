@@ -18,12 +18,18 @@ from two_gpus_world import World, check, distance, local, measure, normal, targe
 import sonicmoe
 from sonicmoe import MoE, functional
 from sonicmoe.distributed import ExpertParallel, Transport, experts, fully_shard_experts
-from sonicmoe.distributed._all_to_all import _plan
-from sonicmoe.distributed._collectives import Exchange, gathered, group_of
-from sonicmoe.distributed._gather import local_ids, parted
+from sonicmoe.distributed._collectives import group_of
+from sonicmoe.distributed._dispatch import packed, placed
+from sonicmoe.distributed._gather import exchanges_of, local_ids
 
-#: By name, with the waits of the host that a step may have.
-WAITS_EXPECTED = {"gather": 0, "gather, peer copies": 0, "all_to_all": 1}
+#: By name, with the waits of the host that a step has: those of which torch warns, and all. Peer
+#: copies wait for an event, of which it does not.
+WAITS_EXPECTED = {
+    "gather": (0, 0),
+    "gather, peer copies": (0, 0),
+    "all_to_all": (1, 1),
+    "all_to_all, peer copies": (0, 1),
+}
 #: Calls of the CUDA runtime and driver in which a host waits.
 WAITING = frozenset(
     "cudaDeviceSynchronize cudaStreamSynchronize cudaEventSynchronize cudaMemcpy cudaMemcpy2D "
@@ -48,10 +54,11 @@ SMALL = Shape(32, 64, 48, 8, 2)
 
 
 def transports(world: World) -> dict[str, Transport]:
-    made = {"gather": Transport("gather")}
+    names = ("gather", "all_to_all")
+    made = {name: Transport(name) for name in names}
     if world.cuda:
-        made["gather, peer copies"] = Transport("gather", peer_copies=True)
-    return made | {"all_to_all": Transport("all_to_all")}
+        made |= {f"{name}, peer copies": Transport(name, peer_copies=True) for name in names}
+    return made
 
 
 @functools.cache
@@ -150,7 +157,7 @@ def agree(world: World) -> dict[str, Any]:
     counts(x)
     for name, make in variants(world).items():
         module = make(copy.deepcopy(moe))
-        out, dx, *gradients = run(module, world.rows(x), world.rows(dout))
+        out, dx, *gradients = first = run(module, world.rows(x), world.rows(dout))
         made = [sums_of(world, name, g) for g in gradients]
         ratios = [of_rows(world, g, e) for g, e in zip((out, dx), exact, strict=False)]
         ratios += [distance(g, e) for g, e in zip(made, exact[2:], strict=True)]
@@ -160,13 +167,26 @@ def agree(world: World) -> dict[str, Any]:
             checks.append(check(f"{name}, {what}", round(ratio, 3), text, ratio <= 2))
         routed = torch.equal(world.summed(module.tokens_per_expert), counts.tokens_per_expert)
         checks.append(check(f"{name}, choices of experts", routed, "as on one rank", routed))
-        del module, out, dx, gradients, made
+        if name in transports(world):  # buffers that layers share hold other rows meanwhile
+            module.zero_grad(set_to_none=True)
+            later = run(module, world.rows(x), world.rows(dout), world.rows(dout))
+            same = all(torch.equal(local(a), local(b)) for a, b in zip(first, later, strict=True))
+            same = all(world.exchange(same))
+            text = "the bits of a step without it"
+            checks.append(check(f"{name}, another forward before backward", same, text, same))
+            del later
+        del module, out, dx, gradients, first, made
     return {"shape": shape._asdict(), "checks": checks}
 
 
-def run(moe: MoE, x: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
+def run(
+    moe: MoE, x: torch.Tensor, dout: torch.Tensor, between: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The output and all gradients. Tokens `between` go through before the backward."""
     x = x.clone().requires_grad_()
     out, _ = moe(x)
+    if between is not None:
+        moe(between)
     out.backward(dout)
     return [out.detach(), x.grad, *(p.grad for p in weights_of(moe))]
 
@@ -200,7 +220,7 @@ def graph(world: World) -> dict[str, Any]:
     shape = SMALL if world.small else CHECKED
     checks = []
     for name, transport in transports(world).items():
-        if name != "all_to_all":  # which waits for the device
+        if transport.name == "gather":  # the other waits for the device
             checks += replays(world, shape, name, transport)
     return {"shape": shape._asdict(), "checks": checks}
 
@@ -262,9 +282,9 @@ def waits(world: World) -> dict[str, Any]:
         world.barrier()
         warned = world.exchange(warnings_of(step))
         world.barrier()
-        allowed = f"{expected}, on each rank"
-        passed = warned == [expected] * world.size
-        checks.append(check(f"{transport}, warnings of torch", warned, allowed, passed))
+        passed = warned == [expected[0]] * world.size
+        text = f"{expected[0]}, on each rank"
+        checks.append(check(f"{transport}, warnings of torch", warned, text, passed))
         try:
             seen, error = profiled(step), None
         except Exception as problem:  # no profiler on this machine
@@ -274,8 +294,9 @@ def waits(world: World) -> dict[str, Any]:
             notes.append(f"{transport}: the profiler said {[text for _, text in everybody]}")
             continue
         found = [names for names, _ in everybody]
-        passed = [len(names) for names in found] == [expected] * world.size
-        checks.append(check(f"{transport}, calls in the profile", found, allowed, passed))
+        passed = [len(names) for names in found] == [expected[1]] * world.size
+        text = f"{expected[1]}, on each rank"
+        checks.append(check(f"{transport}, calls in the profile", found, text, passed))
     return {"shape": shape._asdict(), "checks": checks, "notes": notes}
 
 
@@ -345,24 +366,34 @@ def times(world: World) -> dict[str, Any]:
     )
     off = world.most([off])[0]
     calls = {**{name: functools.partial(spread, of[name]) for name in of}, "one GPU": alone}
-    parts, checks = parts_of_all_to_all(world, x, ids, scores, dout, w1, w2, group)
-    made = measure(world, calls | parts)
+    checks = [check("dw1, dw2 beside one GPU", float(f"{off:.3g}"), "at most 0.01", off <= 0.01)]
+    parts: dict[str, dict[str, Callable]] = {}
+    for name, transport in of.items():
+        if transport.name == "all_to_all":
+            exchanges = exchanges_of(x, group, transport.peer_copies)
+            make = placed if transport.peer_copies else packed
+            parts[name], pairs = parts_of(world, make, exchanges, x, ids, scores, dout, w1, w2)
+            checks.append(pairs)
+    named = {
+        f"{name}: {part}": call for name, of_one in parts.items() for part, call in of_one.items()
+    }
+    made = measure(world, calls | named)
     medians = {name: made[name]["median"] for name in made}
-    alone_ms = sum(medians[name] for name in parts)
-    alone_ms += medians["x there"] + medians["out back"]  # dout goes there, dx comes back
-    checks.append(
-        check("dw1, dw2 beside one GPU", float(f"{off:.3g}"), "at most 0.01", off <= 0.01)
-    )
+    sums = {}
+    for name, of_one in parts.items():
+        # dout goes there as x does, and dx comes back as out does.
+        each = [*of_one, "x there", "out back"]
+        sums[name] = round(sum(medians[f"{name}: {part}"] for part in each), 4)
     gathers = min((name for name in of if name.startswith("gather")), key=medians.get)
-    over = medians[gathers] / medians["one GPU"], medians["all_to_all"] / alone_ms
+    over = {f"{name} over its parts, each alone": medians[name] / sums[name] for name in sums}
     return {
         "shape": shape._asdict(),
         "checks": checks,
         "milliseconds": made,
-        "sum_of_parts_ms": round(alone_ms, 4),
+        "sum_of_parts_ms": sums,
         "targets": [
-            target(f"{gathers}, over one GPU", over[0], 1.20, 1.10),
-            target("all-to-all over its parts, each alone", over[1], 1.10, 0.95),
+            target(f"{gathers}, over one GPU", medians[gathers] / medians["one GPU"], 1.20, 1.10),
+            *(target(name, ratio, 1.10, 0.95) for name, ratio in over.items()),
         ],
     }
 
@@ -373,41 +404,46 @@ def gather(world: World, part: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def parts_of_all_to_all(
+def parts_of(
     world: World,
+    make: Callable,
+    exchanges: Any,
     x: torch.Tensor,
     ids: torch.Tensor,
     scores: torch.Tensor,
     dout: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    group: Any,
-) -> tuple[dict[str, Callable], list[dict]]:
+) -> tuple[dict[str, Callable], dict]:
     """The experts on the rows that arrive, forward and backward, and each exchange, as calls."""
-    plan, sent = _plan(x.detach(), ids, scores.detach(), w2.shape[0], group)
-
-    def exchanged(rows: torch.Tensor, counts: list[list[int]]) -> torch.Tensor:
-        return Exchange(rows, counts, group).waited()
-
-    rows, choices = (exchanged(tensor, plan.there) for tensor in sent)
-    row_ids, row_scores = parted(choices)
-    row_dscores = row_scores.clone()
-    row_dout = exchanged(dout[plan.tokens], plan.there)
-    leaves = [rows.requires_grad_(), row_scores.requires_grad_(), w1, w2]
+    exchanges.rest()
+    arrived, sent = make(exchanges, x.detach(), ids, scores.detach(), w2.shape[0])
+    rows = arrived.x.clone().requires_grad_()  # buffers are for others, too
+    row_scores, row_dout = arrived.scores.requires_grad_(), sent.there("dout", dout).waited()
+    leaves, row_dout = [rows, row_scores, w1, w2], row_dout.clone()
+    counts, back = sent.counts, [list(column) for column in zip(*sent.counts, strict=True)]
+    # Placed rows leave before anybody knows how many there are.
+    there = None if sent.comes_again else counts
+    rows_sent = world.size * len(x) if sent.comes_again else sum(counts[world.rank])
+    one_way = row_dout.new_ones(rows_sent, dout.shape[1])
+    choices = one_way.new_zeros(rows_sent, 2 * row_scores.shape[1], dtype=torch.int32)
+    numbers = choices.new_zeros(1, 2 * world.size + 2)
 
     def of_experts() -> tuple:
-        out, _ = sonicmoe.experts(rows, row_ids, row_scores, w1, w2)
+        out, _ = sonicmoe.experts(rows, arrived.ids, row_scores, w1, w2)
         return torch.autograd.grad(out, leaves, row_dout)
 
-    counts = torch.ones(2, group.size, dtype=torch.int32, device=x.device)
-    here = (row_ids >= 0) & (row_ids < w2.shape[0])
-    pairs = world.exchange(int(here.sum()))
+    def exchange(name: str, rows: torch.Tensor, counts: list[list[int]] | None) -> Callable:
+        return lambda: exchanges.exchanging(name, rows, counts).waited()
+
+    here = (arrived.ids >= 0) & (arrived.ids < w2.shape[0])
+    pairs = sum(world.exchange(int(here.sum())))
     total = ids.numel() * world.size
     return {
         "experts on the rows that arrive": of_experts,
-        "counts": lambda: gathered(counts, group),
-        "x there": lambda: exchanged(sent.x, plan.there),
-        "ids and scores there": lambda: exchanged(sent.choices, plan.there),
-        "out back": lambda: exchanged(row_dout, plan.back),
-        "dscores back": lambda: exchanged(row_dscores, plan.back),
-    }, [check("pairs computed", sum(pairs), f"{total}, all of them", sum(pairs) == total)]
+        "numbers": lambda: exchanges.gathering("numbers", numbers).waited(),
+        "x there": exchange("x", one_way, there),
+        "ids and scores there": exchange("choices", choices, there),
+        "out back": exchange("sums", row_dout, back),
+        "dscores back": exchange("dscores", row_scores.detach().clone(), back),
+    }, check("pairs computed", pairs, f"{total}, all of them", pairs == total)

@@ -38,8 +38,8 @@ def test_small(tmp_path):
     assert list(sections) == list(two_gpus.SECTIONS)
     assert two_gpus.failures(content) == ["titan: error", "minimal_async_ep: error"], done.stdout
     assert sections["titan"]["error"] == "ImportError('there is no torchtitan')"
-    # Five tensors and the choices of each variant, beside those of one rank.
-    assert len(sections["agree"]["checks"]) == 5 + 6 * 5
+    # Five tensors and the choices of each variant, beside those of one rank; two transports again.
+    assert len(sections["agree"]["checks"]) == 5 + 6 * 5 + 2
     assert len(sections["times"]["targets"]) == 2
     assert min(case["least"] for case in sections["times"]["milliseconds"].values()) > 0
     for name in ("graph", "waits"):
