@@ -9,9 +9,11 @@ expert parallelism no dispatcher runs: one call gathers rows, multiplies by the 
 With expert parallelism and a `transport`, sonicmoe.distributed takes the dispatcher's place.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -83,11 +85,11 @@ def run(
 class SonicRoutedExperts(RoutedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        transport: str | None = None
+        transport: str | dict[str, Any] | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.transport = config.transport
+        self.transport = None if config.transport is None else _transport(config.transport)
         self.group = None
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -132,7 +134,7 @@ def _layer(
     ids: torch.Tensor,
     weights: torch.Tensor,
     group: ProcessGroup | None,
-    transport: str | None,
+    transport: distributed.Transport | None,
     **experts: torch.Tensor | str,
 ) -> torch.Tensor:
     """Without a dispatcher, on this rank or on all of the group."""
@@ -184,11 +186,14 @@ def _ours(config: type) -> type | None:
 
 
 @override(target=RoutedExperts.Config, description="Routed experts by sonicmoe.")
-def experts(cfg: RoutedExperts.Config, transport: str | None = None) -> SonicRoutedExperts.Config:
+def experts(
+    cfg: RoutedExperts.Config, transport: str | dict[str, Any] | None = None
+) -> SonicRoutedExperts.Config:
     """The override: the same experts by sonicmoe. Experts that it does not know are refused.
 
-    `transport`, a name that :class:`sonicmoe.distributed.Transport` knows, carries tokens to the
-    experts of other ranks. Without it, torchtitan's dispatcher does.
+    `transport`, a name that :class:`sonicmoe.distributed.Transport` knows or a dictionary of its
+    arguments, carries tokens to the experts of other ranks. Without it, torchtitan's dispatcher
+    does.
     """
     inner = cfg.inner_experts
     if transport is not None:
@@ -210,13 +215,23 @@ def experts(cfg: RoutedExperts.Config, transport: str | None = None) -> SonicRou
     )
 
 
-def _check_transport(name: str, dispatcher: LocalTokenDispatcher.Config) -> None:
-    distributed.Transport(name)
+def _transport(given: str | dict[str, Any]) -> distributed.Transport:
+    if not isinstance(given, dict):
+        return distributed.Transport(given)
+    allowed = tuple(inspect.signature(distributed.Transport).parameters)
+    for option in given:
+        if option not in allowed:
+            raise ValueError(f"transport: got {option!r}, allowed: {', '.join(allowed)}")
+    return distributed.Transport(**given)
+
+
+def _check_transport(given: str | dict[str, Any], dispatcher: LocalTokenDispatcher.Config) -> None:
+    transport = _transport(given)
     allowed = [kind.Config for kind in PLAIN_DISPATCHERS]
     if type(dispatcher) not in allowed:
         raise TypeError(
             f"routed_experts.token_dispatcher: {_got(dispatcher)}, allowed: "
-            f"{', '.join(map(_name, allowed))}, beside transport={name!r}, which takes its place"
+            f"{', '.join(map(_name, allowed))}, beside {transport}, which takes its place"
         )
 
 
@@ -228,7 +243,9 @@ def _got(config: Configurable.Config) -> str:
     return f"got {_name(type(config))}"
 
 
-def replace_experts(config: Configurable.Config, transport: str | None = None) -> int:
+def replace_experts(
+    config: Configurable.Config, transport: str | dict[str, Any] | None = None
+) -> int:
     """Replaces the routed experts of each MoE layer in a configuration, before it is built, and
     with a `transport` the dispatcher under expert parallelism. Returns of how many layers."""
     found = list(config.traverse(RoutedExperts.Config))

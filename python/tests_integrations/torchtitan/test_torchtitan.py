@@ -234,11 +234,20 @@ def test_a_transport_by_name():
     ours.replace_experts(config, "all_to_all")
     assert layer.routed_experts.transport == "all_to_all"
     ours.replace_experts(config)  # says nothing about it
-    assert layer.build().routed_experts.transport == "all_to_all"
+    assert layer.build().routed_experts.transport.name == "all_to_all"
     # Without expert parallelism there is nothing to carry.
     moe, alone = built(layer), pair()[1]
     x = torch.randn(B, L, D)
     assert torch.equal(moe(x), alone(x))
+
+
+def test_a_transport_with_options():
+    config = ModelConfig(layers=[moe_config()])
+    name = "sonicmoe.integrations.torchtitan.experts"
+    options = {"name": "gather", "max_tokens": 64, "peer_copies": True}
+    apply_overrides(OverrideConfig(imports=[(name, {"transport": options})]), config)
+    transport = config.layers[0].build().routed_experts.transport
+    assert {key: getattr(transport, key) for key in options} == options
 
 
 def test_other_dispatchers_keep_their_rules():
@@ -275,6 +284,8 @@ def test_refusals():
         ours.replace_experts(odd)
     with pytest.raises(ValueError, match="^transport: got 'ring', allowed: 'auto', 'gather'"):
         ours.replace_experts(moe_config(), "ring")
+    with pytest.raises(ValueError, match="^transport: got 'peers', allowed: name, max_tokens, "):
+        ours.replace_experts(moe_config(), {"name": "gather", "peers": True})
     padded = TorchAOTokenDispatcher.Config(num_experts=E, top_k=K, pad_multiple=8)
     with pytest.raises(TypeError, match="^routed_experts.token_dispatcher: got TorchAOTokenDisp"):
         ours.replace_experts(moe_config(token_dispatcher=padded), "gather")
