@@ -412,6 +412,10 @@ def check_refusals(folder):
     copies = parallel(make(), Transport("gather", peer_copies=True))
     with pytest.raises(ValueError, match="^peer_copies: got True, allowed: False, for x is on cpu"):
         copies(torch.randn(4, HIDDEN))
+    for module, x in ((make().double(), torch.randn(4, HIDDEN).double()),
+                      (make(), torch.randn(4, HIDDEN).double())):  # fmt: skip
+        with pytest.raises(TypeError, match="^x: got torch.float64, allowed: torch.float32, "):
+            apply(module)(x)
     spread = apply(make())
     with pytest.raises(ValueError, match="^c_fc.weight: got a DTensor .*once"):
         apply(spread)

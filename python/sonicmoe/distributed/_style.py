@@ -238,6 +238,7 @@ class _Parallel(nn.Module):
         if logits.dtype == x.dtype:  # fp32 logits of a 16-bit x are to be fp32
             (logits,) = autocast(logits)
         (x,) = autocast(x)
+        _check.supported("x", x.dtype)
         of_experts = _layer.ExpertArgs(*experts)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not of_experts.is_inference_mode):
             scores, ids = functional.route(
