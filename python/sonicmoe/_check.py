@@ -319,6 +319,11 @@ def word(name: str, value: int) -> int:
     return value if value < 2**63 else value - 2**64
 
 
+def flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, allowed: True, False")
+
+
 def integer(name: str, value: int) -> None:
     if type(value) is int:
         return

@@ -140,6 +140,11 @@ class MoE(nn.Module):
         _check.integer("num_experts_per_tok", num_experts_per_tok)
         _check.integer("hidden_size", hidden_size)
         _check.integer("intermediate_size", intermediate_size)
+        _check.flag("add_bias", add_bias)
+        _check.flag("softmax_over_topk", softmax_over_topk)
+        _check.flag("norm_topk_probs", norm_topk_probs)
+        _check.flag("concat_layout", concat_layout)
+        _check.flag("gradient_accumulation_fusion", gradient_accumulation_fusion)
         if activation_function == "silu":
             warnings.warn(
                 "activation_function: got 'silu', which has no gate: the experts of models whose "

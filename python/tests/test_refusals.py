@@ -183,7 +183,10 @@ LISTS = [
     ),
 ]
 
+FLAGS = ("add_bias", "softmax_over_topk", "norm_topk_probs", "concat_layout",
+         "gradient_accumulation_fusion")  # fmt: skip
 MODULE = [
+    *(({name: "no"}, TypeError, f"{name}: got 'no', allowed: True, False") for name in FLAGS),
     ({"num_experts_per_tok": 5}, ValueError, "top_k: got 5, allowed: 1 to experts (4)"),
     ({"num_experts_per_tok": 0}, ValueError, "top_k: got 0, allowed: 1 to experts (4)"),
     ({"num_experts": 0}, ValueError, "experts: got 0, allowed: 1 to 65536"),
