@@ -123,7 +123,7 @@ PEERS = {
 
 
 def check_peer_copies(folder):
-    """Without GPUs: what goes where. The exchanges themselves are those of a process group."""
+    """Outputs and gradients beside one process. FakePeerCopies replaces the copies."""
     nobody, most = [0] * dist.get_world_size(), {"max_tokens": 24}
     with pytest.MonkeyPatch.context() as patch:
         made = fake_peer_copies.install(patch)
@@ -138,8 +138,8 @@ def check_peer_copies(folder):
             beside_one(frozen(), equal, even())
             calls_alike(padded)
             separate(equal)
-            foreign(equal)
-        assert len(made) == 1
+            two_layers_beside_process_group(equal)
+        assert len(made) == 1  # for all layers of the group
 
 
 def frozen():
@@ -148,7 +148,7 @@ def frozen():
     return moe
 
 
-def foreign(transport):
+def two_layers_beside_process_group(transport):
     """Two layers in one graph, ids of the caller with sentinels, beside the process group's
     exchanges. Everything has a gradient, or weights alone."""
     count, rank = EXPERTS // dist.get_world_size(), dist.get_rank()
@@ -180,12 +180,20 @@ def foreign(transport):
 
 
 def check_other_numbers_of_tokens(folder):
+    """In a first call, and with numbers that all ranks have brought together before."""
     rank = dist.get_rank()
-    transport = Transport("all_to_all", peer_copies=True)
+    peers = Transport("all_to_all", peer_copies=True)
     with pytest.MonkeyPatch.context() as patch:
-        fake_peer_copies.install(patch)
-        with pytest.raises(ValueError, match=f"^x: got {rank + 1} tokens on rank {rank} and "):
-            parallel(make(), transport)(torch.randn(rank + 1, HIDDEN))
+        for transport in (peers, Transport("gather"), Transport("gather", peer_copies=True)):
+            for known in (False, True):
+                fake_peer_copies.install(patch)
+                spread = parallel(make(), transport)
+                if known:
+                    for tokens in range(dist.get_world_size()):
+                        spread(torch.randn(tokens + 1, HIDDEN))
+                message = f"^x: got {rank + 1} tokens on rank {rank} and .*allowed: equally many,"
+                with pytest.raises(ValueError, match=message):
+                    spread(torch.randn(rank + 1, HIDDEN))
 
 
 def check_routers(folder):

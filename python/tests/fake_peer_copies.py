@@ -9,18 +9,20 @@ import torch.distributed as dist
 from sonicmoe.distributed import _all_to_all, _gather, _transport
 from sonicmoe.distributed._collectives import Collectives
 
+ROOM = 32  # of each rank on each, so that ranks may even disagree in numbers
+
 
 class FakePeerCopies:
-    """What nobody sent is poison: NaN in rows of x, numbers of no expert among ids. So is what came
-    before, once a buffer is filled again.
+    """Rows that nobody sent are NaN, and their ids are none. Refilling a buffer poisons what it
+    held.
 
-    A buffer may be filled when all ranks have met since somebody last waited for it, and this rank
-    has begun another exchange since, if the new one is aside.
+    A buffer may be refilled only after a barrier, a meeting, that follows the last wait for it. An
+    exchange inside `aside()` counts only meetings before the last exchange outside of it.
     """
 
     def __init__(self, group):
         self.group, self.known = group, set()
-        self.meetings, self.waited_at, self.came = 0, {}, {}
+        self.meetings, self.waited_at, self.came, self.rooms = 0, {}, {}, {}
         self.is_aside, self.met_before_aside = False, 0
 
     def rest(self):
@@ -68,6 +70,11 @@ class FakePeerCopies:
         return came.clone()
 
     def _push(self, name, parts, places):
+        if places > self.rooms.get(name, -1):  # all ranks make buffers together, of one size
+            sizes = [None] * self.group.size
+            dist.all_gather_object(sizes, places, group=self.group.of_torch())
+            assert sizes == [places] * self.group.size, name
+            self.rooms[name] = places
         if not self.is_aside:
             self.met_before_aside = self.meetings
         assert self.met_before_aside > self.waited_at.get(name, -1), name
@@ -76,13 +83,14 @@ class FakePeerCopies:
             ctypes.memset(before.data_ptr(), 255, before.nbytes)
         padded = []
         for part in parts:
-            assert part.is_contiguous() and len(part) <= places
+            assert part.is_contiguous() and len(part) <= places <= ROOM
             bits = part.view(torch.int32) if part.dtype == torch.float32 else part
-            poison = bits.new_full((places - len(part), *part.shape[1:]), -1)  # NaN in fp32
+            poison = bits.new_full((ROOM - len(part), *part.shape[1:]), -1)  # NaN in fp32
             padded.append(torch.cat((bits, poison)))
         came = torch.empty_like(torch.cat(padded))
-        self.came[name] = came
         dist.all_to_all_single(came, torch.cat(padded), group=self.group.of_torch())
+        came = came.unflatten(0, (len(parts), ROOM))[:, :places].flatten(0, 1).contiguous()
+        self.came[name] = came
         return Begun(self, name, came.view(parts[0].dtype))
 
 

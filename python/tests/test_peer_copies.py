@@ -11,8 +11,8 @@ from sonicmoe.distributed._collectives import Group
 
 
 class Stream:
-    """Does all at once, and knows what it would have had to wait for: how far it has seen streams.
-    The one that is current is the last of `stack`."""
+    """Runs work at once and keeps a vector clock: `seen[s]` is the last time of stream s that this
+    stream is ordered after. The current stream is the last of `stack`."""
 
     stack = []
     every = {}  # by address
@@ -97,8 +97,10 @@ class World:
     """Makes each rank's k-th buffer one of a set."""
 
     def __init__(self, monkeypatch, ranks):
-        self.rank, self.made, self.sets = 0, [0] * ranks, {}
+        self.rank, self.made, self.sets, self.calls = 0, [0] * ranks, {}, []
         Stream.stack, Stream.every = [], {}
+        for of_last_test in (host, copies, barriers):
+            of_last_test.clear()
         Stream.stack.append(Stream())
         monkeypatch.setattr(torch, "index_select", index_select)
         for name, stub in {
@@ -106,16 +108,14 @@ class World:
             "current_stream": lambda: Stream.stack[-1],
             "stream": on_stream,
             "is_current_stream_capturing": lambda: self.capturing,
-            "synchronize": lambda: None,
+            "synchronize": lambda: self.calls.append("synchronize"),
         }.items():
             monkeypatch.setattr(torch.cuda, name, stub)
         monkeypatch.setattr(_peer_copies, "_device", lambda: torch.device("cpu"))
         monkeypatch.setattr(_peer_copies, "_copy", copy)
         monkeypatch.setattr(Group, "of_torch", lambda group: None)
         monkeypatch.setattr(_peer_copies.symmetric, "rendezvous", self.rendezvous)
-        monkeypatch.setattr(
-            _peer_copies.symmetric, "empty", lambda n, dtype, device: torch.zeros(n, dtype=dtype)
-        )
+        monkeypatch.setattr(_peer_copies.symmetric, "empty", self.empty)
         self.capturing = False
         self.ranks = []
         for self.rank in range(ranks):
@@ -126,6 +126,10 @@ class World:
         for rank in self.ranks:
             self.rank = rank.group.rank
             rank._buffers(name, room)
+
+    def empty(self, size, dtype, device):
+        self.calls.append("empty")
+        return torch.zeros(size, dtype=dtype)
 
     def rendezvous(self, tensor, group):
         tensors = self.sets.setdefault(self.made[self.rank], {})
@@ -217,13 +221,17 @@ def test_what_a_graph_reads_stays(world):
             rank.gathering("x", torch.zeros(17, 1))
         world.capturing = False
         world.rank = rank.group.rank
+        world.calls.clear()
         rank._buffers("x", 100 * len(world.ranks))
+        assert world.calls == ["synchronize", "empty"]  # nobody frees what another one fills
         assert rank._memory["x"] is not first and rank._of_graphs[0] is first
 
 
 def test_a_copy_is_its_own(world):
     tensor = torch.randn(4, 8)
+    stream, made = Stream.stack[-1].does()
     copy = world.ranks[0].own(tensor)
+    assert world.ranks[0]._stream.seen[stream] >= made
     assert torch.equal(copy, tensor) and copy.data_ptr() != tensor.data_ptr()
 
 
@@ -255,7 +263,7 @@ def test_a_barrier_waits_for_every_copy(world, kind):
         begun = begin(kind, rank)
         own = copies[before:]
         assert len(own) == len(world.ranks)
-        if kind != "sending aside":  # which reads what was there long before
+        if kind != "sending aside":  # which does not wait for the current stream
             assert all(stream is current or stream.seen[current] >= made for stream, _ in own)
         begun.waited()
         channel, stream, event = barriers[-1]
@@ -284,6 +292,7 @@ def test_the_host_waits_for_every_copy_of_numbers(world):
 
 
 def test_the_first_call_may_be_in_inference_mode(world):
+    """A buffer that is an inference tensor would refuse the second write."""
     tokens = torch.zeros(2 * len(world.ranks), dtype=torch.int32)
     world.make("x", len(world.ranks) * 2 * 16)
     for rank in world.ranks:

@@ -72,6 +72,16 @@ def equally_many(experts: Sequence[int]) -> None:
             )
 
 
+def equal_tokens(tokens: Sequence[int], rank: int) -> None:
+    """Refuses ranks that bring other numbers of tokens than this one."""
+    for other, count in enumerate(tokens):
+        if count != tokens[rank]:
+            raise ValueError(
+                f"x: got {tokens[rank]} tokens on rank {rank} and {count} on rank {other}, allowed: "
+                "equally many, or max_tokens"
+            )
+
+
 class _Begun(NamedTuple):
     """A functional collective."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ._collectives import equally_many
+from ._collectives import equal_tokens, equally_many
 from ._gather import joined, own_first, parted
 
 ROWS = 1024  # of which the capacity of rows is a multiple, so that few texts of layers occur
@@ -137,9 +137,13 @@ def placed(
     each = torch.arange(max(tokens, size), dtype=torch.int32, device=ids.device)
     made = _sorted(ids, experts, each[:size])
     reading = exchanges.reading("numbers", made.numbers)
-    if tokens not in exchanges.known:  # buffers may grow, for which all ranks must want it
-        _equal_tokens(_Numbers(reading()), rank)
-        exchanges.known.add(tokens)
+    kind = tokens, x.shape[1], x.dtype, ids.shape[1]
+    if kind not in exchanges.known:  # buffers may grow, which all ranks do together
+        brought = _Numbers(reading()).tokens
+        if brought != brought[:1] * size:
+            exchanges.rest()  # beside ranks that know their kind, and have waited for x
+        equal_tokens(brought, rank)
+        exchanges.known.add(kind)
     first = made.counts.cumsum(0, dtype=torch.int32).sub_(made.counts)
     slots = made.slots.index_select(0, (first.unsqueeze(1) + each[:tokens]).flatten())
     row_tokens = slots.clamp_(min=0).div_(size, rounding_mode="floor")
@@ -159,16 +163,6 @@ def placed(
     local, of_rows = parted(choices)
 
     numbers = _Numbers(reading())  # the wait
-    _equal_tokens(numbers, rank)
+    equal_tokens(numbers.tokens, rank)
     sent = Sent(selection, columns, rows, places, numbers.counts, exchanges, True)
     return Arrived(x_rows, local, of_rows, numbers.max_rows(rank)), sent
-
-
-def _equal_tokens(numbers: _Numbers, rank: int) -> None:
-    own = numbers.tokens[rank]
-    for other, tokens in enumerate(numbers.tokens):
-        if tokens != own:
-            raise ValueError(
-                f"x: got {own} tokens on rank {rank} and {tokens} on rank {other}, "
-                "allowed: equally many with peer_copies, or max_tokens"
-            )

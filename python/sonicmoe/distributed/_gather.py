@@ -4,9 +4,11 @@ Forward gathers x, ids and scores, and adds up the partial outputs. Backward gat
 adds up dx and dscores. All sizes are static and nothing waits for the device.
 """
 
+import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from .. import _layer, _ops
@@ -15,6 +17,8 @@ from ._collectives import (
     Collectives,
     Group,
     all_gather,
+    equal_tokens,
+    equally_many,
     gathered,
     reduce_scatter,
     scattered_sum,
@@ -167,6 +171,22 @@ def exchanges_of(x: torch.Tensor, group: Group, peer_copies: bool) -> Any:
     return peer_copies_of(group)
 
 
+_compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _compare(x: torch.Tensor, count: int, group: Group) -> None:
+    """Whether ranks have equally many tokens and experts. On CUDA, where the host waits for that,
+    in the group's first call alone."""
+    of_torch = group.of_torch()
+    if x.is_cuda and (of_torch in _compared or torch.cuda.is_current_stream_capturing()):
+        return
+    mine = torch.tensor([[len(x), count]], dtype=torch.int32, device=x.device)
+    tokens, experts = zip(*gathered(mine, group).tolist(), strict=True)
+    equally_many(experts)
+    equal_tokens(tokens, group.rank)
+    _compared.add(of_torch)
+
+
 def gather_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -191,5 +211,6 @@ def gather_experts(
     w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = checked.of_operator()
     weights = w1, b1, w2, b2, text, w1_up, b1_up
     options = exchanges_of(x, group, peer_copies), keep_gathered
+    _compare(x, count, group)
     out = _Gathered.apply(x, scores, ids, options, *weights)
     return out if len(out) == tokens else out[:tokens]  # a slice's backward would copy

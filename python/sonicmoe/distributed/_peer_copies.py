@@ -71,7 +71,7 @@ class PeerCopies:
         self._flags = symmetric.empty(16, dtype=torch.uint8, device=_device())
         self._handle = symmetric.rendezvous(self._flags, group.of_torch())
         self._barrier = self._handle.barrier  # of the current stream
-        self.known: set[int] = set()  # numbers of tokens that all ranks have brought
+        self.known: set[tuple] = set()  # kinds of x and ids that all ranks have brought
 
     def rest(self) -> None:
         """Waits, on the device, until no rank reads what earlier exchanges have brought. Whoever

@@ -1,7 +1,6 @@
 """How tokens reach experts that other ranks hold, and the layer as a function."""
 
 import numbers
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,7 @@ from .. import _check, _layer, functional
 from .._autocast import autocast
 from ..enums import ActivationType
 from ._all_to_all import all_to_all_experts
-from ._collectives import Group, equally_many, gathered, group_of
+from ._collectives import Group, group_of
 from ._gather import check_peer_copies, gather_experts
 
 TRANSPORTS = ("auto", "gather", "all_to_all")
@@ -21,11 +20,12 @@ class Transport:
 
     `name`: "gather", "all_to_all", or "auto", which is gather where the group has at most K ranks.
 
-    - `peer_copies` lets copy engines exchange in place of NCCL's kernels. GPUs of one machine then
-      reach each other's memory (NVLink), and calls run on one stream. Where gather is compiled it
-      is ignored.
-    - `max_tokens`, of gather and of peer copies: each rank pads its tokens to so many. Without it
-      all ranks bring equally many. Gather does not check that, for it would wait for the device.
+    - `peer_copies` lets copy engines exchange in place of NCCL's kernels. It needs GPUs of one
+      machine that reach each other's memory (NVLink), and all calls on one CUDA stream. Compiled
+      gather ignores it.
+    - `max_tokens`, of gather and of peer copies: each rank pads its tokens to this number. Without
+      it all ranks bring equally many. Gather checks that on the CPU, and on CUDA in a group's first
+      call alone, for the host waits.
     - `keep_gathered`, of gather: keeps everybody's x for backward instead of gathering it again.
     """
 
@@ -127,30 +127,17 @@ def experts(
     for name, tensor in (("ids", ids), ("weights", weights)):
         _check.on_device(name, tensor, x.device)
         shape = tuple(tensor.shape)
-        if len(shape) != 2 or shape[0] != x.shape[0] or shape[1] == 0 or shape != ids.shape:
+        if len(shape) != 2 or shape[0] != x.shape[0] or shape[1] == 0:
             raise ValueError(
                 f"{name}: got shape {shape}, allowed: (T, K), T = {x.shape[0]}, K at least 1"
             )
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"weights: got shape {tuple(weights.shape)}, allowed: {tuple(ids.shape)}, that of ids"
+        )
     if not isinstance(transport, Transport):
         transport = Transport(transport)
     own = group_of(group)
     if transport.peer_copies and not torch.compiler.is_compiling():
         check_peer_copies(x)
-    if transport.gathers(own.size, ids.shape[1]):
-        _compare_experts(w2, own, group)
     return transport.run(x, ids, weights, of_experts, own)
-
-
-_compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def _compare_experts(w2: torch.Tensor, group: Group, of_torch: dist.ProcessGroup) -> None:
-    """Whether ranks hold equally many experts. On CUDA, where the host waits for that, in the
-    group's first call alone."""
-    if torch.compiler.is_compiling() or (w2.is_cuda and of_torch in _compared):
-        return
-    if w2.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    mine = torch.tensor([w2.shape[0]], dtype=torch.int32, device=w2.device)
-    equally_many(gathered(mine, group).tolist())
-    _compared.add(of_torch)
