@@ -421,10 +421,9 @@ def parts_of(
     rows = arrived.x.clone().requires_grad_()  # buffers are for others, too
     row_scores, row_dout = arrived.scores.requires_grad_(), sent.there("dout", dout).waited()
     leaves, row_dout = [rows, row_scores, w1, w2], row_dout.clone()
-    counts, back = sent.counts, [list(column) for column in zip(*sent.counts, strict=True)]
     # Placed rows leave before anybody knows how many there are.
-    there = None if sent.comes_again else counts
-    rows_sent = world.size * len(x) if sent.comes_again else sum(counts[world.rank])
+    there = None if sent.comes_again else sent.counts
+    rows_sent = world.size * len(x) if sent.comes_again else sum(sent.counts[world.rank])
     one_way = row_dout.new_ones(rows_sent, dout.shape[1])
     choices = one_way.new_zeros(rows_sent, 2 * row_scores.shape[1], dtype=torch.int32)
     numbers = choices.new_zeros(1, 2 * world.size + 2)
@@ -433,8 +432,11 @@ def parts_of(
         out, _ = sonicmoe.experts(rows, arrived.ids, row_scores, w1, w2)
         return torch.autograd.grad(out, leaves, row_dout)
 
-    def exchange(name: str, rows: torch.Tensor, counts: list[list[int]] | None) -> Callable:
-        return lambda: exchanges.exchanging(name, rows, counts).waited()
+    def sends(name: str, rows: torch.Tensor) -> Callable:
+        return lambda: exchanges.exchanging(name, rows, there).waited()
+
+    def returns(name: str, rows: torch.Tensor) -> Callable:
+        return lambda: sent.back(name, rows).waited()
 
     here = (arrived.ids >= 0) & (arrived.ids < w2.shape[0])
     pairs = sum(world.exchange(int(here.sum())))
@@ -442,8 +444,8 @@ def parts_of(
     return {
         "experts on the rows that arrive": of_experts,
         "numbers": lambda: exchanges.gathering("numbers", numbers).waited(),
-        "x there": exchange("x", one_way, there),
-        "ids and scores there": exchange("choices", choices, there),
-        "out back": exchange("sums", row_dout, back),
-        "dscores back": exchange("dscores", row_scores.detach().clone(), back),
+        "x there": sends("x", one_way),
+        "ids and scores there": sends("choices", choices),
+        "out back": returns("sums", row_dout),
+        "dscores back": returns("dscores", row_scores.detach().clone()),
     }, check("pairs computed", pairs, f"{total}, all of them", pairs == total)

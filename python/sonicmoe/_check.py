@@ -13,6 +13,7 @@ import torch
 
 from .enums import ActivationType, allowed_activations, is_glu, parse_activation
 from .router import Routing
+from .router import flag as flag
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor import DTensor
@@ -317,11 +318,6 @@ def word(name: str, value: int) -> int:
     if not -(2**63) <= value < 2**64:
         raise ValueError(f"{name}: got {value}, allowed: {-(2**63)} to {2**64 - 1}")
     return value if value < 2**63 else value - 2**64
-
-
-def flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, allowed: True, False")
 
 
 def integer(name: str, value: int) -> None:

@@ -75,9 +75,7 @@ class RouterConfig(_Texts):
                 kind = ValueError if isinstance(value, str) else TypeError
                 raise kind(f"{name}: got {value!r}, allowed: {', '.join(map(repr, allowed))}")
         for name in ("renormalize", "logit_bias", "selection_bias", "expert_scale"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: got {value!r}, allowed: True, False")
+            flag(name, getattr(self, name))
         eps = _fp32("eps", self.eps, "finite numbers from 0 on", lambda value: value >= 0)
         scale = _fp32("scale", self.scale, "finite numbers above 0", lambda value: value > 0)
         for name in ("eps", "scale"):  # any real number will do, but tensors multiply by floats
@@ -171,6 +169,11 @@ def _fp32(name: str, value: float, words: str, allows) -> float:
         raise ValueError(f"{name}: got {value!r}, allowed: {words}, as fp32 has them")
     # The shortest text: 2.5 of 2.5, 1e-20 of 1e-20.
     return float(value)
+
+
+def flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, allowed: True, False")
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:

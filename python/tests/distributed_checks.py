@@ -115,11 +115,7 @@ def check_transports(folder):
     beside_one(make(), "all_to_all", [0] * dist.get_world_size())
 
 
-PEERS = {
-    "gather": {},
-    "gather, kept": {"keep_gathered": True},
-    "all_to_all": {},
-}
+PEERS = (("gather", {}), ("gather", {"keep_gathered": True}), ("all_to_all", {}))
 
 
 def check_peer_copies(folder):
@@ -127,8 +123,8 @@ def check_peer_copies(folder):
     nobody, most = [0] * dist.get_world_size(), {"max_tokens": 24}
     with pytest.MonkeyPatch.context() as patch:
         made = fake_peer_copies.install(patch)
-        for name, options in PEERS.items():
-            make_transport = partial(Transport, name.split(",")[0], peer_copies=True, **options)
+        for name, options in PEERS:
+            make_transport = partial(Transport, name, peer_copies=True, **options)
             equal, padded = make_transport(), make_transport(**most)
             for transport, counts in (
                 (equal, even()), (padded, even()), (padded, uneven()), (equal, nobody),

@@ -67,7 +67,8 @@ def _sorted(ids: torch.Tensor, experts: int, ranks: torch.Tensor) -> _Sorted:
     to_ranks = torch.add(ranks, elsewhere, alpha=size)  # out of range where a token has none
     counts, slots, rows = torch.ops.sonicmoe.sort_ids(to_ranks.flatten(), size)
     pairs, _ = torch.ops.sonicmoe.count_cumsum(owner.flatten(), size)
-    both = torch.linspace(experts, len(ids), 2, dtype=torch.int32, device=ids.device)  # one kernel
+    # Two numbers of the host, by one kernel and no copy.
+    both = torch.linspace(experts, len(ids), 2, dtype=torch.int32, device=ids.device)
     numbers = torch.cat((counts, pairs, both)).unsqueeze(0)
     return _Sorted(owner, counts, slots, rows.view(elsewhere.shape), numbers)
 

@@ -137,7 +137,6 @@ def experts(
         )
     if not isinstance(transport, Transport):
         transport = Transport(transport)
-    own = group_of(group)
     if transport.peer_copies and not torch.compiler.is_compiling():
         check_peer_copies(x)
-    return transport.run(x, ids, weights, of_experts, own)
+    return transport.run(x, ids, weights, of_experts, group_of(group))
