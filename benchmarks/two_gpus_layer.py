@@ -417,7 +417,8 @@ def parts_of(
 ) -> tuple[dict[str, Callable], dict]:
     """The experts on the rows that arrive, forward and backward, and each exchange, as calls."""
     exchanges.rest()
-    arrived, sent = make(exchanges, x.detach(), ids, scores.detach(), w2.shape[0])
+    arrived, sending = make(exchanges, x.detach(), ids, scores.detach(), w2.shape[0])
+    sent = sending()
     rows = arrived.x.clone().requires_grad_()  # buffers are for others, too
     row_scores, row_dout = arrived.scores.requires_grad_(), sent.there("dout", dout).waited()
     leaves, row_dout = [rows, row_scores, w1, w2], row_dout.clone()

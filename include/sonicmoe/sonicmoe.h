@@ -27,5 +27,6 @@
 #include "sonicmoe/ops.h"
 #include "sonicmoe/router.h"
 #include "sonicmoe/status.h"
+#include "sonicmoe/token_dispatch.h"
 #include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"

@@ -113,7 +113,9 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor expert_ids, str layer) -> Tensor");
   library.def("count_cumsum(Tensor ids, int experts) -> (Tensor counts, Tensor cumsum)");
   library.def(
-      "sort_ids(Tensor ids, int experts) -> (Tensor counts, Tensor row_slots, Tensor slot_rows)");
+      "token_dispatch(Tensor ids, Tensor scores, int experts, int ranks, bool packed) -> (Tensor "
+      "numbers, Tensor row_tokens, Tensor choices, Tensor token_rows, Tensor score_places)");
+  library.def("send_rows(Tensor x, Tensor row_tokens, Tensor counts, Tensor to) -> ()");
   library.def("combine(Tensor rows, Tensor slot_rows) -> Tensor");
   library.def("info() -> str");
   library.def("build_version() -> str");
@@ -142,7 +144,8 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("token_rounding", TORCH_BOX(&python::token_rounding));
   library.impl("token_rounding_backward", TORCH_BOX(&python::token_rounding_backward));
   library.impl("count_cumsum", TORCH_BOX(&python::count_cumsum));
-  library.impl("sort_ids", TORCH_BOX(&python::sort_ids));
+  library.impl("token_dispatch", TORCH_BOX(&python::token_dispatch));
+  library.impl("send_rows", TORCH_BOX(&python::send_rows));
   library.impl("combine", TORCH_BOX(&python::combine));
 }
 

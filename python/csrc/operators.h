@@ -156,9 +156,16 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTenso
 /// How often each id in [0, E) occurs in ids (S) int32, and the inclusive sums: (E) int32 both.
 std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts);
 
-/// The ids (S) int32 in [0, E) sorted, stably: counts (E), the places in ids of the sorted ones
-/// (S), -1 behind the last, and the other way round (S), -1 for ids out of range. All int32.
-std::tuple<Tensor, Tensor, Tensor> sort_ids(Tensor ids, std::int64_t experts);
+/// Which tokens go to which ranks, of ids (T, K) int32 and scores (T, K) float32; `experts` of each
+/// rank. numbers (1, 2P+2), row_tokens (R), choices (R, 2K'), token_rows (T, P) and score_places
+/// (T, K), all int32: TokenDispatchArgs (token_dispatch.h) says what is in them.
+using Dispatch = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+Dispatch token_dispatch(Tensor ids, Tensor scores, std::int64_t experts, std::int64_t ranks,
+                        bool packed);
+
+/// Writes rows of x (T, d) to the ranks whose addresses `to` (P) int64 has, in memory of the host:
+/// SendRowsArgs (token_dispatch.h). counts (P) int32.
+void send_rows(Tensor x, Tensor row_tokens, Tensor counts, Tensor to);
 
 /// The sums (T, d) of each token's rows (R, d), in fp32 with one rounding and in the order of
 /// slot_rows (T, K) int32. Its entries are rows, or -1 for none, and are not checked.

@@ -109,51 +109,55 @@ std::tuple<Tensor, Tensor> top_k(Tensor logits, std::string layer, OptionalTenso
   return {scores, ids};
 }
 
-namespace {
-
-struct Sorted {
-  Tensor counts;  ///< (E)
-  Tensor sums;    ///< (E+1): 0, c0, c0+c1, ...
-  Tensor rows;    ///< (3, S): row_tokens, row_slots, slot_rows
-};
-
-Sorted sorted(const Tensor& ids, std::int64_t experts) {
+std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts) {
   static PlanCache<MetadataDesc> plans;
   check_dims("ids", ids, 1, "(S)");
   // One id per token, so that slots are ids.
   const MetadataDesc desc{.tokens = ids.size(0), .experts = experts, .top_k = 1};
   const auto plan = plans.get(desc, ids);
   check_tensor("ids", ids, ids, ScalarType::Int, {desc.tokens}, "(S)");
-  const Sorted made{empty(ids, {experts}, ScalarType::Int),
-                    empty(ids, {experts + 1}, ScalarType::Int),
-                    empty(ids, {3, desc.tokens}, ScalarType::Int)};
-  std::int32_t* const row = output<std::int32_t>(made.rows);
+  const Tensor counts = empty(ids, {experts}, ScalarType::Int);
+  Tensor sums = empty(ids, {experts + 1}, ScalarType::Int);  // 0, c0, c0+c1, ...
+  const Tensor rows = empty(ids, {3, desc.tokens}, ScalarType::Int);
+  std::int32_t* const row = output<std::int32_t>(rows);
   check(plan.run({.slot_experts = input<std::int32_t>(ids),
-                  .counts = output<std::int32_t>(made.counts),
-                  .offsets = output<std::int32_t>(made.sums),
+                  .counts = output<std::int32_t>(counts),
+                  .offsets = output<std::int32_t>(sums),
                   .row_tokens = row,
                   .row_slots = row + desc.tokens,
                   .slot_rows = row + 2 * desc.tokens},
                  Scratch(ids, plan.workspace_bytes()), stream_of(ids)));
-  return made;
-}
-
-/// A copy of row i: what an operator returns shares no memory.
-Tensor row_of(const Tensor& matrix, std::int64_t i) {
-  Tensor view = matrix;
-  return torch::stable::clone(torch::stable::select(view, 0, i));
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> count_cumsum(Tensor ids, std::int64_t experts) {
-  auto [counts, sums, rows] = sorted(ids, experts);
+  // A copy: what an operator returns shares no memory.
   return {counts, torch::stable::clone(torch::stable::narrow(sums, 0, 1, experts))};
 }
 
-std::tuple<Tensor, Tensor, Tensor> sort_ids(Tensor ids, std::int64_t experts) {
-  const Sorted made = sorted(ids, experts);
-  return {made.counts, row_of(made.rows, 1), row_of(made.rows, 2)};
+Dispatch token_dispatch(Tensor ids, Tensor scores, std::int64_t experts, std::int64_t ranks,
+                        bool packed) {
+  static PlanCache<TokenDispatchDesc> plans;
+  check_dims("ids", ids, 2, "(T, K)");
+  const TokenDispatchDesc desc{.tokens = ids.size(0),
+                               .experts = experts,
+                               .ranks = ranks,
+                               .top_k = ids.size(1),
+                               .packed = packed};
+  const auto plan = plans.get(desc, ids);
+  const Shape slots = {desc.tokens, desc.top_k};
+  check_tensor("ids", ids, ids, ScalarType::Int, slots, "(T, K)");
+  check_tensor("scores", scores, ids, ScalarType::Float, slots, "(T, K)");
+  const Tensor numbers = empty(ids, {1, 2 * ranks + 2}, ScalarType::Int);
+  const Tensor row_tokens = empty(ids, {desc.rows()}, ScalarType::Int);
+  const Tensor choices = empty(ids, {desc.rows(), 2 * desc.columns()}, ScalarType::Int);
+  const Tensor token_rows = empty(ids, {desc.tokens, ranks}, ScalarType::Int);
+  const Tensor score_places = empty(ids, slots, ScalarType::Int);
+  check(plan.run({.ids = input<std::int32_t>(ids),
+                  .scores = input<float>(scores),
+                  .numbers = output<std::int32_t>(numbers),
+                  .row_tokens = output<std::int32_t>(row_tokens),
+                  .choices = output<std::int32_t>(choices),
+                  .token_rows = output<std::int32_t>(token_rows),
+                  .score_places = output<std::int32_t>(score_places)},
+                 Scratch(ids, plan.workspace_bytes()), stream_of(ids)));
+  return {numbers, row_tokens, choices, token_rows, score_places};
 }
 
 Tensor combine(Tensor rows, Tensor slot_rows) {
@@ -179,6 +183,29 @@ Tensor combine(Tensor rows, Tensor slot_rows) {
                       .out = output<void>(out)},
                      Scratch(rows, plan.workspace_bytes()), stream_of(rows)));
   return out;
+}
+
+void send_rows(Tensor x, Tensor row_tokens, Tensor counts, Tensor to) {
+  static PlanCache<SendRowsDesc> plans;
+  check_dims("x", x, 2, "(T, d)");
+  check_dims("to", to, 1, "(P)");
+  const SendRowsDesc desc{
+      .tokens = x.size(0), .hidden = x.size(1), .ranks = to.size(0), .dtype = dtype_of("x", x)};
+  const auto plan = plans.get(desc, x);
+  check_tensor("x", x, x, x.scalar_type(), {desc.tokens, desc.hidden}, "(T, d)");
+  check_tensor("row_tokens", row_tokens, x, ScalarType::Int, {desc.tokens * desc.ranks}, "(P T)");
+  check_tensor("counts", counts, x, ScalarType::Int, {desc.ranks}, "(P)");
+  if (!to.is_cpu()) {
+    check(Status::error(StatusCode::invalid_argument,
+                        "to: got a tensor on a device, allowed: one in the memory of the host"));
+  }
+  check_tensor("to", to, to, ScalarType::Long, {desc.ranks}, "(P)");
+  x = aligned(x);
+  check(plan.run({.x = input<void>(x),
+                  .row_tokens = input<std::int32_t>(row_tokens),
+                  .counts = input<std::int32_t>(counts),
+                  .to = reinterpret_cast<void* const*>(input<std::int64_t>(to))},
+                 {}, stream_of(x)));
 }
 
 }  // namespace sonicmoe::python

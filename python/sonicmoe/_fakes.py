@@ -300,8 +300,20 @@ def _count_cumsum_fake(ids, experts):
     return _empty(ids, experts), _empty(ids, experts)
 
 
-def _sort_ids_fake(ids, experts):
-    return _empty(ids, experts), _empty(ids, *ids.shape), _empty(ids, *ids.shape)
+def _token_dispatch_fake(ids, scores, experts, ranks, packed):
+    tokens, top_k = ids.shape
+    rows = tokens * (min(ranks, top_k) if packed else ranks)
+    return (
+        _empty(ids, 1, 2 * ranks + 2),
+        _empty(ids, rows),
+        _empty(ids, rows, 2 * min(top_k, experts)),
+        _empty(ids, tokens, ranks),
+        _empty(ids, tokens, top_k),
+    )
+
+
+def _send_rows_fake(x, row_tokens, counts, to):
+    return None
 
 
 def _combine_fake(rows, slot_rows):
@@ -343,7 +355,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "aux_loss_backward": _aux_loss_backward_fake,
     "top_k": _top_k_fake,
     "count_cumsum": _count_cumsum_fake,
-    "sort_ids": _sort_ids_fake,
+    "token_dispatch": _token_dispatch_fake,
+    "send_rows": _send_rows_fake,
     "combine": _combine_fake,
     "token_rounding": _token_rounding_fake,
     "token_rounding_backward": _token_rounding_backward_fake,

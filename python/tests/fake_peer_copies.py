@@ -60,11 +60,10 @@ class FakePeerCopies:
         sent = [part[:count] for part, count in zip(parts, mine, strict=True)]
         return self._push(name, sent, parts[0].shape[0])
 
-    def selection(self, tokens):
-        return tokens
-
-    def sending(self, name, tensor, tokens, counts=None):
-        return self.exchanging(name, tensor.index_select(0, tokens), counts)
+    def sending(self, name, tensor, tokens, counts):
+        parts = tensor.index_select(0, tokens).tensor_split(self.group.size)
+        sent = [part[:count] for part, count in zip(parts, counts.tolist(), strict=True)]
+        return self._push(name, sent, tensor.shape[0])
 
     def own(self, came):
         return came.clone()

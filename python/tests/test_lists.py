@@ -143,20 +143,6 @@ def test_combine_refuses_other_tensors():
             torch.ops.sonicmoe.combine(*arguments)
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000])
-@pytest.mark.parametrize("experts", [1, 5])
-def test_sort_ids(experts, size):
-    ids = torch.randint(-2, experts + 2, (size,), dtype=torch.int32)
-    counts, row_slots, slot_rows = torch.ops.sonicmoe.sort_ids(ids, experts)
-    is_id = (ids >= 0) & (ids < experts)
-    order = torch.where(is_id, ids, experts).argsort(stable=True)[: int(is_id.sum())]
-    assert torch.equal(counts.long(), ids[is_id].bincount(minlength=experts))
-    assert torch.equal(row_slots[: len(order)].long(), order)
-    assert (row_slots[len(order) :] == -1).all()
-    wanted = torch.full((size,), -1).index_put((order,), torch.arange(len(order)))
-    assert torch.equal(slot_rows.long(), wanted)
-
-
 def test_default_activation_is_swiglu():
     layer = make_layer(tokens=TOKENS, experts=EXPERTS)
     tokens, experts = random_lists(30)

@@ -56,10 +56,9 @@ def on_stream(stream):
     Stream.stack.pop()
 
 
-def index_select(*arguments, out=None, real=torch.index_select):
-    if out is not None:
-        copies.append(Stream.stack[-1].does())
-    return real(*arguments, out=out)
+def send_rows(x, tokens, counts, to, real=torch.ops.sonicmoe.send_rows):
+    copies.extend(Stream.stack[-1].does() for _ in to)
+    real(x, tokens, counts, to)
 
 
 class Handle:
@@ -102,7 +101,7 @@ class World:
         for of_last_test in (host, copies, barriers):
             of_last_test.clear()
         Stream.stack.append(Stream())
-        monkeypatch.setattr(torch, "index_select", index_select)
+        monkeypatch.setattr(torch.ops.sonicmoe, "send_rows", send_rows)
         for name, stub in {
             "Stream": Stream,
             "current_stream": lambda: Stream.stack[-1],
@@ -179,24 +178,24 @@ def test_places_without_a_row_stay(world, beside):
             assert torch.all(came[p, counts[p][q] :] == -1)
 
 
-@pytest.mark.parametrize("all_places", [False, True])
-def test_rows_of_tokens_are_sent(world, all_places):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_tokens_are_sent(world, dtype):
+    """Rank p sends (p + q) % 4 rows to rank q, of three places. Others keep what they have."""
     size = len(world.ranks)
-    counts = [[3 if all_places else (p + q) % 3 for q in range(size)] for p in range(size)]
-    tensors = [torch.randn(5, 8) for _ in range(size)]
-    tokens = [torch.randint(0, 5, (3 * size,), dtype=torch.int32) for _ in range(size)]
+    counts = [[(p + q) % 4 for q in range(size)] for p in range(size)]
+    tensors = [torch.randn(3, 8).to(dtype) for _ in range(size)]
+    tokens = [torch.randint(0, 3, (3 * size,), dtype=torch.int32) for _ in range(size)]
     world.make("x", size * 3 * 8 * 4)
-    given = None if all_places else counts
     for rank in world.ranks:
-        rank.exchanging("x", torch.full((size * 3, 8), -1.0))
+        rank.exchanging("x", torch.full((size * 3, 8), -1.0, dtype=dtype))
     begun = [
-        rank.sending("x", tensors[i], rank.selection(tokens[i]), given)
+        rank.sending("x", tensors[i], tokens[i], torch.tensor(counts[i], dtype=torch.int32))
         for i, rank in enumerate(world.ranks)
     ]
     for q, rank in enumerate(world.ranks):
         came = rank.waited(begun[q])[0].view(size, 3, 8)
         for p in range(size):
-            want = torch.full((3, 8), -1.0)
+            want = torch.full((3, 8), -1.0, dtype=dtype)
             want[: counts[p][q]] = tensors[p][tokens[p].view(size, 3)[q, : counts[p][q]]]
             assert torch.equal(came[p], want)
 
@@ -236,29 +235,30 @@ def test_a_copy_is_its_own(world):
 
 
 def begin(kind, rank):
-    rows = torch.randn(len(rank._handle.tensors) * 2, 4)
+    size = len(rank._handle.tensors)
+    rows = torch.randn(size * 2, 8)
     if kind == "gathering":
         return rank.gathering("x", rows[:2])
-    if kind.startswith("exchanging"):
+    if kind in ("exchanging", "exchanging beside"):
         return rank.exchanging("x", rows, beside=kind.endswith("beside"))
     if kind.startswith("summing"):
         return rank.scattering_sum("x", rows, beside=kind.endswith("beside"))
-    selection = rank.selection(torch.zeros(len(rows), dtype=torch.int32))
     if kind == "sending":
-        return rank.sending("x", rows, selection)
+        tokens, counts = torch.zeros(3, size, dtype=torch.int32).split((2, 1))
+        return rank.sending("x", rows[:2], tokens.flatten(), counts[0])
     with rank.aside():
-        return rank.sending("x", rows, selection)
+        return rank.exchanging("x", rows)
 
 
 KINDS = (
     "gathering", "exchanging", "exchanging beside", "summing", "summing beside", "sending",
-    "sending aside",
+    "exchanging aside",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_barrier_waits_for_every_copy(world, kind):
-    world.make("x", len(world.ranks) * 2 * 16)
+    world.make("x", len(world.ranks) * 2 * 32)
     current = Stream.stack[-1]
     for rank in world.ranks:
         _, made = current.does()  # what makes the rows
@@ -266,7 +266,7 @@ def test_a_barrier_waits_for_every_copy(world, kind):
         begun = begin(kind, rank)
         own = copies[before:]
         assert len(own) == len(world.ranks)
-        if kind != "sending aside":  # which does not wait for the current stream
+        if kind != "exchanging aside":  # which does not wait for the current stream
             assert all(stream is current or stream.seen[current] >= made for stream, _ in own)
         begun.waited()
         channel, stream, event = barriers[-1]
@@ -282,8 +282,8 @@ def test_the_host_waits_for_every_copy_of_numbers(world):
         read = rank.reading("numbers", torch.tensor([[1, 2]], dtype=torch.int32))
         own = copies[before:]
         assert all(stream.seen[current] >= made for stream, _ in own)
-        world.make("x", len(world.ranks) * 2 * 16)
-        begin("sending", rank)
+        world.make("x", len(world.ranks) * 2 * 32)
+        begin("exchanging", rank)
         late = [(stream, time) for stream, time in copies[before:] if stream is rank._stream][-1]
         read()
         channel, stream, event = barriers[-1]
@@ -296,9 +296,9 @@ def test_the_host_waits_for_every_copy_of_numbers(world):
 
 def test_the_first_call_may_be_in_inference_mode(world):
     """A buffer that is an inference tensor would refuse the second write."""
-    tokens = torch.zeros(2 * len(world.ranks), dtype=torch.int32)
-    world.make("x", len(world.ranks) * 2 * 16)
+    world.make("x", len(world.ranks) * 2 * 32)
     for rank in world.ranks:
         with torch.inference_mode():
-            rank.sending("x", torch.randn(5, 4), rank.selection(tokens))
-        rank.sending("x", torch.randn(5, 4), rank.selection(tokens))
+            begin("sending", rank)
+        begin("sending", rank)
+        begin("exchanging", rank)

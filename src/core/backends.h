@@ -45,6 +45,8 @@ extern const Kernel<AuxLossDesc> kAuxLoss;
 extern const Kernel<UpdateSelectionBiasDesc> kUpdateSelectionBias;
 extern const Kernel<TokenRoundingDesc> kTokenRounding;
 extern const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad;
+extern const Kernel<TokenDispatchDesc> kTokenDispatch;
+extern const Kernel<SendRowsDesc> kSendRows;
 
 int usable_threads();          ///< cores that this process may run on
 std::string processor_name();  ///< "AMD EPYC ..."
@@ -105,6 +107,8 @@ extern const Kernel<AuxLossDesc> kAuxLoss;
 extern const Kernel<UpdateSelectionBiasDesc> kUpdateSelectionBias;
 extern const Kernel<TokenRoundingDesc> kTokenRounding;
 extern const Kernel<TokenRoundingGradDesc> kTokenRoundingGrad;
+extern const Kernel<TokenDispatchDesc> kTokenDispatch;
+extern const Kernel<SendRowsDesc> kSendRows;
 }  // namespace cuda
 #endif
 

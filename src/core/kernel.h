@@ -12,6 +12,7 @@
 #include "core/handoff.h"
 #include "sonicmoe/ops.h"
 #include "sonicmoe/status.h"
+#include "sonicmoe/token_dispatch.h"
 #include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"
 
@@ -96,6 +97,8 @@ const char* op_name(const AuxLossDesc& desc);
 const char* op_name(const UpdateSelectionBiasDesc& desc);
 const char* op_name(const TokenRoundingDesc& desc);
 const char* op_name(const TokenRoundingGradDesc& desc);
+const char* op_name(const TokenDispatchDesc& desc);
+const char* op_name(const SendRowsDesc& desc);
 
 /// Makes a device the current one of this thread; the destructor restores the previous one.
 class DeviceGuard {
@@ -139,6 +142,8 @@ void for_each_kernel(F&& f) {
   each(kernel_list<UpdateSelectionBiasDesc>());
   each(kernel_list<TokenRoundingDesc>());
   each(kernel_list<TokenRoundingGradDesc>());
+  each(kernel_list<TokenDispatchDesc>());
+  each(kernel_list<SendRowsDesc>());
 }
 
 /// True if the entry is compiled for devices of this DeviceTraits::arch.

@@ -192,4 +192,26 @@ std::span<const Kernel<TokenRoundingGradDesc>* const> kernel_list() {
   return kList;
 }
 
+template <>
+std::span<const Kernel<TokenDispatchDesc>* const> kernel_list() {
+  static constexpr const Kernel<TokenDispatchDesc>* kList[] = {
+    &cpu::kTokenDispatch,
+#if SONICMOE_HAS_CUDA
+    &cuda::kTokenDispatch,
+#endif
+  };
+  return kList;
+}
+
+template <>
+std::span<const Kernel<SendRowsDesc>* const> kernel_list() {
+  static constexpr const Kernel<SendRowsDesc>* kList[] = {
+    &cpu::kSendRows,
+#if SONICMOE_HAS_CUDA
+    &cuda::kSendRows,
+#endif
+  };
+  return kList;
+}
+
 }  // namespace sonicmoe

@@ -30,6 +30,8 @@ const char* op_name(const AuxLossDesc&) { return "aux_loss"; }
 const char* op_name(const UpdateSelectionBiasDesc&) { return "update_selection_bias"; }
 const char* op_name(const TokenRoundingDesc&) { return "token_rounding"; }
 const char* op_name(const TokenRoundingGradDesc&) { return "token_rounding_grad"; }
+const char* op_name(const TokenDispatchDesc&) { return "token_dispatch"; }
+const char* op_name(const SendRowsDesc&) { return "send_rows"; }
 const char* op_name(const GroupedGemmDesc& desc) {
   switch (desc.op) {
     case GemmOp::up_proj:
@@ -329,6 +331,8 @@ SONICMOE_OP_PLAN(AuxLossDesc)
 SONICMOE_OP_PLAN(UpdateSelectionBiasDesc)
 SONICMOE_OP_PLAN(TokenRoundingDesc)
 SONICMOE_OP_PLAN(TokenRoundingGradDesc)
+SONICMOE_OP_PLAN(TokenDispatchDesc)
+SONICMOE_OP_PLAN(SendRowsDesc)
 #undef SONICMOE_OP_PLAN
 
 }  // namespace sonicmoe

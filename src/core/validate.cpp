@@ -298,4 +298,22 @@ Status validate(const TokenRoundingGradDesc& d) {
   return check.range("list_length", d.list_length, 0, kMaxIndex).status();
 }
 
+Status validate(const TokenDispatchDesc& d) {
+  Checker check;
+  check.tokens(d.tokens).range("ranks", d.ranks, 1, 1024);
+  check.experts(d.experts).range("top_k", d.top_k, 1, kMaxExperts).rows(d.tokens, d.top_k);
+  if (!check.status().ok()) return check.status();  // the products may overflow
+  check.range("experts * ranks", d.experts * d.ranks, 1, kMaxExperts);
+  return check.range("rows * min(top_k, experts)", d.rows() * d.columns(), 0, kMaxIndex - 1)
+      .status();
+}
+
+Status validate(const SendRowsDesc& d) {
+  Checker check;
+  check.tokens(d.tokens).width("hidden", d.hidden).range("ranks", d.ranks, 1, d.kMostRanks);
+  check.dtype(d.dtype);
+  if (!check.status().ok()) return check.status();  // the product may overflow
+  return check.range("tokens * ranks", d.tokens * d.ranks, 0, kMaxIndex).status();
+}
+
 }  // namespace sonicmoe

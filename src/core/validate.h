@@ -8,6 +8,7 @@
 #include "sonicmoe/ops.h"
 #include "sonicmoe/router.h"
 #include "sonicmoe/status.h"
+#include "sonicmoe/token_dispatch.h"
 #include "sonicmoe/token_rounding.h"
 #include "sonicmoe/types.h"
 
@@ -32,6 +33,8 @@ Status validate(const AuxLossDesc& desc);
 Status validate(const UpdateSelectionBiasDesc& desc);
 Status validate(const TokenRoundingDesc& desc);
 Status validate(const TokenRoundingGradDesc& desc);
+Status validate(const TokenDispatchDesc& desc);
+Status validate(const SendRowsDesc& desc);
 
 // Tensors on CUDA start at multiples of 16 bytes, on the CPU at multiples of an element.
 Status validate(const LayerDesc& desc, const ForwardArgs& args, DeviceType device);
@@ -55,6 +58,8 @@ Status validate(const UpdateSelectionBiasDesc& desc, const UpdateSelectionBiasAr
 Status validate(const TokenRoundingDesc& desc, const TokenRoundingArgs& args, DeviceType device);
 Status validate(const TokenRoundingGradDesc& desc, const TokenRoundingGradArgs& args,
                 DeviceType device);
+Status validate(const TokenDispatchDesc& desc, const TokenDispatchArgs& args, DeviceType device);
+Status validate(const SendRowsDesc& desc, const SendRowsArgs& args, DeviceType device);
 
 Status validate(Device device);
 /// Refuses backward() of an inference plan.

@@ -445,4 +445,27 @@ Status validate(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a, 
   return check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)").status();
 }
 
+Status validate(const TokenDispatchDesc& d, const TokenDispatchArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
+  check.ints("ids", a.ids, d.tokens, "(T, K) int32");
+  check.ints("scores", a.scores, d.tokens, "(T, K) float");
+  check.ints("numbers", a.numbers, 1, "(2P+2) int32");
+  check.ints("row_tokens", a.row_tokens, d.tokens, "(R) int32");
+  check.ints("choices", a.choices, d.tokens, "(R, 2K') int32");
+  check.ints("token_rows", a.token_rows, d.tokens, "(T, P) int32");
+  return check.ints("score_places", a.score_places, d.tokens, "(T, K) int32").status();
+}
+
+Status validate(const SendRowsDesc& d, const SendRowsArgs& a, DeviceType device) {
+  Checker check = checker_of(d, device);
+  check.tensor("x", a.x, d.tokens, "(T, d)");
+  check.ints("row_tokens", a.row_tokens, d.tokens, "(P T) int32");
+  check.ints("counts", a.counts, 1, "(P) int32");
+  check.tensor("to", a.to, 1, "(P) pointers", alignof(void*));
+  for (std::int64_t rank = 0; check.status().ok() && rank < d.ranks; ++rank) {
+    check.tensor("to", a.to[rank], d.tokens, "(T, d) of each rank");
+  }
+  return check.status();
+}
+
 }  // namespace sonicmoe

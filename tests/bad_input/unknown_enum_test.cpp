@@ -31,6 +31,11 @@ LayerDesc sized() {
           .experts = {.hidden = 16, .intermediate = 8, .dtype = DType::f32}};
 }
 
+template <>
+SendRowsDesc sized() {
+  return {.tokens = 5, .hidden = 16, .ranks = 2, .dtype = DType::f32};
+}
+
 template <class Desc>
 void expect_refused(Desc desc, const char* field, int value, Device device = {}) {
   const auto plan = make_plan(desc, device);
@@ -110,6 +115,8 @@ TEST(UnknownEnum, ContiguousRows) {
   EXPECT_KNOWN(SegmentsDesc, "index_type", 2, index_type);
   EXPECT_KNOWN(ZeroTailDesc, "dtype", 3, dtype);
 }
+
+TEST(UnknownEnum, SendRows) { EXPECT_KNOWN(SendRowsDesc, "dtype", 3, dtype); }
 
 TEST(UnknownEnum, BiasGrad) {
   EXPECT_KNOWN(BiasGradDesc, "dtype", 3, dtype);

@@ -3,9 +3,8 @@
 A token takes its ids and fp32 scores along. The rank runs the layer and returns one row a token,
 which the sender adds up. Scores enter inside the experts, so that Y is never kept.
 
-The host waits once, for the numbers of rows. Behind the wait the device has nothing to do until the
-host has queued the layer. So what can be made before it is, and few operators are called, those
-themselves: a layer with a history of its own costs the host much more.
+The host waits once, for the numbers of rows. Few operators are called, those themselves: a layer
+with a history of its own costs the host much more.
 """
 
 from typing import Any
@@ -17,14 +16,13 @@ from .. import _layer, _ops
 from ._backward import Kept, gradients_of_rows, refuse_second_derivative
 from ._collectives import Group
 from ._dispatch import Sent, packed, placed
-from ._gather import at_columns, exchanges_of, padded
+from ._gather import exchanges_of, padded
 
 
 def _dscores(sent: Sent, rows: torch.Tensor) -> torch.Tensor:
-    """(T, K) of the rows (rows, K') that came back. Behind them stands a row of zeros, which is
-    that of sentinels."""
-    rows = at_columns(rows, sent.columns, sent.places.shape[1])
-    return F.pad(rows, (0, 0, 0, 1)).take(sent.places)
+    """(T, K) of the rows (rows, K') that came back."""
+    places = sent.places
+    return F.pad(rows.flatten(), (1, 0)).index_select(0, places.flatten()).view(places.shape)
 
 
 class _Experts(torch.autograd.Function):
@@ -40,6 +38,7 @@ class _Experts(torch.autograd.Function):
             o, _, preact, routing = torch.ops.sonicmoe.ids_forward(
                 *arrived[:3], w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
             )
+            sent = sent()
             out = torch.ops.sonicmoe.combine(sent.back("sums", o).waited(), sent.rows)
         kept = None
         if ctx.needs_input_grad[4] or ctx.needs_input_grad[9]:  # w1, w1_up

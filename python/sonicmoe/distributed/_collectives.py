@@ -140,15 +140,6 @@ class Collectives:
         """`counts[p][q]` rows go from rank p to rank q, in the order of ranks."""
         return Exchange(rows, counts, self.group)
 
-    def selection(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens
-
-    def sending(
-        self, name: str, tensor: torch.Tensor, tokens: torch.Tensor, counts: list[list[int]]
-    ) -> Exchange:
-        """`exchanging` of the rows `tokens` of a tensor, a selection."""
-        return self.exchanging(name, tensor.index_select(0, tokens), counts)
-
     def own(self, came: torch.Tensor) -> torch.Tensor:
         """What was waited for, to be kept for backward."""
         return came

@@ -2,7 +2,8 @@
 
 NCCL's kernels take multiprocessors from the experts, and the experts slow them down. Copies between
 GPUs take none. A rank pushes its parts into the other ranks' buffers, symmetric memory of torch.
-Barriers on the device say when all has arrived.
+Barriers on the device say when all has arrived. Where nothing else runs, a kernel of ours gathers
+and pushes at once.
 
 Buffers serve all layers of a group, which run on one stream. Who passes a barrier knows that all
 that other ranks had queued before it is done: a buffer may be filled again once a later exchange
@@ -29,19 +30,12 @@ class _Begun(NamedTuple):
 
     exchanges: "PeerCopies"
     tensor: torch.Tensor  # what comes
-    event: torch.cuda.Event  # this rank has sent its parts
-    sent: torch.Tensor
+    events: Sequence[torch.cuda.Event] = ()  # of other streams that send this rank's parts
+    sent: torch.Tensor | None = None
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def waited(self) -> torch.Tensor:
         return self.exchanges.waited(self)[0]
-
-
-class _Selection(NamedTuple):
-    """Tokens by the places of their rows."""
-
-    others: torch.Tensor  # those that go: to the next rank first, and around
-    own: torch.Tensor
 
 
 class _Places(NamedTuple):
@@ -49,6 +43,7 @@ class _Places(NamedTuple):
 
     of: tuple  # that kind
     there: list[int]  # on each rank, the address of those for what comes from this one
+    addresses: torch.Tensor  # the same, for send_rows
     here: torch.Tensor  # on this rank, for what comes from all
 
 
@@ -62,7 +57,7 @@ class PeerCopies:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._stream = torch.cuda.Stream()
+        self._stream, self._own = torch.cuda.Stream(), torch.cuda.Stream()
         self._memory: dict[str, torch.Tensor] = {}
         self._of_ranks: dict[str, list[torch.Tensor]] = {}  # each rank's buffer of that name
         self._places: dict[str, _Places] = {}  # those of the last call
@@ -71,7 +66,7 @@ class PeerCopies:
         self._flags = symmetric.empty(16, dtype=torch.uint8, device=_device())
         self._handle = symmetric.rendezvous(self._flags, group.of_torch())
         self._barrier = self._handle.barrier  # of the current stream
-        self.known: set[tuple] = set()  # kinds of x and ids that all ranks have brought
+        self.known: set[tuple] = set()  # kinds of input that all ranks have brought
 
     def rest(self) -> None:
         """Waits, on the device, until no rank reads what earlier exchanges have brought. Whoever
@@ -85,15 +80,14 @@ class PeerCopies:
     def waited(self, *begun: _Begun) -> list[torch.Tensor]:
         """As `waited` of each, with one barrier."""
         for exchange in begun:
-            torch.cuda.current_stream().wait_event(exchange.event)
+            for event in exchange.events:
+                torch.cuda.current_stream().wait_event(event)
         self._barrier()
         return [b.tensor if b.finish is None else b.finish(b.tensor) for b in begun]
 
     def gathering(self, name: str, part: torch.Tensor) -> _Begun:
         part, places = part.contiguous(), len(part)
-        own = torch.cuda.current_stream()
-        here = self._push(name, part, [places] * self.group.size, places, lambda peer: 0, own)
-        return self._begun(here, part)
+        return self._push(name, part, [places] * self.group.size, places, lambda peer: 0)
 
     def reading(self, name: str, part: torch.Tensor) -> Callable[[], list]:
         """As `gathering`, of a few numbers, and a call that gives them to the host. It waits for
@@ -136,41 +130,16 @@ class PeerCopies:
         without counts all are sent."""
         rows, places = rows.contiguous(), len(rows) // self.group.size
         mine = [places] * self.group.size if counts is None else counts[self.group.rank]
-        own = self._stream if beside else torch.cuda.current_stream()
-        here = self._push(name, rows, mine, places, lambda peer: peer * places, own)
-        return self._begun(here, rows)
-
-    def selection(self, tokens: torch.Tensor) -> _Selection:
-        """Of the places for each rank, the tokens whose rows go there."""
-        rank, places = self.group.rank, len(tokens) // self.group.size
-        before, own, behind = tokens.split(
-            [rank * places, places, (self.group.size - rank - 1) * places]
-        )
-        others = torch.cat((behind, before)) if len(before) and len(behind) else before
-        return _Selection(others if len(others) else behind, own)
+        return self._push(name, rows, mine, places, lambda peer: peer * places, beside)
 
     def sending(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        selection: _Selection,
-        counts: Sequence[Sequence[int]] | None = None,
+        self, name: str, tensor: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
     ) -> _Begun:
-        """`exchanging` of those rows of a tensor. Those that stay are written in place."""
-        rank, size = self.group.rank, self.group.size
-        others, own = selection
-        places = len(own)
-        mine = [places] * size if counts is None else counts[rank]
-
-        def start(peer: int) -> int:
-            return (peer - rank - 1) % size * places
-
-        rows = tensor.index_select(0, others)
-        here = self._push(name, rows, mine, places, start, None)
-        at, stay = rank * places, mine[rank]
-        own = own if stay == places else own[:stay]
-        torch.index_select(tensor, 0, own, out=here[at : at + stay])
-        return self._begun(here, rows)
+        """`exchanging` of a tensor's rows, by a kernel on the current stream. `tokens` says which
+        row has each place, `counts` of how many places for each rank."""
+        places = self._places_of(name, tensor.dtype, *tensor.shape)
+        torch.ops.sonicmoe.send_rows(tensor.contiguous(), tokens, counts, places.addresses)
+        return _Begun(self, places.here)
 
     def own(self, came: torch.Tensor) -> torch.Tensor:
         """A copy of what was waited for. It is there when the next exchange is waited for."""
@@ -187,32 +156,36 @@ class PeerCopies:
         counts: Sequence[int],
         places: int,
         start: Callable[[int], int],
-        own: torch.cuda.Stream | None,
-    ) -> torch.Tensor:
+        beside: bool = False,
+    ) -> _Begun:
         """`counts[p]` rows go to rank p, from row `start(p)` on. Each rank has so many places for
-        what comes from each; they come in the order of ranks. What stays is copied on `own`, or is
-        the caller's task.
+        what comes from each; they come in the order of ranks.
+
+        What stays is copied on the current stream, beside products on one of its own: copies within
+        a GPU take multiprocessors, so that they wait, and others would wait for them.
 
         The host calls the driver itself: a copy by torch, and its streams, take it much longer."""
         rank, size, stream = self.group.rank, self.group.size, self._stream
-        _, there, here = self._places_of(name, rows.dtype, places, *rows.shape[1:])
+        _, there, _, here = self._places_of(name, rows.dtype, places, *rows.shape[1:])
         address, of_row = rows.data_ptr(), math.prod(rows.shape[1:]) * rows.itemsize
-        stream.wait_event(torch.cuda.current_stream().record_event())
+        current = torch.cuda.current_stream()
+        own, ready = self._own if beside else current, current.record_event()
 
         def copy(peer: int, by: torch.cuda.Stream) -> None:
             if counts[peer] > 0:
                 size = counts[peer] * of_row
                 _copy(there[peer], address + start(peer) * of_row, size, by.cuda_stream)
 
+        stream.wait_event(ready)
         for ahead in range(1, size):
             copy((rank + ahead) % size, stream)
-        if own is not None:
-            copy(rank, own)
-        return here
-
-    def _begun(self, here: torch.Tensor, sent: torch.Tensor) -> _Begun:
-        """An exchange whose last copy is queued."""
-        return _Begun(self, here, self._stream.record_event(), sent)
+        if beside:
+            own.wait_event(ready)
+        copy(rank, own)
+        events = [stream.record_event()]
+        if beside:
+            events.append(own.record_event())
+        return _Begun(self, here, events, rows)
 
     def _places_of(self, name: str, dtype: torch.dtype, places: int, *row: int) -> _Places:
         self._captured |= torch.cuda.is_current_stream_capturing()
@@ -225,7 +198,8 @@ class PeerCopies:
             buffers = self._buffers(name, size * of_one)
             there = [buffer.data_ptr() + rank * of_one for buffer in buffers]
             here = buffers[rank][: size * of_one].view(dtype).view(size * places, *row)
-        self._places[name] = made = _Places((dtype, places, *row), there, here)
+            addresses = torch.tensor(there, dtype=torch.int64)
+        self._places[name] = made = _Places((dtype, places, *row), there, addresses, here)
         return made
 
     def _buffers(self, name: str, room: int) -> list[torch.Tensor]:

@@ -70,7 +70,7 @@ class Transport:
         """o (T, d) of ids (T, K) among all experts and scores (T, K); `experts`: the ExpertArgs of
         this rank's."""
         (x,) = autocast(x)
-        ids, scores = _layer.int32(ids), scores.float()
+        ids, scores = _layer.int32(ids), scores.float().contiguous()
         options = self.keep_gathered, self.max_tokens, self.peer_copies
         if self.gathers(group.size, ids.shape[1]):
             return gather_experts(x, ids, scores, experts, group, *options)
