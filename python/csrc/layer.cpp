@@ -65,7 +65,10 @@ class Inputs : public ExpertInputs {
   }
   void saved(const LayerPlan& plan, const Tensor& h, const Tensor& routing) const {
     saved_preact(h);
-    check_tensor("routing", routing, x(), ScalarType::Int, {routing_ints(plan)}, "(routing)");
+    this->routing(plan, routing);
+  }
+  void routing(const LayerPlan& plan, const Tensor& block) const {
+    check_tensor("routing", block, x(), ScalarType::Int, {routing_ints(plan)}, "(routing)");
   }
 
   ScalarType logits_dtype() const { return desc_.router.f32_logits ? ScalarType::Float : dtype(); }
@@ -154,11 +157,12 @@ void check_given(const LayerDesc& desc, const Inputs& inputs, const Tensor& x, c
   check_given_tensor("expert_ids", given.expert_ids, ScalarType::Int, list, "(L)");
 }
 
-/// Forward of every operator whose caller routes.
+/// Forward of every operator whose caller routes. With `made`, ids_routing's block, training runs
+/// only what comes behind metadata, the first operation of ids and weights.
 GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const Tensor& w1,
                            OptionalTensor b1, const Tensor& w2, OptionalTensor b2,
                            const OptionalTensor& w1_up, OptionalTensor b1_up,
-                           const MainGrads& main_grads) {
+                           const MainGrads& main_grads, const OptionalTensor& made = {}) {
   check_biases(desc.experts, b1, b1_up, b2);
   const LayerPlan plan = plans().get(desc, x);
   const Inputs inputs(desc, x);
@@ -173,7 +177,8 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
   const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
   const Counts counts(x, desc);
   const Tensor preact = empty_preact(x, desc.grouped());
-  const Tensor routing = empty_routing(x, plan);
+  if (made) inputs.routing(plan, *made);
+  const Tensor routing = made ? *made : empty_routing(x, plan);
   ForwardArgs args{.x = input<void>(x),
                    .selection_bias = input<float>(given.router.selection_bias),
                    .expert_scale = input<float>(given.router.expert_scale),
@@ -196,7 +201,9 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
   counts.add_to(&args, desc);
   Unread error(x);
   args.error_word = error.word();
-  check(plan.forward(args, Scratch(x, plan.forward_workspace_bytes()), stream_of(x)));
+  check(plan.forward(
+      args, Scratch(x, plan.forward_workspace_bytes()), stream_of(x),
+      made && !desc.experts.inference ? kAllOperations & ~OperationMask{1} : kAllOperations));
   return {o, counts.chosen, preact, routing};
 }
 
@@ -414,6 +421,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
   choose_by_ids(&desc, ids.size(1));
   return given_forward(desc, {.ids = ids, .weights = weights}, x, w1, b1, w2, b2, w1_up, b1_up,
                        main_grads);
+}
+
+Tensor ids_routing(Tensor x, Tensor ids, Tensor weights, std::int64_t experts, std::string layer) {
+  static PlanCache<RoutingDesc, RouterPlan> routers;
+  check_dims("x", x, 2, "(T, d)");
+  check_dims("ids", ids, 2, "(T, K)");
+  LayerDesc desc = options_of(layer);
+  choose_by_ids(&desc, ids.size(1));
+  desc.tokens = x.size(0);
+  desc.router.experts = experts;
+  desc.experts.hidden = x.size(1);
+  desc.experts.dtype = dtype_of("x", x);
+  if (desc.experts.inference) return empty(x, {0}, ScalarType::Int);
+  const RouterPlan router = routers.get(desc.routing(), x);
+  check_given(desc, Inputs(desc, x), x, {.ids = ids, .weights = weights});
+  const auto ints = static_cast<std::int64_t>(router.routing_bytes() / sizeof(std::int32_t));
+  const Tensor routing = empty(x, {ints}, ScalarType::Int);
+  const Tensor counts = empty(x, {experts}, ScalarType::Int);  // nobody reads them
+  check(router.forward({.given_ids = input<std::int32_t>(ids),
+                        .given_weights = input<float>(weights),
+                        .counts = output<std::int32_t>(counts),
+                        .routing = output<void>(routing)},
+                       Scratch(x, router.forward_workspace_bytes()), stream_of(x)));
+  return routing;
+}
+
+std::tuple<Tensor, Tensor> ids_experts_forward(Tensor x, Tensor ids, Tensor weights, Tensor routing,
+                                               Tensor w1, OptionalTensor b1, Tensor w2,
+                                               OptionalTensor b2, std::string layer,
+                                               OptionalTensor w1_up, OptionalTensor b1_up) {
+  check_dims("ids", ids, 2, "(T, K)");
+  const OptionalTensor none;
+  const MainGrads no_main_grads{none, none, none};
+  LayerDesc desc = describe(layer, x, w1_up, w2, b1.has_value(), no_main_grads);
+  choose_by_ids(&desc, ids.size(1));
+  const auto made = given_forward(desc, {.ids = ids, .weights = weights}, x, w1, b1, w2, b2, w1_up,
+                                  b1_up, no_main_grads, routing);
+  return {std::get<0>(made), std::get<2>(made)};
 }
 
 Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2,

@@ -44,6 +44,13 @@ STABLE_TORCH_LIBRARY(sonicmoe, library) {
       "Tensor? w1_up=None, Tensor? b1_up=None, Tensor? w1_up_main_grad=None) -> "
       "(Tensor o, Tensor counts, Tensor preact, Tensor routing)");
   library.def(
+      "ids_routing(Tensor x, Tensor ids, Tensor weights, int experts, str layer) -> Tensor "
+      "routing");
+  library.def(
+      "ids_experts_forward(Tensor x, Tensor ids, Tensor weights, Tensor routing, Tensor w1, "
+      "Tensor? b1, Tensor w2, Tensor? b2, str layer, Tensor? w1_up=None, Tensor? b1_up=None) -> "
+      "(Tensor o, Tensor preact)");
+  library.def(
       "ids_backward(Tensor dout, Tensor x, int top_k, "
       "Tensor w1, Tensor w2, Tensor? b2, Tensor preact, Tensor routing, str layer, "
       "Tensor(a!)? w1_main_grad=None, Tensor(b!)? w2_main_grad=None, "
@@ -131,6 +138,8 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("routed_forward", TORCH_BOX(&python::routed_forward));
   library.impl("routed_backward", TORCH_BOX(&python::routed_backward));
   library.impl("ids_forward", TORCH_BOX(&python::ids_forward));
+  library.impl("ids_routing", TORCH_BOX(&python::ids_routing));
+  library.impl("ids_experts_forward", TORCH_BOX(&python::ids_experts_forward));
   library.impl("ids_backward", TORCH_BOX(&python::ids_backward));
   library.impl("up_proj_wgrad", TORCH_BOX(&python::up_proj_wgrad));
   library.impl("logits_forward", TORCH_BOX(&python::logits_forward));

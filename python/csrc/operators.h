@@ -80,6 +80,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
     OptionalTensor b2, std::string layer, OptionalTensor w1_main_grad, OptionalTensor w2_main_grad,
     OptionalTensor w1_up, OptionalTensor b1_up, OptionalTensor w1_up_main_grad);
 
+/// The first part of ids_forward: a routing block of ids among so many experts, which takes T and d
+/// of x (T, d) and reads no row. `layer` as there; if `inference`, the other part does it all, and
+/// the block is empty.
+Tensor ids_routing(Tensor x, Tensor ids, Tensor weights, std::int64_t experts, std::string layer);
+/// The other part: out (T, d) and preact (R, W). max_rows of `layer` is at least the number of ids
+/// in [0, E), or 0.
+std::tuple<Tensor, Tensor> ids_experts_forward(Tensor x, Tensor ids, Tensor weights, Tensor routing,
+                                               Tensor w1, OptionalTensor b1, Tensor w2,
+                                               OptionalTensor b2, std::string layer,
+                                               OptionalTensor w1_up, OptionalTensor b1_up);
+
 /// dx, dweights (T, K) float32, and the gradients of weights and biases as above.
 Gradients ids_backward(Tensor dout, Tensor x, std::int64_t top_k, Tensor w1, Tensor w2,
                        OptionalTensor b2, Tensor preact, Tensor routing, std::string layer,

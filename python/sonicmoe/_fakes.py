@@ -153,6 +153,19 @@ def _ids_forward_fake(
     return _given_forward_fake(x, w1, layer, w1_up, rows_of_ids(layer, slots), ints)
 
 
+def _ids_routing_fake(x, ids, weights, experts, layer):
+    inference = options_of(layer).get("inference") == "true"
+    ints = 3 * ids.shape[0] * ids.shape[1] + 2 * experts + 1
+    return _empty(x, 0 if inference else ints, dtype=torch.int32)
+
+
+def _ids_experts_forward_fake(
+    x, ids, weights, routing, w1, b1, w2, b2, layer, w1_up=None, b1_up=None
+):
+    o, _, preact, _ = _ids_forward_fake(x, ids, weights, w1, b1, w2, b2, layer, w1_up=w1_up)
+    return o, preact
+
+
 def _logits_forward_fake(
     x, logits, ids, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None, w1_up=None,
     b1_up=None, w1_up_main_grad=None, selection_bias=None, expert_scale=None, draws=None,
@@ -345,6 +358,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "routed_backward": _routed_backward_fake,
     "ids_forward": _ids_forward_fake,
     "ids_backward": _ids_backward_fake,
+    "ids_routing": _ids_routing_fake,
+    "ids_experts_forward": _ids_experts_forward_fake,
     "up_proj_wgrad": _up_proj_wgrad_fake,
     "logits_forward": _logits_forward_fake,
     "logits_backward": _logits_backward_fake,

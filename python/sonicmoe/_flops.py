@@ -27,6 +27,7 @@ _ROWS = {
     "layer_forward": _chosen,
     "routed_forward": lambda given: given["scores"].shape[0],
     "ids_forward": lambda given: rows_of_ids(given["layer"], given["ids"].numel()),
+    "ids_experts_forward": lambda given: rows_of_ids(given["layer"], given["ids"].numel()),
     "logits_forward": _chosen,
     "grouped_forward": lambda given: given["rows"].shape[0],
     "grouped_forward_out": lambda given: given["rows"].shape[0],

@@ -43,9 +43,10 @@ class FakePeerCopies:
     def gathering(self, name, part):
         return self._push(name, [part.contiguous()] * self.group.size, part.shape[0])
 
-    def reading(self, name, part):
+    def reading(self, name, part, *begun):
         numbers = self.gathering(name, part).tensor.tolist()
-        self.waited_at[name] = self.meetings
+        for other in (name, *(exchange.name for exchange in begun)):
+            self.waited_at[other] = self.meetings
         return lambda: numbers
 
     def scattering_sum(self, name, whole, beside=False):

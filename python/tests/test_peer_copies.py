@@ -294,6 +294,19 @@ def test_the_host_waits_for_every_copy_of_numbers(world):
             assert host[-1].seen[late[0]] < late[1]  # not for what was begun later
 
 
+def test_the_current_stream_waits_for_numbers_and_what_was_begun(world):
+    world.make("numbers", len(world.ranks) * 8)
+    world.make("x", len(world.ranks) * 2 * 32)
+    for rank in world.ranks:
+        before, current = len(copies), Stream.stack[-1]
+        begun = begin("exchanging", rank)
+        rank.reading("numbers", torch.tensor([[1, 2]], dtype=torch.int32), begun)
+        own = copies[before:]
+        _, stream, event = barriers[-1]
+        assert all(event.seen[copied] >= time for copied, time in own)
+        assert current.seen[stream] >= event.seen[stream]
+
+
 def test_the_first_call_may_be_in_inference_mode(world):
     """A buffer that is an inference tensor would refuse the second write."""
     world.make("x", len(world.ranks) * 2 * 32)

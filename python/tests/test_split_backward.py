@@ -1,4 +1,5 @@
-"""Operators of the distributed transports: dW1 apart from the rest of backward, and max_rows."""
+"""Operators of the distributed transports: forward in two parts, dW1 apart from the rest of backward,
+and max_rows."""
 
 import pytest
 import torch
@@ -55,6 +56,46 @@ def test_w1s_gradient_alone_has_the_bits_of_backward(layout, bias):
             assert torch.equal(gradient, full if asked else full[:0])
 
 
+@pytest.mark.parametrize(
+    "more", ["", "max_rows=60", "inference=true", "inference=true max_rows=60"]
+)
+@pytest.mark.parametrize("layout", W1_LAYOUTS)
+def test_forward_in_two_parts_has_the_bits_of_one(layout, more):
+    (x, ids, weights), experts, up, b1_up = drawn(layout, bias=True)
+    ops, text = torch.ops.sonicmoe, text_of(layout, more)
+    out, _, preact, routing = ops.ids_forward(x, ids, weights, *experts, text, **up, b1_up=b1_up)
+    text_before = text_of(layout, more.replace("max_rows=60", ""))  # the host learns it later
+    made = ops.ids_routing(torch.full_like(x, float("nan")), ids, weights, E, text_before)
+    parts = ops.ids_experts_forward(x, ids, weights, made, *experts, text, **up, b1_up=b1_up)
+    assert torch.equal(parts[0], out)
+    assert preact.shape == parts[1].shape and made.shape == routing.shape
+    if "inference" not in more:
+        used = int((ids >= 0).sum())
+        assert torch.equal(parts[1][:used], preact[:used])
+        dout, after = torch.randn(T, D), (text,)
+        w1, _, w2, b2 = experts
+        whole = ops.ids_backward(dout, x, K, w1, w2, b2, preact, routing, *after, **up)
+        again = ops.ids_backward(dout, x, K, w1, w2, b2, parts[1], made, *after, **up)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def test_parts_of_forward_say_what_is_wrong():
+    (x, ids, weights), experts, _, _ = drawn()
+    ops, text = torch.ops.sonicmoe, text_of("interleaved")
+    routing = ops.ids_routing(x, ids, weights, E, text)
+    for error, call in (
+        ("^ids: got ", lambda: ops.ids_routing(x, ids[0], weights, E, text)),
+        ("^weights: got ", lambda: ops.ids_routing(x, ids, weights[:3], E, text)),
+        ("^experts: got 0", lambda: ops.ids_routing(x, ids, weights, 0, text)),
+        (
+            "^routing: got ",
+            lambda: ops.ids_experts_forward(x, ids, weights, routing[:-1], *experts, text),
+        ),
+    ):
+        with pytest.raises(ValueError, match=error):
+            call()
+
+
 @pytest.mark.parametrize("layout", ["interleaved", "separate"])
 @pytest.mark.parametrize("more", ["", "max_rows=40"])
 def test_opcheck(layout, more):
@@ -64,7 +105,11 @@ def test_opcheck(layout, more):
     ops, text = torch.ops.sonicmoe, text_of(layout, more)
     forward = x, ids, weights, *experts, text
     torch.library.opcheck(ops.ids_forward.default, forward, up)
+    torch.library.opcheck(ops.ids_routing.default, (x, ids, weights, E, text))
     _, _, preact, routing = ops.ids_forward(*forward, **up)
+    parts = x, ids, weights, routing, *experts, text
+    if not more:  # with fewer rows than the block has, H would be too short
+        torch.library.opcheck(ops.ids_experts_forward.default, parts, up)
     backward = torch.randn(T, D), x, K, w1, w2, None, preact, routing, text
     torch.library.opcheck(ops.ids_backward.default, backward, up)
     torch.library.opcheck(ops.up_proj_wgrad.default, (x, preact, K, w1, w2, routing, text), up)

@@ -34,9 +34,11 @@ class _Experts(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():  # each call takes the host less
             make, exchanges = dispatch
             arrived, sent = make(exchanges, x, ids, scores, w2.shape[0])
-            layer = f"{layer} max_rows={arrived.max_rows}"
-            o, _, preact, routing = torch.ops.sonicmoe.ids_forward(
-                *arrived[:3], w1, b1, w2, b2, layer, w1_up=w1_up, b1_up=b1_up
+            rows = arrived[:3]
+            routing = torch.ops.sonicmoe.ids_routing(*rows, w2.shape[0], layer)
+            layer = f"{layer} max_rows={arrived.max_rows()}"  # the wait of placed rows
+            o, preact = torch.ops.sonicmoe.ids_experts_forward(
+                *rows, routing, w1, b1, w2, b2, layer, w1_up, b1_up
             )
             sent = sent()
             out = torch.ops.sonicmoe.combine(sent.back("sums", o).waited(), sent.rows)

@@ -6,10 +6,11 @@ numbers of rows before it sends x.
 Placed rows have a place for each token of each rank, which nobody needs to know a number for. So x
 is on its way while the host waits for the numbers. Places without a row hold sentinels' ids.
 
-Behind the wait the device has nothing to do until the host has queued the layer. So what can wait
-until then is in a call for later.
+Behind the wait the device has nothing to do until the host has queued the experts. So the wait
+comes late, and what is made of the numbers comes behind the experts.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class Arrived(NamedTuple):
     x: torch.Tensor  # (rows, d)
     ids: torch.Tensor  # (rows, K') among the rank's own; K' = min(K, the rank's experts)
     scores: torch.Tensor
-    max_rows: int  # (token, expert) pairs that this rank computes, rounded up
+    max_rows: Callable[[], int]  # (token, expert) pairs that this rank computes, rounded up
 
 
 class Sent(NamedTuple):
@@ -91,7 +92,7 @@ def packed(
     exchanges: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, experts: int
 ) -> tuple[Arrived, Callable[[], Sent]]:
     """Sends x (T, d), ids (T, K) int32 among all experts, `experts` of them on each rank, and
-    scores. One host read. The call belongs behind the layer's own."""
+    scores. One host read. The second call belongs behind the experts."""
     _, rank, size = exchanges.group
     numbers, tokens, choices, rows, places = torch.ops.sonicmoe.token_dispatch(
         ids, scores, experts, size, True
@@ -105,37 +106,39 @@ def packed(
     count = sum(counts[0][rank])
     choices = exchanges.exchanging("choices", choices[:count], counts[0])
     x_rows = exchanges.exchanging("x", x_rows[:count], counts[0])
-    arrived = Arrived(x_rows.waited(), *parted(choices.waited()), max_rows(of_ranks, rank))
+    arrived = Arrived(x_rows.waited(), *parted(choices.waited()), lambda: max_rows(of_ranks, rank))
     return arrived, lambda: Sent(tokens[:count], None, rows, places, *counts, exchanges)
 
 
 def placed(
     exchanges: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, experts: int
 ) -> tuple[Arrived, Callable[[], Sent]]:
-    """As :func:`packed`. Each rank brings equally many tokens."""
+    """As :func:`packed`; the wait is max_rows(). Each rank brings equally many tokens.
+
+    Numbers and choices, which are few bytes, are there before x leaves."""
     _, rank, size = exchanges.group
     numbers, tokens, choices, rows, places = torch.ops.sonicmoe.token_dispatch(
         ids, scores, experts, size, False
     )
-    reading = exchanges.reading("numbers", numbers)
     kind = *x.shape, x.dtype, ids.shape[1], experts
     if kind not in exchanges.known:  # buffers may grow, which all ranks do together
         try:
-            _check(reading(), rank)
-        except ValueError:
-            exchanges.rest()  # beside ranks that know their kind, and have waited for x
-            raise
+            _check(exchanges.reading("numbers", numbers)(), rank)
+        finally:
+            exchanges.rest()  # beside ranks that know their kind, and wait for x
         exchanges.known.add(kind)
-    row_counts = numbers[0, :size]
     choices = exchanges.exchanging("choices", choices)
-    x_rows = exchanges.sending("x", x, tokens, row_counts)
-    x_rows, choices = exchanges.waited(x_rows, choices)
-    local, of_rows = parted(choices)
+    reading = exchanges.reading("numbers", numbers, choices)
+    row_counts = numbers[0, :size]
+    x_rows = exchanges.sending("x", x, tokens, row_counts).waited()
 
-    of_ranks = reading()  # the wait
+    @functools.cache
+    def of_ranks() -> list[list[int]]:
+        numbers = reading()  # the wait
+        _check(numbers, rank)
+        return numbers
 
     def sent() -> Sent:
-        _check(of_ranks, rank)
-        return Sent(tokens, row_counts, rows, places, *_counts(of_ranks), exchanges)
+        return Sent(tokens, row_counts, rows, places, *_counts(of_ranks()), exchanges)
 
-    return Arrived(x_rows, local, of_rows, max_rows(of_ranks, rank)), sent
+    return Arrived(x_rows, *parted(choices.tensor), lambda: max_rows(of_ranks(), rank)), sent

@@ -89,13 +89,16 @@ class PeerCopies:
         part, places = part.contiguous(), len(part)
         return self._push(name, part, [places] * self.group.size, places, lambda peer: 0)
 
-    def reading(self, name: str, part: torch.Tensor) -> Callable[[], list]:
+    def reading(self, name: str, part: torch.Tensor, *begun: _Begun) -> Callable[[], list]:
         """As `gathering`, of a few numbers, and a call that gives them to the host. It waits for
-        nothing that was begun later."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        nothing that was begun later. The current stream does wait for them, and for the exchanges
+        `begun`, on all ranks."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
         with self.aside():
             came = self.gathering(name, part).tensor
             self._handle.barrier(channel=1)  # not that of the current stream
+            current.wait_event(self._stream.record_event())
             read = torch.empty(came.shape, dtype=came.dtype, device="cpu", pin_memory=came.is_cuda)
             read.copy_(came, non_blocking=True)
             event = self._stream.record_event()
