@@ -307,6 +307,20 @@ def test_the_current_stream_waits_for_numbers_and_what_was_begun(world):
         assert current.seen[stream] >= event.seen[stream]
 
 
+def test_what_goes_aside_comes_behind_what_was_waited_for(world):
+    """Before the rows of this step are sent, but not behind its products: then nobody reads the
+    buffer any more that the copies fill."""
+    world.make("x", len(world.ranks) * 2 * 32)
+    current = Stream.stack[-1]
+    for rank in world.ranks:
+        begin("exchanging", rank).waited()
+        _, waited = current.does()
+        begin("sending", rank).waited()
+        _, products = current.does()
+        begin("exchanging aside", rank)
+        assert waited <= rank._stream.seen[current] < products
+
+
 def test_the_first_call_may_be_in_inference_mode(world):
     """A buffer that is an inference tensor would refuse the second write."""
     world.make("x", len(world.ranks) * 2 * 32)

@@ -6,8 +6,8 @@ numbers of rows before it sends x.
 Placed rows have a place for each token of each rank, which nobody needs to know a number for. So x
 is on its way while the host waits for the numbers. Places without a row hold sentinels' ids.
 
-Behind the wait the device has nothing to do until the host has queued the experts. So the wait
-comes late, and what is made of the numbers comes behind the experts.
+Behind the wait the device has nothing to do until the host has queued the experts. So `placed` waits
+late, and both leave what the experts do not need to a call that comes behind them.
 """
 
 import functools
@@ -92,7 +92,7 @@ def packed(
     exchanges: Any, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, experts: int
 ) -> tuple[Arrived, Callable[[], Sent]]:
     """Sends x (T, d), ids (T, K) int32 among all experts, `experts` of them on each rank, and
-    scores. One host read. The second call belongs behind the experts."""
+    scores. One host read. Call what comes second when the experts are queued."""
     _, rank, size = exchanges.group
     numbers, tokens, choices, rows, places = torch.ops.sonicmoe.token_dispatch(
         ids, scores, experts, size, True

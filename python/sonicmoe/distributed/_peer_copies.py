@@ -52,7 +52,7 @@ class PeerCopies:
     and waits for them in the same order.
 
     Each call names the buffer that it fills. `beside` says that products run meanwhile on the
-    current stream, which else waits, so that it may copy what this rank keeps.
+    current stream. Else that stream copies the rows that stay on this rank.
     """
 
     def __init__(self, group: Group) -> None:
@@ -139,7 +139,10 @@ class PeerCopies:
         self, name: str, tensor: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
     ) -> _Begun:
         """`exchanging` of a tensor's rows, by a kernel on the current stream. `tokens` says which
-        row has each place, `counts` of how many places for each rank."""
+        row has each place, `counts` of how many places for each rank.
+
+        What is sent aside later comes behind all that the current stream has waited for by now."""
+        self._stream.wait_event(torch.cuda.current_stream().record_event())
         places = self._places_of(name, tensor.dtype, *tensor.shape)
         torch.ops.sonicmoe.send_rows(tensor.contiguous(), tokens, counts, places.addresses)
         return _Begun(self, places.here)
