@@ -422,7 +422,7 @@ def parts_of(
     rows = arrived.x.clone().requires_grad_()  # buffers are for others, too
     row_scores, row_dout = arrived.scores.requires_grad_(), sent.there("dout", dout).waited()
     leaves, row_dout = [rows, row_scores, w1, w2], row_dout.clone()
-    # Placed rows leave before anybody knows how many there are.
+    # Of placed rows all choices leave, before anybody knows how many there are.
     there = None if sent.comes_again else sent.counts
     rows_sent = world.size * len(x) if sent.comes_again else sum(sent.counts[world.rank])
     one_way = row_dout.new_ones(rows_sent, dout.shape[1])
@@ -432,6 +432,9 @@ def parts_of(
     def of_experts() -> tuple:
         out, _ = sonicmoe.experts(rows, arrived.ids, row_scores, w1, w2)
         return torch.autograd.grad(out, leaves, row_dout)
+
+    def x_there() -> torch.Tensor:
+        return sent.there("x", x.detach()).waited()
 
     def sends(name: str, rows: torch.Tensor) -> Callable:
         return lambda: exchanges.exchanging(name, rows, there).waited()
@@ -445,7 +448,7 @@ def parts_of(
     return {
         "experts on the rows that arrive": of_experts,
         "numbers": lambda: exchanges.gathering("numbers", numbers).waited(),
-        "x there": sends("x", one_way),
+        "x there": x_there if sent.comes_again else sends("x", one_way),
         "ids and scores there": sends("choices", choices),
         "out back": returns("sums", row_dout),
         "dscores back": returns("dscores", row_scores.detach().clone()),

@@ -157,6 +157,24 @@ void check_given(const LayerDesc& desc, const Inputs& inputs, const Tensor& x, c
   check_given_tensor("expert_ids", given.expert_ids, ScalarType::Int, list, "(L)");
 }
 
+RouterPlan router_of(const LayerDesc& desc, const Tensor& x) {
+  static PlanCache<RoutingDesc, RouterPlan> routers;
+  return routers.get(desc.routing(), x);
+}
+
+/// ids_routing's block may have more rows than H, unlike metadata's own. The host reads the CPU's.
+void check_max_rows(const LayerDesc& desc, const Tensor& x, const Tensor& routing) {
+  if (!x.is_cpu() || desc.experts.inference) return;
+  // routed_rows() takes void*, but nothing here writes the block.
+  const RoutedRows rows =
+      router_of(desc, x).routed_rows(const_cast<std::int32_t*>(input<std::int32_t>(routing)));
+  const std::int32_t pairs = rows.offsets[desc.router.experts];
+  if (pairs <= desc.rows()) return;
+  check(Status::error(StatusCode::invalid_argument,
+                      "max_rows: got %lld, allowed: from %d on, the rows of routing",
+                      static_cast<long long>(desc.rows()), pairs));
+}
+
 /// Forward of every operator whose caller routes. With `made`, ids_routing's block, training runs
 /// only what comes behind metadata, the first operation of ids and weights.
 GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const Tensor& w1,
@@ -177,7 +195,10 @@ GivenForward given_forward(LayerDesc desc, const Given& given, Tensor x, const T
   const Tensor o = empty(x, {desc.tokens, desc.experts.hidden}, x.scalar_type());
   const Counts counts(x, desc);
   const Tensor preact = empty_preact(x, desc.grouped());
-  if (made) inputs.routing(plan, *made);
+  if (made) {
+    inputs.routing(plan, *made);
+    check_max_rows(desc, x, *made);
+  }
   const Tensor routing = made ? *made : empty_routing(x, plan);
   ForwardArgs args{.x = input<void>(x),
                    .selection_bias = input<float>(given.router.selection_bias),
@@ -424,7 +445,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
 }
 
 Tensor ids_routing(Tensor x, Tensor ids, Tensor weights, std::int64_t experts, std::string layer) {
-  static PlanCache<RoutingDesc, RouterPlan> routers;
   check_dims("x", x, 2, "(T, d)");
   check_dims("ids", ids, 2, "(T, K)");
   LayerDesc desc = options_of(layer);
@@ -434,7 +454,7 @@ Tensor ids_routing(Tensor x, Tensor ids, Tensor weights, std::int64_t experts, s
   desc.experts.hidden = x.size(1);
   desc.experts.dtype = dtype_of("x", x);
   if (desc.experts.inference) return empty(x, {0}, ScalarType::Int);
-  const RouterPlan router = routers.get(desc.routing(), x);
+  const RouterPlan router = router_of(desc, x);
   check_given(desc, Inputs(desc, x), x, {.ids = ids, .weights = weights});
   const auto ints = static_cast<std::int64_t>(router.routing_bytes() / sizeof(std::int32_t));
   const Tensor routing = empty(x, {ints}, ScalarType::Int);

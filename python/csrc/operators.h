@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ids_forward(
 /// the block is empty.
 Tensor ids_routing(Tensor x, Tensor ids, Tensor weights, std::int64_t experts, std::string layer);
 /// The other part: out (T, d) and preact (R, W). max_rows of `layer` is at least the number of ids
-/// in [0, E), or 0.
+/// in [0, E), or 0. The CPU checks that; on CUDA it is the caller's promise, else H overflows.
 std::tuple<Tensor, Tensor> ids_experts_forward(Tensor x, Tensor ids, Tensor weights, Tensor routing,
                                                Tensor w1, OptionalTensor b1, Tensor w2,
                                                OptionalTensor b2, std::string layer,

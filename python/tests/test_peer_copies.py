@@ -192,8 +192,8 @@ def test_rows_of_tokens_are_sent(world, dtype):
         rank.sending("x", tensors[i], tokens[i], torch.tensor(counts[i], dtype=torch.int32))
         for i, rank in enumerate(world.ranks)
     ]
-    for q, rank in enumerate(world.ranks):
-        came = rank.waited(begun[q])[0].view(size, 3, 8)
+    for q in range(size):
+        came = begun[q].waited().view(size, 3, 8)
         for p in range(size):
             want = torch.full((3, 8), -1.0, dtype=dtype)
             want[: counts[p][q]] = tensors[p][tokens[p].view(size, 3)[q, : counts[p][q]]]
@@ -294,17 +294,28 @@ def test_the_host_waits_for_every_copy_of_numbers(world):
             assert host[-1].seen[late[0]] < late[1]  # not for what was begun later
 
 
-def test_the_current_stream_waits_for_numbers_and_what_was_begun(world):
+@pytest.mark.parametrize("kind", ["exchanging", "exchanging beside"])
+def test_the_current_stream_waits_for_numbers_and_what_was_begun(world, kind):
     world.make("numbers", len(world.ranks) * 8)
     world.make("x", len(world.ranks) * 2 * 32)
     for rank in world.ranks:
         before, current = len(copies), Stream.stack[-1]
-        begun = begin("exchanging", rank)
+        begun = begin(kind, rank)
         rank.reading("numbers", torch.tensor([[1, 2]], dtype=torch.int32), begun)
         own = copies[before:]
         _, stream, event = barriers[-1]
         assert all(event.seen[copied] >= time for copied, time in own)
         assert current.seen[stream] >= event.seen[stream]
+
+
+def test_a_default_device_is_not_that_of_addresses(world):
+    rank = world.ranks[0]
+    world.make("x", len(world.ranks) * 2 * 32)
+    x, tokens = torch.randn(2, 8), torch.zeros(2 * len(world.ranks), dtype=torch.int32)
+    counts = torch.full((len(world.ranks),), 2, dtype=torch.int32)
+    with torch.device("meta"):
+        begun = rank.sending("x", x, tokens, counts)
+    assert torch.equal(begun.waited()[:2], x[:1].expand(2, 8))
 
 
 def test_what_goes_aside_comes_behind_what_was_waited_for(world):

@@ -91,6 +91,12 @@ def test_parts_of_forward_say_what_is_wrong():
             "^routing: got ",
             lambda: ops.ids_experts_forward(x, ids, weights, routing[:-1], *experts, text),
         ),
+        (
+            "^max_rows: got 8, allowed: from ",
+            lambda: ops.ids_experts_forward(
+                x, ids, weights, routing, *experts, f"{text} max_rows=8"
+            ),
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             call()

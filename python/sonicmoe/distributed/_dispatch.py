@@ -122,10 +122,9 @@ def placed(
     )
     kind = *x.shape, x.dtype, ids.shape[1], experts
     if kind not in exchanges.known:  # buffers may grow, which all ranks do together
-        try:
-            _check(exchanges.reading("numbers", numbers)(), rank)
-        finally:
-            exchanges.rest()  # beside ranks that know their kind, and wait for x
+        brought = exchanges.reading("numbers", numbers)()
+        exchanges.rest()  # beside ranks that know their kind, and wait for x
+        _check(brought, rank)
         exchanges.known.add(kind)
     choices = exchanges.exchanging("choices", choices)
     reading = exchanges.reading("numbers", numbers, choices)

@@ -35,7 +35,7 @@ class _Begun(NamedTuple):
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def waited(self) -> torch.Tensor:
-        return self.exchanges.waited(self)[0]
+        return self.exchanges.waited(self)
 
 
 class _Places(NamedTuple):
@@ -77,13 +77,11 @@ class PeerCopies:
         """In this context what is sent is made beside the products, too."""
         return torch.cuda.stream(self._stream)
 
-    def waited(self, *begun: _Begun) -> list[torch.Tensor]:
-        """As `waited` of each, with one barrier."""
-        for exchange in begun:
-            for event in exchange.events:
-                torch.cuda.current_stream().wait_event(event)
+    def waited(self, begun: _Begun) -> torch.Tensor:
+        for event in begun.events:
+            torch.cuda.current_stream().wait_event(event)
         self._barrier()
-        return [b.tensor if b.finish is None else b.finish(b.tensor) for b in begun]
+        return begun.tensor if begun.finish is None else begun.finish(begun.tensor)
 
     def gathering(self, name: str, part: torch.Tensor) -> _Begun:
         part, places = part.contiguous(), len(part)
@@ -95,6 +93,8 @@ class PeerCopies:
         `begun`, on all ranks."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
+        for event in [event for exchange in begun for event in exchange.events]:
+            self._stream.wait_event(event)
         with self.aside():
             came = self.gathering(name, part).tensor
             self._handle.barrier(channel=1)  # not that of the current stream
@@ -204,7 +204,7 @@ class PeerCopies:
             buffers = self._buffers(name, size * of_one)
             there = [buffer.data_ptr() + rank * of_one for buffer in buffers]
             here = buffers[rank][: size * of_one].view(dtype).view(size * places, *row)
-            addresses = torch.tensor(there, dtype=torch.int64)
+            addresses = torch.tensor(there, dtype=torch.int64, device="cpu")
         self._places[name] = made = _Places((dtype, places, *row), there, addresses, here)
         return made
 
