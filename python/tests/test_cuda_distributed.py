@@ -73,8 +73,17 @@ def test_has_the_bits_of_one_gpu(name):
                 assert torch.equal(tensor, expected)
 
 
+def late_dw1(*arguments, real=torch.ops.sonicmoe.up_proj_wgrad):
+    torch.cuda._sleep(4_000_000)  # some 2 ms, in which the host queues the layer before
+    return real(*arguments)
+
+
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_layers_share_a_group(name):
+def test_layers_share_a_group(name, late, monkeypatch):
+    """Also where a layer still reads a buffer when the host queues what fills it again."""
+    if late:
+        monkeypatch.setattr(torch.ops.sonicmoe, "up_proj_wgrad", late_dw1)
     (x, ids, scores, dout), first, second = drawn(), weights_of(), weights_of(2)
 
     def twice(call):
