@@ -319,6 +319,20 @@ MUTANTS = [
         "ceil <= tokens};",
         "ceil <= tokens + 1};",
     ),
+    Mutant(
+        "token_dispatch: tokens counted as pairs",
+        "ops_test TokenDispatch.*",
+        "src/cpu/token_dispatch.cpp",
+        "++pairs[rank];",
+        "pairs[rank] += n == 0;",
+    ),
+    Mutant(
+        "send_rows: places without a row written",
+        "ops_test SendRows.*",
+        "src/cpu/send_rows.cpp",
+        "std::min<std::int64_t>(a.counts[rank], d.tokens)",
+        "d.tokens",
+    ),
 ]
 
 

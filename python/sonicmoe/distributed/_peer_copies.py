@@ -57,7 +57,8 @@ class PeerCopies:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._stream, self._own = torch.cuda.Stream(), torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()
+        self._own_stream = torch.cuda.Stream()  # beside products, for rows that stay
         self._memory: dict[str, torch.Tensor] = {}
         self._of_ranks: dict[str, list[torch.Tensor]] = {}  # each rank's buffer of that name
         self._places: dict[str, _Places] = {}  # those of the last call
@@ -175,7 +176,7 @@ class PeerCopies:
         _, there, _, here = self._places_of(name, rows.dtype, places, *rows.shape[1:])
         address, of_row = rows.data_ptr(), math.prod(rows.shape[1:]) * rows.itemsize
         current = torch.cuda.current_stream()
-        own, ready = self._own if beside else current, current.record_event()
+        own, ready = self._own_stream if beside else current, current.record_event()
 
         def copy(peer: int, by: torch.cuda.Stream) -> None:
             if counts[peer] > 0:

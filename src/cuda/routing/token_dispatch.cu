@@ -99,7 +99,8 @@ __device__ void clear_row(const Parameters& p, std::int64_t row) {
 }
 
 __global__ void __launch_bounds__(kThreads) place_rows(Parameters p) {
-  // (P) of all blocks; (P) of the blocks before, later this block's first row; (warps, P) rows.
+  // Rows for each rank: (P) of all blocks, (P) of the blocks before, (warps, P) of each warp, which
+  // become the warp's first row.
   extern __shared__ std::int32_t shared[];
   std::int32_t *const all = shared, *const first = all + p.ranks, *const of_warp = first + p.ranks;
   const int blocks = static_cast<int>(gridDim.x), warp = static_cast<int>(threadIdx.x) / kWarp;
