@@ -270,4 +270,18 @@ Scratch::~Scratch() {
   if (memory_.bytes >= kLarge) kept_memory().put(std::move(memory_));
 }
 
+RouterPlan router_of(const LayerDesc& desc, const Tensor& x) {
+  static PlanCache<RoutingDesc, RouterPlan> routers;
+  return routers.get(desc.routing(), x);
+}
+
+std::int64_t routing_ints(const RouterPlan& router) {
+  return static_cast<std::int64_t>(router.routing_bytes() / sizeof(std::int32_t));
+}
+
+RoutedRows rows_of(const RouterPlan& router, const Tensor& routing) {
+  // routed_rows() takes void*, but nobody writes what this returns.
+  return router.routed_rows(const_cast<std::int32_t*>(input<std::int32_t>(routing)));
+}
+
 }  // namespace sonicmoe::python

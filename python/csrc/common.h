@@ -180,4 +180,11 @@ class PlanCache {
   std::vector<Entry> entries_;  // most recent first
 };
 
+/// The router of ids and weights in a layer, whose sizes are set.
+RouterPlan router_of(const LayerDesc& desc, const Tensor& x);
+/// Its block is an array of int32, so that torch sees a plain tensor.
+std::int64_t routing_ints(const RouterPlan& router);
+/// The arrays in a block, to be read.
+RoutedRows rows_of(const RouterPlan& router, const Tensor& routing);
+
 }  // namespace sonicmoe::python

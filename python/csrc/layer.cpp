@@ -157,18 +157,10 @@ void check_given(const LayerDesc& desc, const Inputs& inputs, const Tensor& x, c
   check_given_tensor("expert_ids", given.expert_ids, ScalarType::Int, list, "(L)");
 }
 
-RouterPlan router_of(const LayerDesc& desc, const Tensor& x) {
-  static PlanCache<RoutingDesc, RouterPlan> routers;
-  return routers.get(desc.routing(), x);
-}
-
 /// ids_routing's block may have more rows than H, unlike metadata's own. The host reads the CPU's.
 void check_max_rows(const LayerDesc& desc, const Tensor& x, const Tensor& routing) {
   if (!x.is_cpu() || desc.experts.inference) return;
-  // routed_rows() takes void*, but nothing here writes the block.
-  const RoutedRows rows =
-      router_of(desc, x).routed_rows(const_cast<std::int32_t*>(input<std::int32_t>(routing)));
-  const std::int32_t pairs = rows.offsets[desc.router.experts];
+  const std::int32_t pairs = rows_of(router_of(desc, x), routing).offsets[desc.router.experts];
   if (pairs <= desc.rows()) return;
   check(Status::error(StatusCode::invalid_argument,
                       "max_rows: got %lld, allowed: from %d on, the rows of routing",
@@ -456,8 +448,7 @@ Tensor ids_routing(Tensor x, Tensor ids, Tensor weights, std::int64_t experts, s
   if (desc.experts.inference) return empty(x, {0}, ScalarType::Int);
   const RouterPlan router = router_of(desc, x);
   check_given(desc, Inputs(desc, x), x, {.ids = ids, .weights = weights});
-  const auto ints = static_cast<std::int64_t>(router.routing_bytes() / sizeof(std::int32_t));
-  const Tensor routing = empty(x, {ints}, ScalarType::Int);
+  const Tensor routing = empty(x, {routing_ints(router)}, ScalarType::Int);
   const Tensor counts = empty(x, {experts}, ScalarType::Int);  // nobody reads them
   check(router.forward({.given_ids = input<std::int32_t>(ids),
                         .given_weights = input<float>(weights),

@@ -7,7 +7,6 @@ std::tuple<Tensor, Tensor> up_proj_wgrad(Tensor x, Tensor dpreact, std::int64_t 
                                          Tensor w2, Tensor routing, std::string layer,
                                          OptionalTensor w1_up, bool wants_dw1, bool wants_dw1_up) {
   static PlanCache<GroupedGemmDesc> products;
-  static PlanCache<RoutingDesc, RouterPlan> routers;
   check_dims("x", x, 2, "(T, d)");
   check_dims("dpreact", dpreact, 2, "(R, 2n or n)");
   LayerDesc desc = options_of(layer);
@@ -19,7 +18,7 @@ std::tuple<Tensor, Tensor> up_proj_wgrad(Tensor x, Tensor dpreact, std::int64_t 
   describe_experts(&desc.experts, "x", x, w1_up, w2, false, no_main_grads);
   desc.tokens = x.size(0);
   desc.router.experts = w2.size(0);
-  const RouterPlan router = routers.get(desc.routing(), x);
+  const RouterPlan router = router_of(desc, x);
   const GroupedDesc grouped = desc.grouped();
   const auto plan = products.get({{grouped}, GemmOp::up_proj_wgrad}, x);
 
@@ -27,17 +26,14 @@ std::tuple<Tensor, Tensor> up_proj_wgrad(Tensor x, Tensor dpreact, std::int64_t 
   inputs.rows("x", x);
   inputs.weights(w1, w1_up, w2, no_main_grads);
   inputs.dpreact(dpreact);
-  const auto ints = static_cast<std::int64_t>(router.routing_bytes() / sizeof(std::int32_t));
-  check_tensor("routing", routing, x, ScalarType::Int, {ints}, "(routing)");
+  check_tensor("routing", routing, x, ScalarType::Int, {routing_ints(router)}, "(routing)");
   x = aligned(x);
 
   const WeightGradients gradients(x, grouped,
                                   {wants_dw1, wants_dw1_up && w1_up.has_value(), false});
   BackwardArgs made;
   gradients.add_to(&made, no_main_grads);
-  // routed_rows() takes void*, but nothing here writes the block.
-  const RoutedRows rows =
-      router.routed_rows(const_cast<std::int32_t*>(input<std::int32_t>(routing)));
+  const RoutedRows rows = rows_of(router, routing);
   if (made.dw1 != nullptr) {
     check(plan.run({.offsets = rows.offsets,
                     .row_tokens = rows.row_tokens,

@@ -144,19 +144,22 @@ def rows_of_ids(layer: str, slots: int) -> int:
     return torch.sym_min(most, slots) if most > 0 else slots
 
 
+def _ids_ints(ids, experts):
+    return 3 * ids.shape[0] * ids.shape[1] + 2 * experts + 1
+
+
 def _ids_forward_fake(
     x, ids, weights, w1, b1, w2, b2, layer, w1_main_grad=None, w2_main_grad=None, w1_up=None,
     b1_up=None, w1_up_main_grad=None,
 ):  # fmt: skip
     slots = ids.shape[0] * ids.shape[1]
-    ints = 3 * slots + 2 * w1.shape[0] + 1
-    return _given_forward_fake(x, w1, layer, w1_up, rows_of_ids(layer, slots), ints)
+    rows, ints = rows_of_ids(layer, slots), _ids_ints(ids, w1.shape[0])
+    return _given_forward_fake(x, w1, layer, w1_up, rows, ints)
 
 
 def _ids_routing_fake(x, ids, weights, experts, layer):
     inference = options_of(layer).get("inference") == "true"
-    ints = 3 * ids.shape[0] * ids.shape[1] + 2 * experts + 1
-    return _empty(x, 0 if inference else ints, dtype=torch.int32)
+    return _empty(x, 0 if inference else _ids_ints(ids, experts), dtype=torch.int32)
 
 
 def _ids_experts_forward_fake(

@@ -6,7 +6,7 @@ import ctypes
 import torch
 import torch.distributed as dist
 
-from sonicmoe.distributed import _all_to_all, _gather, _transport
+from sonicmoe.distributed import _all_to_all, _gather
 from sonicmoe.distributed._collectives import Collectives
 
 ROOM = 32  # of each rank on each, so that ranks may even disagree in numbers
@@ -110,7 +110,6 @@ def install(patch):
             return Collectives(group)
         return made.setdefault(group, FakePeerCopies(group))
 
-    patch.setattr(_transport, "check_peer_copies", lambda x: None)
     for module in (_gather, _all_to_all):
         patch.setattr(module, "exchanges_of", exchanges_of)
     return made

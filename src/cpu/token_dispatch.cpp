@@ -8,9 +8,9 @@
 namespace sonicmoe::cpu {
 namespace {
 
-/// Calls f(choice, rank, id, n) for every choice t K + k that its rank takes. `id` is the expert's
-/// among the rank's own; the rank has taken n choices of the same token before. `taken` is P words
-/// of scratch.
+/// Calls f(choice, rank, id, n) for every choice t K + k that its rank takes. `id` is that of the
+/// expert among the rank's own. The rank has taken n choices of the same token before.
+/// `taken` is P words of scratch.
 template <class F>
 void for_each_choice(const TokenDispatchDesc& d, const std::int32_t* ids, std::int32_t* taken,
                      F&& f) {

@@ -151,7 +151,7 @@ class _Gathered(torch.autograd.Function):
         )
 
 
-def check_peer_copies(x: torch.Tensor) -> None:
+def _check_peer_copies(x: torch.Tensor) -> None:
     if not x.is_cuda:
         raise ValueError(f"peer_copies: got True, allowed: False, for x is on {x.device}")
     if x.device.index != torch.cuda.current_device():
@@ -165,7 +165,7 @@ def exchanges_of(x: torch.Tensor, group: Group, peer_copies: bool) -> Any:
     """Collectives, or PeerCopies."""
     if not peer_copies:
         return Collectives(group)
-    check_peer_copies(x)
+    _check_peer_copies(x)
     from ._peer_copies import peer_copies_of  # torch's symmetric memory takes a while to import
 
     return peer_copies_of(group)

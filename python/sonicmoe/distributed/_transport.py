@@ -10,7 +10,7 @@ from .._autocast import autocast
 from ..enums import ActivationType
 from ._all_to_all import all_to_all_experts
 from ._collectives import Group, group_of
-from ._gather import check_peer_copies, gather_experts
+from ._gather import gather_experts
 
 TRANSPORTS = ("auto", "gather", "all_to_all")
 
@@ -71,10 +71,10 @@ class Transport:
         this rank's."""
         (x,) = autocast(x)
         ids, scores = _layer.int32(ids), scores.float().contiguous()
-        options = self.keep_gathered, self.max_tokens, self.peer_copies
+        given, of_both = (x, ids, scores, experts, group), (self.max_tokens, self.peer_copies)
         if self.gathers(group.size, ids.shape[1]):
-            return gather_experts(x, ids, scores, experts, group, *options)
-        return all_to_all_experts(x, ids, scores, experts, group, *options[1:])
+            return gather_experts(*given, self.keep_gathered, *of_both)
+        return all_to_all_experts(*given, *of_both)
 
     def __repr__(self) -> str:
         return (
@@ -137,6 +137,4 @@ def experts(
         )
     if not isinstance(transport, Transport):
         transport = Transport(transport)
-    if transport.peer_copies and not torch.compiler.is_compiling():
-        check_peer_copies(x)
     return transport.run(x, ids, weights, of_experts, group_of(group))

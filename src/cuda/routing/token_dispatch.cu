@@ -66,6 +66,14 @@ __global__ void __launch_bounds__(kThreads) count_rows(Parameters p) {
   }
 }
 
+/// Clears a row's choices from number n on.
+__device__ __forceinline__ void clear_choices(const Parameters& p, std::int32_t* choices, int n) {
+  for (; n < p.columns; ++n) {
+    choices[n] = -1;
+    choices[p.columns + n] = 0;
+  }
+}
+
 /// Writes what goes along with this thread's token to a rank.
 __device__ void write_row(const Parameters& p, int rank, std::int32_t row) {
   const std::int64_t first = p.token() * p.top_k;
@@ -81,26 +89,18 @@ __device__ void write_row(const Parameters& p, int rank, std::int32_t row) {
     p.a.score_places[first + k] = static_cast<std::int32_t>(1 + place + n);
     ++n;
   }
-  for (; n < p.columns; ++n) {
-    choices[n] = -1;
-    choices[p.columns + n] = 0;
-  }
+  clear_choices(p, choices, n);
 }
 
 /// Clears a place that no token has.
 __device__ void clear_row(const Parameters& p, std::int64_t row) {
   p.a.row_tokens[row] = 0;
-  if (p.packed) return;
-  std::int32_t* const choices = p.a.choices + 2 * row * p.columns;
-  for (int n = 0; n < p.columns; ++n) {
-    choices[n] = -1;
-    choices[p.columns + n] = 0;
-  }
+  if (!p.packed) clear_choices(p, p.a.choices + 2 * row * p.columns, 0);
 }
 
 __global__ void __launch_bounds__(kThreads) place_rows(Parameters p) {
-  // Rows for each rank: (P) of all blocks, (P) of the blocks before, (warps, P) of each warp, which
-  // become the warp's first row.
+  // Rows for each rank: (P) in all blocks, (P) in the blocks before, (warps, P) in each warp. The
+  // last become each warp's first row.
   extern __shared__ std::int32_t shared[];
   std::int32_t *const all = shared, *const first = all + p.ranks, *const of_warp = first + p.ranks;
   const int blocks = static_cast<int>(gridDim.x), warp = static_cast<int>(threadIdx.x) / kWarp;
