@@ -66,8 +66,8 @@ inline constexpr std::int32_t kBadCounts = 4;   ///< segments of rows that overl
 /// Scores and expert ids of each token's K experts from its logits, by descending value of what
 /// chooses (RouterDesc). A NaN, +inf, or with softmax a row of -inf is refused (invalid_data)
 /// before anything is written, by checked CUDA calls, and by CPU calls without an error_word. Other
-/// calls give such a row valid expert ids. Its scores are NaN; on CUDA only if the bad logit
-/// reaches them: a sigmoid's +inf is 1, and `given_ids` reach their own logits.
+/// calls give such a row valid expert ids, and NaN as scores: at least one of them, so that the
+/// token's output is NaN.
 ///
 /// With RouterInput::logits_and_ids nothing is chosen: `scores` are those of `given_ids`, in their
 /// order, and `ids` becomes a copy of them. The softmax over the top-K runs over the given logits.

@@ -10,7 +10,7 @@ Autocast of x's device casts x and weights. All calls differentiate once.
 ValueError is for a value, shape, layout or content that is not allowed, TypeError for a type or
 dtype, RuntimeError for a missing extension, NotImplementedError for vmap, forward mode and second
 derivatives; the text is "argument: got value, allowed: values". A NaN or +inf logit makes its
-token's output NaN, on CUDA where it reaches the token's scores. CUDA skips ids out of range.
+token's output NaN. CUDA skips ids out of range.
 
 Weights come as frameworks store them: contiguous w1 (E, 2I, H) and w2 (E, H, I), or (E, I, H) for
 an activation without a gate; biases b1 (E, 2I or I) and b2 (E, H). Each weight may also be the view

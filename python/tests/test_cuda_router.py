@@ -77,3 +77,33 @@ def test_the_module_with_an_fp32_router():
     moe.update_selection_bias(0.5)
     losses.update_selection_bias(before, counts, 0.5)
     assert torch.equal(moe.selection_bias, before) and not moe.tokens_per_expert.any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_bad_logit_spoils_its_token_alone(name, given, value):
+    """Wherever it is: among the experts of ids, too, or beside them."""
+    config, tokens, bad = config_of(name), 40, 7
+    sizes = dict(tokens=tokens, hidden=136, intermediate=72, experts=16)
+    layer = there(make_layer(dtype=torch.bfloat16, **sizes))
+    on_device = {n: t.to(DEVICE) for n, t in tensors_of(config).items() if n != "logit_bias"}
+    z = torch.randn(tokens, 16, device=DEVICE)
+    ids = None
+    if given:
+        on_device.pop("selection_bias", None)
+        ids = z.topk(K)[1].int()
+
+    def layer_of(logits: torch.Tensor) -> torch.Tensor:
+        return functional.experts_from_logits(
+            layer.x, logits, K, layer.w1, layer.w2, ids=ids, router=config, **on_device
+        )[0]
+
+    good = layer_of(z)
+    for expert in (0, 9, 15):
+        spoilt = z.clone()
+        spoilt[bad, expert] = value
+        out = layer_of(spoilt)
+        assert out[bad].isnan().all()
+        others = torch.arange(tokens) != bad
+        assert torch.equal(out[others], good[others])

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <limits>
+
 #include "math/exp.h"
 #include "math/ieee.h"
 #include "sonicmoe/types.h"
@@ -34,16 +36,21 @@ SONICMOE_HD float log1p(float x) {
   return fma(mul(q, s2), twice, twice);
 }
 
-/// 1 / (1 + e^-z). Small values keep all their bits, which e^-z would lose to infinity.
+/// p for a logit z, or a NaN where z is bad: a NaN or +inf.
+SONICMOE_HD float unless_bad(float z, float p) {
+  return z < std::numeric_limits<float>::infinity() ? p : std::numeric_limits<float>::quiet_NaN();
+}
+
+/// 1 / (1 + e^-z). Far below 0 that is e^z, whose inverse could be infinite.
+inline constexpr float kFarLogit = 64.0f;
 SONICMOE_HD float router_sigmoid(float z) {
-  const float e = exp(z < 0.0f ? z : -z);
-  return div(z < 0.0f ? e : 1.0f, add(1.0f, e));
+  return unless_bad(z, z < -kFarLogit ? exp(z) : div(1.0f, add(1.0f, exp(-z))));
 }
 
 /// sqrt(log(1 + e^z)) (DeepSeek-V4).
 SONICMOE_HD float sqrt_softplus(float z) {
   const float rest = log1p(exp(z < 0.0f ? z : -z));
-  return math::sqrt(z < 0.0f ? rest : add(z, rest));
+  return unless_bad(z, math::sqrt(z < 0.0f ? rest : add(z, rest)));
 }
 
 /// dp/dz of sqrt_softplus, from p alone: e^z = e^(p^2) - 1, so sigmoid(z) = 1 - e^(-p^2). 0 where p

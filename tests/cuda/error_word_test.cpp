@@ -32,12 +32,23 @@ struct TopKOutputs {
   std::vector<std::byte> scores;  // (T, K), fp32
 };
 
+/// Ids 0 to K - 1 for every token, but for a sentinel in the middle.
+std::vector<std::int32_t> first_ids(const TopKDesc& desc) {
+  std::vector<std::int32_t> ids;
+  for (std::int64_t i = 0; i < desc.tokens * desc.top_k; ++i) {
+    const auto k = static_cast<std::int32_t>(i % desc.top_k);
+    ids.push_back(k == desc.top_k / 2 ? -1 : k);
+  }
+  return ids;
+}
+
 /// One call, run any number of times in the same guarded memory.
 class UncheckedTopK {
  public:
   UncheckedTopK(const TopKDesc& desc, const Tensor& logits) : plan_(make_plan(desc, kDevice)) {
     EXPECT_TRUE(plan_.ok()) << plan_.status().message();
     args_.logits = arena_.input("logits", logits, desc.dtype);
+    if (desc.takes_ids()) args_.given_ids = arena_.input("given_ids", first_ids(desc));
     args_.scores = arena_.output_float("scores", desc.tokens * desc.top_k);
     args_.probabilities = arena_.output_float("probabilities", desc.tokens * desc.top_k);
     args_.ids = arena_.output_int32("ids", desc.tokens * desc.top_k);
@@ -149,6 +160,9 @@ void expect_reports(const TopKDesc& desc) {
       ASSERT_TRUE(valid(desc, got.ids));
       ASSERT_TRUE(same_but_for(token, desc.tokens, got.ids, expected.ids));
       ASSERT_TRUE(same_but_for(token, desc.tokens, got.scores, expected.scores));
+      const Tensor scores = decode(got.scores, DType::f32);
+      const auto own = std::span(scores).subspan(token * desc.top_k, desc.top_k);
+      ASSERT_TRUE(std::ranges::any_of(own, [](double score) { return std::isnan(score); }));
     }
   }
   EXPECT_EQ(top_k.damage(), "");
@@ -171,6 +185,7 @@ TEST(ErrorWord, TopKReportsBadLogits) {
             desc.top_k = K;
             desc.dtype = type;
             desc.order = order;
+            desc.renormalize = K == 8 && order == RouterOrder::score_then_select;
             expect_reports(desc);
             if (HasFatalFailure()) return;
           }
@@ -180,8 +195,7 @@ TEST(ErrorWord, TopKReportsBadLogits) {
   }
 }
 
-// A NaN is larger than any number, so the token goes to its expert and has its NaN, whichever
-// kernel it is.
+// A NaN spoils all scores of its token, which are renormalised, and no others.
 TEST(ErrorWord, ANaNOfASigmoidStays) {
   for (const std::int64_t E : {60, 64, 128, 256, 512, 1040}) {
     for (const std::int64_t groups : {1, 4}) {
@@ -208,12 +222,53 @@ TEST(ErrorWord, ANaNOfASigmoidStays) {
   }
 }
 
+// A bad logit makes NaNs of its token's scores, wherever the ids are, but not of the sentinel's.
+TEST(ErrorWord, BadLogitsSpoilScoresOfGivenIds) {
+  for (const RouterScore score :
+       {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
+    for (const RouterOrder order :
+         {RouterOrder::select_then_score, RouterOrder::score_then_select}) {
+      for (const float scale : {1.0f, 2.0f}) {
+        TopKDesc desc;
+        desc.tokens = 9;
+        desc.experts = 70;
+        desc.top_k = 4;
+        desc.input = RouterInput::logits_and_ids;
+        desc.score = score;
+        desc.order = order;
+        desc.scale = scale;
+        Tensor logits(desc.tokens * desc.experts);
+        for (std::size_t i = 0; i < logits.size(); ++i) logits[i] = Random(1, 18).normal(i);
+        UncheckedTopK top_k(desc, logits);
+        ASSERT_TRUE(top_k.planned());
+        const TopKOutputs good = top_k.run(encode(logits, desc.dtype), 0);
+        ASSERT_EQ(good.error_word, 0);
+        for (const double value : {kNan, kInf}) {
+          for (const std::int64_t e : {0, 1, 5, 69}) {  // experts 0 and 1 are among the ids
+            Tensor spoilt = logits;
+            spoilt[3 * desc.experts + e] = value;
+            const TopKOutputs got = top_k.run(encode(spoilt, desc.dtype), 0);
+            ASSERT_EQ(got.error_word, kBadLogits);
+            ASSERT_TRUE(same_but_for(3, desc.tokens, got.scores, good.scores));
+            const Tensor scores = decode(got.scores, DType::f32);
+            for (std::int64_t k = 0; k < desc.top_k; ++k) {
+              ASSERT_EQ(std::isnan(scores[3 * desc.top_k + k]), k != desc.top_k / 2)
+                  << name(score) << ", " << name(order) << ", expert " << e << ", entry " << k;
+            }
+          }
+        }
+        EXPECT_EQ(top_k.damage(), "");
+      }
+    }
+  }
+}
+
 // The kernels of routers that are not plain(): a warp and a thread block a token.
 TEST(ErrorWord, ScoredTopKReportsBadLogits) {
   for (const DType type : {DType::bf16, DType::f32}) {
     for (const RouterScore score :
          {RouterScore::softmax, RouterScore::sigmoid, RouterScore::sqrt_softplus}) {
-      for (const std::int64_t E : {8, 72, 128, 1040}) {
+      for (const std::int64_t E : {8, 64, 72, 128, 256, 512, 1040}) {
         for (const std::int64_t groups : {1, 4}) {
           TopKDesc desc;
           desc.tokens = 17;
@@ -226,8 +281,11 @@ TEST(ErrorWord, ScoredTopKReportsBadLogits) {
           desc.scale = 2;
           desc.groups = groups;
           desc.kept_groups = groups == 1 ? 1 : 3;
-          expect_reports(desc);
-          if (HasFatalFailure()) return;
+          for (const bool renormalize : {false, true}) {
+            desc.renormalize = renormalize;
+            expect_reports(desc);
+            if (HasFatalFailure()) return;
+          }
         }
       }
     }

@@ -11,19 +11,29 @@ namespace sonicmoe::cuda {
 // counts its own row.
 constexpr int kCounted = static_cast<int>(BlockCounts::kTokens);
 
-/// These kernels keep the kFew largest keys in descending order: first of a lane, then of more and
-/// more lanes.
+/// These kernels keep the kFew largest keys: first of a lane, then of more and more lanes.
 constexpr int kFew = 8;
 constexpr int kFewExperts = 512;
 
+__device__ __forceinline__ std::uint32_t larger(std::uint32_t a, std::uint32_t b) {
+  return max(a, b);
+}
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ std::uint32_t smaller(std::uint32_t a, std::uint32_t b) {
+  return min(a, b);
+}
+__device__ __forceinline__ float smaller(float a, float b) { return fminf(a, b); }
+
 /// Puts the larger key into a.
-__device__ __forceinline__ void order(std::uint32_t& a, std::uint32_t& b) {
-  const std::uint32_t larger = max(a, b);
-  b = min(a, b);
-  a = larger;
+template <class Key>
+__device__ __forceinline__ void order(Key& a, Key& b) {
+  const Key first = larger(a, b);
+  b = smaller(a, b);
+  a = first;
 }
 /// Sorts a bitonic sequence (it rises and then falls, or falls and then rises), largest first.
-__device__ __forceinline__ void order_bitonic(std::uint32_t (&key)[kFew]) {
+template <class Key>
+__device__ __forceinline__ void order_bitonic(Key (&key)[kFew]) {
 #pragma unroll
   for (int distance = kFew / 2; distance > 0; distance /= 2) {
 #pragma unroll
@@ -33,7 +43,8 @@ __device__ __forceinline__ void order_bitonic(std::uint32_t (&key)[kFew]) {
   }
 }
 /// Sorts any keys, largest first, by Batcher's network of 19 exchanges.
-__device__ __forceinline__ void order_all(std::uint32_t (&key)[kFew]) {
+template <class Key>
+__device__ __forceinline__ void order_all(Key (&key)[kFew]) {
   constexpr int kPairs[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
                                  {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
                                  {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
@@ -41,30 +52,31 @@ __device__ __forceinline__ void order_all(std::uint32_t (&key)[kFew]) {
   for (int i = 0; i < 19; ++i) order(key[kPairs[i][0]], key[kPairs[i][1]]);
 }
 
-/// The kFew largest keys of the kLanes lanes of a token, in descending order and in each of them.
-/// key_of(i) is the lane's key i.
-template <int kLanes, int kPerLane, class KeyOf>
-__device__ __forceinline__ void few_largest(KeyOf key_of, std::uint32_t (&best)[kFew]) {
+/// The kFew largest keys of the kLanes lanes of a token, in each of them, and in descending order
+/// if they are to be `ordered`. key_of(i) is the lane's key i, no NaN.
+template <int kLanes, int kPerLane, class KeyOf, class Key>
+__device__ __forceinline__ void few_largest(KeyOf key_of, Key (&best)[kFew], bool ordered = true) {
 #pragma unroll
   for (int first = 0; first < kPerLane; first += kFew) {
-    std::uint32_t key[kFew];
+    Key key[kFew];
 #pragma unroll
     for (int i = 0; i < kFew; ++i) key[i] = key_of(first + i);
     order_all(key);
     // Two descending lists of kFew: entry i of one and entry kFew - 1 - i of the other. The larger
     // of each such pair are the kFew largest of both, as a bitonic sequence.
 #pragma unroll
-    for (int i = 0; i < kFew; ++i) best[i] = first == 0 ? key[i] : max(best[i], key[kFew - 1 - i]);
+    for (int i = 0; i < kFew; ++i)
+      best[i] = first == 0 ? key[i] : larger(best[i], key[kFew - 1 - i]);
     if (first > 0) order_bitonic(best);
   }
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) {
-    std::uint32_t theirs[kFew];
+    Key theirs[kFew];
 #pragma unroll
     for (int i = 0; i < kFew; ++i) theirs[i] = __shfl_xor_sync(kAllLanes, best[i], distance);
 #pragma unroll
-    for (int i = 0; i < kFew; ++i) best[i] = max(best[i], theirs[kFew - 1 - i]);
-    order_bitonic(best);
+    for (int i = 0; i < kFew; ++i) best[i] = larger(best[i], theirs[kFew - 1 - i]);
+    if (ordered || 2 * distance < kLanes) order_bitonic(best);
   }
 }
 

@@ -59,10 +59,8 @@ struct Key64 {
   }
 
  private:
-  // Not all ones: a search begins below a bound of all ones, and the key of a NaN at expert 0 must
-  // lie below that too. Otherwise a row with K = E would have one key too few. Key32 has no bit to
-  // spare for this. It needs none: its searches have a bound only where E > 128, and there K is at
-  // most 64, so other keys are left.
+  // Not all ones: a block's search begins below a bound of all ones, and the key of a NaN at expert
+  // 0 must lie below that, too.
   static constexpr std::uint32_t kFirst = 0xfffffffe;
 };
 
@@ -85,7 +83,7 @@ struct LaneKeys {
   Key key[kDepth];
   bool more = true;  ///< the lane has keys that are not in the list
 
-  /// Makes the list from those of key_of(0) .. key_of(kPerLane - 1) that are below `bound`. With
+  /// Makes the list from those of key_of(0) .. key_of(kPerLane - 1) that are at most `bound`. With
   /// kPerLane <= kDepth the list holds all of them, and `bound` has no effect.
   template <int kPerLane, class KeyOf>
   __device__ void build(KeyOf key_of, Key bound) {
@@ -95,7 +93,7 @@ struct LaneKeys {
 #pragma unroll
       for (int i = 0; i < kDepth; ++i) {
         if (first + i < kPerLane) four.key[i] = key_of(first + i);
-        if (kPerLane > kDepth && four.key[i].bits >= bound.bits) four.key[i] = Key{};
+        if (kPerLane > kDepth && four.key[i].bits > bound.bits) four.key[i] = Key{};
       }
       four.order(0, 1), four.order(2, 3), four.order(0, 2), four.order(1, 3), four.order(1, 2);
       if (first == 0) {
@@ -229,18 +227,19 @@ struct WarpRow {
   __device__ void largest(int top_k, KeyOf key_of, Key (&mine)[2]) const {
     const auto key = [&](int j) { return has(j) ? key_of(j) : Key{}; };
     LaneKeys<Key> keys;
-    Key last;
-    last.bits = ~last.bits;
+    Key bound;
+    bound.bits = ~bound.bits;
     constexpr bool kAll = kPerLane <= keys.kDepth;  // a list holds all keys of its lane
-    if constexpr (kAll) keys.template build<kPerLane>(key, last);
+    if constexpr (kAll) keys.template build<kPerLane>(key, bound);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int left = min(top_k - i * kWarp, kWarp);
 #pragma unroll(kAll ? 4 : 1)
       for (int k = 0; k < left; ++k) {
-        if (!kAll && keys.used_up()) keys.template build<kPerLane>(key, last);
-        last = keys.take();
-        if (k == lane_id()) mine[i] = last;
+        if (!kAll && keys.used_up()) keys.template build<kPerLane>(key, bound);
+        const Key next = keys.take();
+        bound.bits = next.bits - 1;
+        if (k == lane_id()) mine[i] = next;
       }
     }
   }

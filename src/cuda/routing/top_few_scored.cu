@@ -4,6 +4,8 @@
 // A token's lanes make the values of all experts and sort them without ids, so a key is one
 // register. The K-th largest value then says which experts are chosen. They go to shared memory,
 // and a lane each (or two) weighs them.
+#include <limits>
+
 #include "cuda/routing/few.cuh"
 #include "cuda/routing/quick_score.h"
 #include "cuda/routing/scored_route.cuh"
@@ -21,7 +23,7 @@ By chooser(const TopKDesc& d) {
   return d.score == RouterScore::sigmoid ? By::sigmoid : By::sqrt_softplus;
 }
 
-constexpr int kMostGroups = 32;  // a bit of a register each
+constexpr int kMostGroups = 32;
 
 /// Experts lie in blocks of 32, and four lanes, the columns, hold eight of each block. Column c has
 /// the residues 8c .. 8c + 7 of math::lane_sum32. The kLanes / 4 rows of lanes hold kChunks
@@ -65,7 +67,8 @@ struct alignas(16) Shared {
   std::uint64_t key[kCounted][kFew];    ///< of the chosen: [value | ~expert]
   float p[kCounted][kFew];              ///< in stored order
   std::int32_t chosen[kCounted][kFew];  ///< in any order
-  std::uint32_t group_values[kCounted][kMostGroups + 1];
+  float group_values[kCounted][kMostGroups + 1];
+  bool bad[kCounted];  ///< RowState::bad
 };
 
 /// As order_bits(), of a sum that is not -0.
@@ -139,55 +142,112 @@ __device__ __forceinline__ float sum_of_terms(const float (&term)[L::kPerLane]) 
   return __shfl_sync(kAllLanes, sum[0], L::kLanes - 1, L::kLanes);
 }
 
-/// Turns a lane's logits into scores, in the bits of math::router_score and RowSoftmax.
-/// `largest` is the token's. Returns what the scores of the chosen need, if that is a softmax.
+/// What a token's logits say besides its scores.
+struct RowState {
+  bool bad;            ///< a NaN or +inf is among them, or a softmax has nothing finite
+  RowSoftmax softmax;  ///< of By::softmax
+};
+
+/// As `in` of any lane of the token.
+template <class L>
+__device__ __forceinline__ bool any_of_token(bool in) {
+  const unsigned lanes = (L::kLanes == kWarp ? 0u : 1u << L::kLanes % kWarp) - 1u;
+  return (__ballot_sync(kAllLanes, in) >> lane_id() / L::kLanes * L::kLanes & lanes) != 0;
+}
+
+template <By kBy>
+__device__ __forceinline__ float quick_score(float z) {
+  if constexpr (kBy == By::sigmoid) return quick_sigmoid(z);
+  if constexpr (kBy == By::sqrt_softplus) return quick_sqrt_softplus(z);
+  return z;
+}
+template <By kBy>
+__device__ __forceinline__ float any_score(float z) {
+  if constexpr (kBy == By::sigmoid) return any_sigmoid(z);
+  if constexpr (kBy == By::sqrt_softplus) return any_sqrt_softplus(z);
+  return z;
+}
+
+/// Turns a lane's logits into scores, in the bits of math::router_score and RowSoftmax. No NaN is
+/// left: the score of a bad logit becomes 0, and with a softmax the whole row.
 template <By kBy, class L>
-__device__ __forceinline__ RowSoftmax score_all(float largest, float (&z)[L::kPerLane]) {
+__device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&z)[L::kPerLane]) {
+  RowState row{};
   if constexpr (kBy == By::softmax) {
-    float least = 1.0f;
+    float largest = z[0], least = z[0];  // or a NaN, if there is one
 #pragma unroll
-    for (int i = 0; i < L::kPerLane; ++i) {
-      z[i] = exp_of_negative(math::sub(z[i], largest));
-      least = fminf(least, z[i]);
+    for (int i = 1; i < L::kPerLane; ++i) {
+      largest = math::at_least(largest, z[i]);
+      least = math::at_most(least, z[i]);
+    }
+#pragma unroll
+    for (int distance = 1; distance < L::kLanes; distance *= 2) {
+      largest = math::at_least(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+    }
+    row.bad = !(largest < INFINITY) || largest == -INFINITY;
+    // e^-41 is more than kLeastQuotient.
+    const bool quick = __all_sync(kAllLanes, math::sub(largest, least) <= 41.0f);
+    if (quick) {
+#pragma unroll
+      for (int i = 0; i < L::kPerLane; ++i) z[i] = quick_exp(math::sub(z[i], largest));
+    } else {
+#pragma unroll
+      for (int i = 0; i < L::kPerLane; ++i) z[i] = exp_of_negative(math::sub(z[i], largest));
     }
     const float sum = sum_of_terms<L>(z);
-    if (least >= kLeastQuotient) {
+    if (quick) {
       const float inverse = refined(sum, math::fast_reciprocal(sum));
 #pragma unroll
       for (int i = 0; i < L::kPerLane; ++i) z[i] = quotient(z[i], sum, inverse);
     } else {
 #pragma unroll
-      for (int i = 0; i < L::kPerLane; ++i) z[i] = math::div(z[i], sum);
+      for (int i = 0; i < L::kPerLane; ++i) z[i] = row.bad ? 0.0f : math::div(z[i], sum);
     }
-    return {largest, sum};
-  } else if constexpr (kBy == By::sigmoid) {
+    row.softmax = {largest, sum};
+  } else {
+    constexpr bool kLogits = kBy == By::logit;
+    float largest = kLogits ? z[0] : fabsf(z[0]);  // or a NaN
 #pragma unroll
-    for (int i = 0; i < L::kPerLane; ++i) z[i] = quick_sigmoid(z[i]);
-  } else if constexpr (kBy == By::sqrt_softplus) {
-    float least = 1.0f;
-#pragma unroll
-    for (int i = 0; i < L::kPerLane; ++i) {
-      z[i] = quick_softplus(z[i]);
-      least = fminf(least, z[i]);
+    for (int i = 1; i < L::kPerLane; ++i) {
+      largest = math::at_least(largest, kLogits ? z[i] : fabsf(z[i]));
     }
-    if (least >= kLeastQuickSqrt) {
+    if (__all_sync(kAllLanes, largest < (kLogits ? INFINITY : kFarLogit))) {
 #pragma unroll
-      for (int i = 0; i < L::kPerLane; ++i) z[i] = quick_sqrt(z[i], guess_rsqrt(z[i]));
+      for (int i = 0; i < L::kPerLane; ++i) z[i] = quick_score<kBy>(z[i]);
     } else {
+      bool wrong = false;
+      // Each turn takes two logits from the front and puts their scores behind.
+      constexpr int kTurn = 2, kRest = L::kPerLane - kTurn;
+#pragma unroll 1
+      for (int turn = 0; turn < L::kPerLane / kTurn; ++turn) {
+        float score[kTurn];
 #pragma unroll
-      for (int i = 0; i < L::kPerLane; ++i) z[i] = math::sqrt(z[i]);
+        for (int i = 0; i < kTurn; ++i) {
+          const bool good = z[i] < INFINITY;
+          wrong |= !good;
+          score[i] = good ? any_score<kBy>(z[i]) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kRest; ++i) z[i] = z[i + kTurn];
+#pragma unroll
+        for (int i = 0; i < kTurn; ++i) z[kRest + i] = score[i];
+      }
+      row.bad = any_of_token<L>(wrong);
+    }
+    if (kLogits && route.softmax()) {  // a row of -inf is bad, too
+      row.bad |= !any_of_token<L>(largest > -INFINITY);
     }
   }
-  return {};
+  return row;
 }
 
 /// The two largest of some values.
 struct TwoLargest {
-  std::uint32_t first, second;
+  float first, second;
 
-  __device__ __forceinline__ void add(std::uint32_t other_first, std::uint32_t other_second) {
-    second = max(min(first, other_first), max(second, other_second));
-    first = max(first, other_first);
+  __device__ __forceinline__ void add(float other_first, float other_second) {
+    second = fmaxf(fminf(first, other_first), fmaxf(second, other_second));
+    first = fmaxf(first, other_first);
   }
 };
 
@@ -195,10 +255,8 @@ struct TwoLargest {
 /// group[q] is the value of the group of the lane's chunk q, and stay[q] the decision.
 template <class L>
 __device__ __forceinline__ void drop_tied_groups(const L& own, const ScoredRoute& route,
-                                                 int columns,
-                                                 const std::uint32_t (&group)[L::kChunks],
-                                                 std::uint32_t* group_values,
-                                                 bool (&stay)[L::kChunks]) {
+                                                 int columns, const float (&group)[L::kChunks],
+                                                 float* group_values, bool (&stay)[L::kChunks]) {
   const int shift = 31 - __clz(route.group_size);
   if (own.column % columns == 0) {
 #pragma unroll
@@ -211,27 +269,27 @@ __device__ __forceinline__ void drop_tied_groups(const L& own, const ScoredRoute
     int better = 0;
 #pragma unroll 1
     for (int other = 0; other < route.groups; ++other) {
-      const std::uint32_t theirs = group_values[other];
+      const float theirs = group_values[other];
       better += theirs > group[q] || (theirs == group[q] && other < g);
     }
     stay[q] = better < route.kept_groups;
   }
 }
 
-/// Sets the values of experts whose group does not stay to 0, which is below those of numbers.
-/// group_values is the token's.
+/// Sets the values of experts whose group does not stay to -inf. Returns a bit for each of the
+/// others. group_values is the token's. A value of +inf becomes a NaN, which meets -inf and other
+/// NaNs alone until all values of its chunk are sorted, and then loses against every number.
 template <class L>
-__device__ __forceinline__ void drop_groups(const L& own, const ScoredRoute& route,
-                                            std::uint32_t* group_values,
-                                            std::uint32_t (&value)[L::kPerLane]) {
+__device__ __forceinline__ unsigned drop_groups(const L& own, const ScoredRoute& route,
+                                                float* group_values, float (&value)[L::kPerLane]) {
   constexpr int kChunks = L::kChunks;
   TwoLargest two[kChunks];
 #pragma unroll
   for (int q = 0; q < kChunks; ++q) {
-    const std::uint32_t* const v = value + 8 * q;
-    two[q] = {max(v[0], v[1]), min(v[0], v[1])};
+    const float* const v = value + 8 * q;
+    two[q] = {fmaxf(v[0], v[1]), fminf(v[0], v[1])};
 #pragma unroll
-    for (int i = 2; i < 8; i += 2) two[q].add(max(v[i], v[i + 1]), min(v[i], v[i + 1]));
+    for (int i = 2; i < 8; i += 2) two[q].add(fmaxf(v[i], v[i + 1]), fminf(v[i], v[i + 1]));
   }
   const int columns = min(kColumns, route.group_size / 8);  // of a group
 #pragma unroll
@@ -239,13 +297,13 @@ __device__ __forceinline__ void drop_groups(const L& own, const ScoredRoute& rou
     if (distance >= columns) break;
 #pragma unroll
     for (int q = 0; q < kChunks; ++q) {
-      const std::uint32_t first = __shfl_xor_sync(kAllLanes, two[q].first, distance);
-      const std::uint32_t second = __shfl_xor_sync(kAllLanes, two[q].second, distance);
+      const float first = __shfl_xor_sync(kAllLanes, two[q].first, distance);
+      const float second = __shfl_xor_sync(kAllLanes, two[q].second, distance);
       two[q].add(first, second);
     }
   }
   const bool pairs = route.group_size > kBlock;  // of chunks, which are a group
-  std::uint32_t group[kChunks];                  // the values of the chunks' groups
+  float group[kChunks];                          // the values of the chunks' groups
 #pragma unroll
   for (int q = 0; q < kChunks; q += 2) {
     if (pairs) {
@@ -256,26 +314,25 @@ __device__ __forceinline__ void drop_groups(const L& own, const ScoredRoute& rou
 #pragma unroll
   for (int q = 0; q < kChunks; ++q) {
     group[q] = two[q].first;
-    if (route.two) {
-      group[q] =
-          order_bits(math::add(from_order_bits(two[q].first), from_order_bits(two[q].second)));
-    }
+    if (route.two) group[q] = math::add(group[q], two[q].second);
   }
-  // How many groups are better than that of chunk q. Lanes at multiples of `columns` have the
-  // others.
-  int better[kChunks] = {};
-  const auto compare = [&](const std::uint32_t(&theirs)[kChunks]) {
+  // How many groups are better than that of chunk q: as floats, which add up in other units than
+  // those that compare. Lanes at multiples of `columns` have the others.
+  float better[kChunks] = {};
+  const float odd = pairs ? 0.0f : 1.0f;  // counted with the chunk before it
+  const auto compare = [&](const float(&theirs)[kChunks]) {
 #pragma unroll
     for (int other = 0; other < kChunks; ++other) {
-      const int counts = other % 2 == 1 && pairs ? 0 : 1;
 #pragma unroll
-      for (int q = 0; q < kChunks; ++q) better[q] += theirs[other] > group[q] ? counts : 0;
+      for (int q = 0; q < kChunks; ++q) {
+        if (theirs[other] > group[q]) better[q] += other % 2 == 1 ? odd : 1.0f;
+      }
     }
   };
   compare(group);
 #pragma unroll 1
   for (int distance = columns; distance < L::kLanes; distance += columns) {
-    std::uint32_t theirs[kChunks];
+    float theirs[kChunks];
 #pragma unroll
     for (int q = 0; q < kChunks; ++q) {
       theirs[q] = __shfl_xor_sync(kAllLanes, group[q], distance);
@@ -286,7 +343,7 @@ __device__ __forceinline__ void drop_groups(const L& own, const ScoredRoute& rou
   int staying = 0;
 #pragma unroll
   for (int q = 0; q < kChunks; ++q) {
-    stay[q] = better[q] < route.kept_groups;
+    stay[q] = better[q] < static_cast<float>(route.kept_groups);
     staying += stay[q] && !(q % 2 == 1 && pairs);
   }
 #pragma unroll 1
@@ -296,11 +353,15 @@ __device__ __forceinline__ void drop_groups(const L& own, const ScoredRoute& rou
   if (__any_sync(kAllLanes, staying != route.kept_groups)) {
     drop_tied_groups(own, route, columns, group, group_values, stay);
   }
+  unsigned stays = 0;
 #pragma unroll
   for (int q = 0; q < kChunks; ++q) {
+    if (stay[q]) stays |= 0xffu << 8 * q;
+    const float penalty = stay[q] ? 0.0f : -INFINITY;
 #pragma unroll
-    for (int i = 8 * q; i < 8 * q + 8; ++i) value[i] = stay[q] ? value[i] : 0;
+    for (int i = 8 * q; i < 8 * q + 8; ++i) value[i] = math::add(value[i], penalty);
   }
+  return stays;
 }
 
 /// Of the experts that a token's lanes mark by bits, the `left` with the lowest ids.
@@ -351,20 +412,32 @@ __device__ __forceinline__ int marks_upto(const L& own, unsigned marked) {
 }
 
 /// Marks the K largest values of a token, ties to the lower expert id, and stores their experts.
+/// Takes none but experts whose bit is in `stays`.
 template <class L>
-__device__ __forceinline__ void choose(const L& own, int top_k,
-                                       const std::uint32_t (&value)[L::kPerLane],
-                                       std::int32_t* chosen) {
-  std::uint32_t best[kFew];
-  few_largest<L::kLanes, L::kPerLane>([&](int i) { return value[i]; }, best);
-  std::uint32_t last = best[0];
+__device__ __forceinline__ void choose(const L& own, int top_k, const float (&value)[L::kPerLane],
+                                       unsigned stays, std::int32_t* chosen) {
+  float best[kFew];
+  few_largest<L::kLanes, L::kPerLane>([&](int i) { return value[i]; }, best, top_k < kFew);
+  float last = best[0];
+  if (top_k < kFew) {
 #pragma unroll
-  for (int k = 1; k < kFew; ++k) last = k < top_k ? best[k] : last;
+    for (int k = 1; k < kFew; ++k) last = k < top_k ? best[k] : last;
+  } else {
+#pragma unroll
+    for (int k = 1; k < kFew; ++k) last = fminf(last, best[k]);
+  }
+  // Bits are added up as floats, 16 at a time, in other units than those that compare.
   unsigned marked = 0;
 #pragma unroll
-  for (int i = 0; i < L::kPerLane; ++i) {
-    if (value[i] >= last) marked |= 1u << i;
+  for (int half = 0; half < L::kPerLane / 16; ++half) {
+    float bits = 0x1p23f;  // then its low bits are an integer
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (value[16 * half + i] >= last) bits += static_cast<float>(1 << i);
+    }
+    marked |= (math::bits(bits) & 0xffffu) << 16 * half;
   }
+  marked &= stays;
   int upto = marks_upto(own, marked);
   const int all = __shfl_sync(kAllLanes, upto, L::kLanes - 1, L::kLanes);
   if (__any_sync(kAllLanes, all != top_k)) {  // more experts have the K-th value
@@ -376,6 +449,7 @@ __device__ __forceinline__ void choose(const L& own, int top_k,
     for (int i = 0; i < L::kPerLane; ++i) {
       if (value[i] == last) tied |= 1u << i;
     }
+    tied &= stays;
     marked = (marked & ~tied) | lowest_marked(own, tied, left);
     upto = marks_upto(own, marked);
   }
@@ -396,51 +470,43 @@ __device__ __forceinline__ Scored score_of(const ScoredRoute& route, float z,
     const float p = softmax.probability(z);
     return {p, p};
   } else {
-    const float p = kBy == By::sigmoid ? quick_sigmoid(z) : math::sqrt_softplus(z);
+    const bool quick = __all_sync(kAllLanes, fabsf(z) < kFarLogit);
+    const float p = quick ? quick_score<kBy>(z) : any_score<kBy>(z);
     return {p, p};
   }
 }
 
-/// Routes token t, the block's number `token`, with the logits of the lane's experts. count[e]
-/// grows by one for each expert e that the token chooses.
+/// The token that is the block's number `token`.
+__device__ __forceinline__ std::int64_t token_id(int token) {
+  return std::int64_t{blockIdx.x} * kCounted + token;
+}
+
+/// Routes the block's number `token`, with the logits of the lane's experts. count[e] grows by one
+/// for each expert e that it chooses.
 template <By kBy, class L>
 __device__ __forceinline__ void route_few(const L& own, const FewArgs& a, const ScoredRoute& route,
-                                          float (&z)[L::kPerLane], int token, std::int64_t t,
-                                          Shared* shared) {
-  float largest = z[0];  // or a NaN, if there is one
-  if (kBy == By::softmax || a.error_word != nullptr) {
-#pragma unroll
-    for (int i = 1; i < L::kPerLane; ++i) largest = math::at_least(largest, z[i]);
-#pragma unroll
-    for (int distance = 1; distance < L::kLanes; distance *= 2) {
-      largest = math::at_least(largest, __shfl_xor_sync(kAllLanes, largest, distance));
-    }
-    const bool bad = !(largest < INFINITY) || (route.softmax() && largest == -INFINITY);
-    if (bad && own.part == 0) report(a.error_word, kBadLogits);
-  }
-  const RowSoftmax softmax = score_all<kBy, L>(largest, z);
-
-  std::uint32_t value[L::kPerLane];
-  if (kBy != By::logit && route.selection_bias == nullptr && route.groups == 1) {
-    // Bits of numbers from 0 on ascend with them.
-#pragma unroll
-    for (int i = 0; i < L::kPerLane; ++i) value[i] = math::bits(z[i]);
-  } else {
+                                          float (&z)[L::kPerLane], int token, Shared* shared) {
+  const RowState row = score_all<kBy, L>(route, z);
+  if (row.bad && own.part == 0) report(a.error_word, kBadLogits);
+  shared->bad[token] = row.bad;
+  if (kBy == By::logit || route.selection_bias != nullptr) {
 #pragma unroll
     for (int i = 0; i < L::kPerLane; i += 4) {
       const auto bias = *reinterpret_cast<const float4*>(shared->bias + L::padded(own.first) +
                                                          i / 8 * kBlock + i % 8);
-      value[i] = order_bits_of_sum(math::add(z[i], bias.x));
-      value[i + 1] = order_bits_of_sum(math::add(z[i + 1], bias.y));
-      value[i + 2] = order_bits_of_sum(math::add(z[i + 2], bias.z));
-      value[i + 3] = order_bits_of_sum(math::add(z[i + 3], bias.w));
+      z[i] = math::add(z[i], bias.x);
+      z[i + 1] = math::add(z[i + 1], bias.y);
+      z[i + 2] = math::add(z[i + 2], bias.z);
+      z[i + 3] = math::add(z[i + 3], bias.w);
     }
   }
-  if (route.groups > 1) drop_groups(own, route, shared->group_values[token], value);
+  unsigned stays = ~0u;
+  if (route.groups > 1) stays = drop_groups(own, route, shared->group_values[token], z);
   std::int32_t* const chosen = shared->chosen[token];
-  choose(own, route.top_k, value, chosen);
+  choose(own, route.top_k, z, stays, chosen);
   __syncwarp();  // all chosen are stored
 
+  const std::int64_t t = token_id(token);
   // Lane k modulo kLanes weighs the chosen number k, and stores it at its rank. Lanes without one
   // compute with the first.
   std::int32_t e[L::kEntries];
@@ -451,11 +517,12 @@ __device__ __forceinline__ void route_few(const L& own, const FewArgs& a, const 
     const int k = i * L::kLanes + own.part;
     e[i] = chosen[k < route.top_k ? k : 0];
     visit_row(a, first_logit<L>(a, t) + e[i], [&](const auto* from) { x[i] = to_float(*from); });
+    if (shared->bad[token]) x[i] = NAN;  // makes NaNs of all scores
   }
 #pragma unroll
   for (int i = 0; i < L::kEntries; ++i) {
     const int k = i * L::kLanes + own.part;
-    const Scored scored = score_of<kBy>(route, x[i], softmax);
+    const Scored scored = score_of<kBy>(route, x[i], row.softmax);
     p[i] = scored.p;
     const float v = math::add(scored.v, shared->bias[L::padded(e[i])]);
     key[i] = std::uint64_t{order_bits_of_sum(v)} << 32 | ~static_cast<std::uint32_t>(e[i]);
@@ -518,19 +585,20 @@ __global__ void __launch_bounds__(L::kThreads, 1024 / L::kThreads)
   if (thread < L::kExperts) shared.count[thread] = 0;
   const L own;
   const int token = thread / L::kLanes;
-  const std::int64_t t = std::int64_t{blockIdx.x} * kCounted + token;
   wait_for_previous();
   const bool has_bias = thread < L::kExperts && route.selection_bias != nullptr;
   const float bias = has_bias ? route.selection_bias[thread] : 0.0f;
   float z[L::kPerLane];
-  visit_row(args, first_logit<L>(args, t) + own.first, [&](const auto* from) {
+  visit_row(args, first_logit<L>(args, token_id(token)) + own.first, [&](const auto* from) {
 #pragma unroll
     for (int q = 0; q < L::kChunks; ++q) load_eight(from + q * kBlock, z + 8 * q);
   });
+  // Sorts take no NaN: neither one of the caller's, nor that of a logit of -inf plus +inf.
+  constexpr float kMost = kBy == By::logit ? std::numeric_limits<float>::max() : INFINITY;
   // Plus 0, so that no sum with it is -0.
-  if (thread < L::kExperts) shared.bias[L::padded(thread)] = math::add(bias, 0.0f);
+  if (thread < L::kExperts) shared.bias[L::padded(thread)] = math::add(fminf(bias, kMost), 0.0f);
   __syncthreads();  // count[] is 0 and bias[] is complete
-  route_few<kBy>(own, args, route, z, token, t, &shared);
+  route_few<kBy>(own, args, route, z, token, &shared);
   if (block_counts == nullptr) return;
   __syncthreads();  // all tokens are counted
   store_counts<L::kThreads>(shared.count, block_counts, stride);

@@ -197,21 +197,19 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   const T* const row = logits + t * route.experts;
   const std::int64_t first = t * route.top_k;
   RowSoftmax softmax{};
+  bool wrong = false;  // a NaN or +inf, wherever the ids are
   bool bad = false;
   if (route.over_top_k) {
     const std::uint32_t largest = largest_at(row, route.experts, given_ids + first, route.top_k);
     softmax.max = from_order_bits(largest);
-    if (error_word != nullptr) {
-      bool wrong = false;
-      bool finite = false;
-      for (std::int64_t e = lane_id(); e < route.experts; e += kWarp) {
-        const float x = to_float(row[e]);
-        wrong |= !(x < INFINITY);
-        finite |= x > -INFINITY;
-      }
-      bad = __any_sync(kAllLanes, wrong) || !__any_sync(kAllLanes, finite) ||
-            only_negative_infinity(largest);
+    bool finite = false;
+    for (std::int64_t e = lane_id(); e < route.experts; e += kWarp) {
+      const float x = to_float(row[e]);
+      wrong |= !(x < INFINITY);
+      finite |= x > -INFINITY;
     }
+    wrong = __any_sync(kAllLanes, wrong);
+    bad = wrong || !__any_sync(kAllLanes, finite) || only_negative_infinity(largest);
   } else {
     softmax = row_softmax(row, route.experts);
     bad = softmax.sum != softmax.sum;  // as in top_k_slow
@@ -227,6 +225,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     if (e >= 0 && e < route.experts) {
       const float x = to_float(row[e]);
       score = route.over_top_k ? softmax.term(x) : softmax.probability(x);
+      if (wrong) score = NAN;
     }
     if (lane_id() < left) {
       scores[first + k] = score;
@@ -237,7 +236,8 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
   if (!route.normalised) return;
   for (int k = lane_id(); k < route.top_k; k += kWarp) {
-    scores[first + k] = sum == 0.0f ? 0.0f : math::div(scores[first + k], sum);
+    const float score = scores[first + k];  // 0 of sentinels, and of all if the sum is 0
+    scores[first + k] = score == 0.0f ? 0.0f : math::div(score, sum);
   }
 }
 

@@ -38,10 +38,11 @@ __device__ bool group_stays(const ScoredRoute& route, int g, const float* group_
 }
 
 /// Writes p and the scores of a token's ids. All lanes of a warp call it. Lane l has written
-/// ids[l], ids[l + 32], ... itself, or an earlier kernel has. Sentinels take no part and get 0.
+/// ids[l], ids[l + 32], ... itself, or an earlier kernel has. Sentinels take no part and get 0. All
+/// others get NaNs if the row is `spoilt`, wherever its bad logits are.
 template <class T>
 __device__ void weigh(const ScoredRoute& route, const T* row, RowSoftmax softmax,
-                      const std::int32_t* ids, float* probabilities, float* scores) {
+                      const std::int32_t* ids, float* probabilities, float* scores, bool spoilt) {
   if (route.over_top_k) {
     softmax.max = from_order_bits(largest_at(row, route.experts, ids, route.top_k));
   }
@@ -54,6 +55,7 @@ __device__ void weigh(const ScoredRoute& route, const T* row, RowSoftmax softmax
     if (e >= 0 && e < route.experts) {
       const float z = to_float(row[e]);
       p = route.over_top_k ? softmax.term(z) : route.p(z, softmax);
+      if (spoilt) p = NAN;
     }
     if (lane_id() < left) probabilities[k] = p;
 #pragma unroll 4
@@ -64,7 +66,7 @@ __device__ void weigh(const ScoredRoute& route, const T* row, RowSoftmax softmax
     const std::int32_t e = ids[k];
     float p = probabilities[k];
     if (route.over_top_k) {
-      p = sum == 0.0f ? 0.0f : math::div(p, sum);
+      p = p == 0.0f ? 0.0f : math::div(p, sum);  // 0 of sentinels, and of all if the sum is 0
       probabilities[k] = p;
     }
     float score = 0.0f;
@@ -96,9 +98,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
   using Row = WarpRow<T, kPerLane>;
   const T* const from = logits + t * route.experts;
   const Row row(from, route.experts);
-  if (error_word != nullptr && row.bad(route.softmax()) && lane_id() == 0) {
-    report(error_word, kBadLogits);
-  }
+  const bool bad = row.bad(route.softmax());
+  if (bad && lane_id() == 0) report(error_word, kBadLogits);
   RowSoftmax softmax{};
   if (route.over_all()) softmax = row.softmax();
   float value[kPerLane];
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane))
     const int k = lane_id() + i * kWarp;
     if (k < route.top_k) ids[first + k] = mine[i].expert();
   }
-  weigh(route, from, softmax, ids + first, probabilities + first, scores + first);
+  weigh(route, from, softmax, ids + first, probabilities + first, scores + first, bad);
 }
 
 /// Is a row of logits one that check_logits would refuse? All threads of a block call it.
@@ -165,9 +166,8 @@ __global__ void __launch_bounds__(kSlowThreads)
   const std::int64_t t = blockIdx.x, first = t * route.top_k;
   wait_for_previous();
   const T* const row = logits + t * route.experts;
-  if (error_word != nullptr && block_bad(route, row) && threadIdx.x == 0) {
-    report(error_word, kBadLogits);
-  }
+  const bool bad = block_bad(route, row);
+  if (bad && threadIdx.x == 0) report(error_word, kBadLogits);
   RowSoftmax softmax{};
   if (route.over_all()) softmax = row_softmax(row, route.experts);  // every warp for itself
   const auto value = [&](std::int64_t e) { return route.value(to_float(row[e]), softmax, e); };
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kSlowThreads)
     if (static_cast<int>(threadIdx.x) == k % kWarp) ids[first + k] = last.expert();
   }
   if (threadIdx.x < kWarp) {
-    weigh(route, row, softmax, ids + first, probabilities + first, scores + first);
+    weigh(route, row, softmax, ids + first, probabilities + first, scores + first, bad);
   }
 }
 
@@ -210,22 +210,20 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   const std::int64_t first = t * route.top_k;
   RowSoftmax softmax{};
   if (route.over_all()) softmax = row_softmax(row, route.experts);
-  if (error_word != nullptr) {
-    bool wrong = false, finite = !route.softmax();
-    for (std::int64_t e = lane_id(); e < route.experts; e += kWarp) {
-      const float x = to_float(row[e]);
-      wrong |= !(x < INFINITY);
-      finite |= x > -INFINITY;
-    }
-    const bool no_id = route.over_top_k && only_negative_infinity(largest_at(
-                                               row, route.experts, given_ids + first, route.top_k));
-    wrong = __any_sync(kAllLanes, wrong);
-    if ((wrong || !__any_sync(kAllLanes, finite) || no_id) && lane_id() == 0) {
-      report(error_word, kBadLogits);
-    }
+  bool wrong = false, finite = !route.softmax();
+  for (std::int64_t e = lane_id(); e < route.experts; e += kWarp) {
+    const float x = to_float(row[e]);
+    wrong |= !(x < INFINITY);
+    finite |= x > -INFINITY;
+  }
+  wrong = __any_sync(kAllLanes, wrong);
+  const bool no_id = route.over_top_k && only_negative_infinity(largest_at(
+                                             row, route.experts, given_ids + first, route.top_k));
+  if ((wrong || !__any_sync(kAllLanes, finite) || no_id) && lane_id() == 0) {
+    report(error_word, kBadLogits);
   }
   for (int k = lane_id(); k < route.top_k; k += kWarp) ids[first + k] = given_ids[first + k];
-  weigh(route, row, softmax, ids + first, probabilities + first, scores + first);
+  weigh(route, row, softmax, ids + first, probabilities + first, scores + first, wrong);
 }
 
 template <class T>
