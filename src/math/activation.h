@@ -203,36 +203,25 @@ struct GluClampedAfter {
 };
 
 /// a = alpha tanh(g / alpha) sigmoid(g) beta tanh(u / beta).
-///
-/// tanh |x| = n / (2 - n) with n = 1 - e^-2|x|, so that small |x| keep their relative accuracy.
-/// 2 sigmoid(2x) - 1 would lose it. In forward one reciprocal serves both tanh and the sigmoid.
 struct SituGlu {
   static constexpr bool kIsGlu = true;
   float alpha, beta;
-  float gate_rate, up_rate;  ///< 2 log2(e) / alpha and / beta: e^-2|g / alpha| = 2^-(rate |g|)
+  float gate_scale, up_scale;  ///< 1 / alpha and 1 / beta
 
   static SONICMOE_HD SituGlu of(float alpha, float beta) {
-    constexpr float kTwoLog2E = 2.8853900817779268f, kLargest = 3.40282347e38f;
-    // The bound keeps the rate of the smallest scales finite, so that a gate of 0 gives 0.
-    return {alpha, beta, at_most(kTwoLog2E / alpha, kLargest), at_most(kTwoLog2E / beta, kLargest)};
+    // The bound keeps the inverse of the smallest scales finite, so that a gate of 0 gives 0.
+    constexpr float kLargest = std::numeric_limits<float>::max();
+    return {alpha, beta, at_most(1.0f / alpha, kLargest), at_most(1.0f / beta, kLargest)};
   }
 
   SONICMOE_HD float forward(float gate, float up) const {
-    const Parts p = parts(gate, up);
-    return product(p, fast_reciprocal(p.denominator()), gate, up);
+    return alpha * fast_tanh(gate * gate_scale) * gate_sigmoid(gate) *
+           (beta * fast_tanh(up * up_scale));
   }
-  SONICMOE_HD float forward_by_newton(float gate, float up) const {
-    const Parts p = parts(gate, up);
-    return product(p, reciprocal_by_newton(p.denominator()), gate, up);
-  }
-  /// By two reciprocals: one for all three bottoms would take nine multiplications to take apart.
+  SONICMOE_HD float forward_by_newton(float gate, float up) const { return forward(gate, up); }
   SONICMOE_HD Gradients backward(float gate, float up, float da) const {
-    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
-    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
-    const float bottom_g = 2.0f - n_g, bottom_u = 2.0f - n_u;
-    const float r = fast_reciprocal(bottom_g * bottom_u), s = sigmoid(gate);
-    const float tanh_g = with_sign(n_g * (bottom_u * r), bits(gate));
-    const float tanh_u = with_sign(n_u * (bottom_g * r), bits(up));
+    const float s = gate_sigmoid(gate);
+    const float tanh_g = fast_tanh(gate * gate_scale), tanh_u = fast_tanh(up * up_scale);
     const float g = alpha * tanh_g, u = beta * tanh_u, v = g * s;
     // d(g s) = (1 - tanh^2) s + g s (1 - s)
     const float slope = s * fma(g, 1.0f - s, fma(-tanh_g, tanh_g, 1.0f));
@@ -240,25 +229,14 @@ struct SituGlu {
   }
 
  private:
-  /// tanh |g / alpha| = n_g / gate_bottom, tanh |u / beta| = n_u / up_bottom, and the sigmoid of g
-  /// is 1 / sigmoid_bottom.
-  struct Parts {
-    float n_g, n_u, gate_bottom, up_bottom, sigmoid_bottom;
-    SONICMOE_HD float denominator() const { return gate_bottom * up_bottom * sigmoid_bottom; }
-  };
-  /// Any gate below -84 counts as that, see Silu::value_by_newton(). The bound keeps the
-  /// denominator below 2^125.
-  SONICMOE_HD Parts parts(float gate, float up) const {
-    gate = at_least(gate, -84.0f);
-    const float n_g = one_minus_exp2(fabsf(gate) * gate_rate);
-    const float n_u = one_minus_exp2(fabsf(up) * up_rate);
-    return {n_g, n_u, 2.0f - n_g, 2.0f - n_u, 1.0f + fast_exp(-gate)};
-  }
-  SONICMOE_HD float product(const Parts& p, float reciprocal, float gate, float up) const {
-    return with_sign(alpha * p.n_g * (beta * p.n_u) * reciprocal, bits(gate) ^ bits(up));
-  }
-  static SONICMOE_HD float with_sign(float x, std::uint32_t sign) {
-    return from_bits(bits(x) ^ (sign & 0x80000000u));
+  /// On Hopper by a tanh as well, for the special function unit limits the epilogues. There its
+  /// absolute error is at most 2^-17, which is that of the sigmoid itself below a gate of -11.
+  static SONICMOE_HD float gate_sigmoid(float gate) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    return fma(0.5f, fast_tanh(0.5f * gate), 0.5f);
+#else
+    return sigmoid(gate);
+#endif
   }
 };
 
