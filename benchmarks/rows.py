@@ -2,6 +2,7 @@
 
     python benchmarks/rows.py
     python benchmarks/rows.py --thiek 24576,1536,256,128,8 --repeats 50 --json FILE
+    python benchmarks/rows.py --steady-state
 
 The other side is F.grouped_mm, a compiled SwiGLU, F.grouped_mm. Both get the same R = T*K rows in
 bf16 and the same weights, and their results are compared before anything is timed. Each token picks
@@ -10,6 +11,10 @@ K experts at random, so that counts are near even. No side routes, gathers, or h
 Both sides run in one process, one repeat of each after the other, the first of them by turns. Times
 are medians of device time between CUDA events: of a forward, and of its backward with all
 gradients. The device sleeps before each, so that the host is ahead, and L2 is flushed before that.
+
+With --steady-state the device never rests, as in training, and its power cap slows it. It works for
+some seconds before anything is timed. Then a repeat is a run of steps of one side, L2 flushed
+before each part.
 """
 
 import argparse
@@ -22,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from arguments import positive, sizes
 from step_time import normal
-from timers import DeviceTimer
+from timers import DeviceTimer, SteadyTimer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
@@ -47,6 +52,9 @@ class Side:
     def backward(self, *_) -> tuple[torch.Tensor, ...]:
         out, self.out = self.out, None
         return torch.autograd.grad(out, self.leaves, self.dout)
+
+    def parts(self):
+        return self.forward, self.backward
 
 
 def sides(thiek: list[int]) -> dict[str, Side]:
@@ -90,21 +98,32 @@ def check(pair: list[Side]) -> None:
             raise SystemExit(f"{name}: the sides differ by {difference:.3g}, allowed: {DIFFERENCE}")
 
 
-def measure(thiek: list[int], repeats: int) -> dict[str, dict[str, float]]:
+def measure(thiek: list[int], repeats: int, steady: bool) -> dict[str, dict[str, float]]:
     """Milliseconds of each side's forward and backward."""
     by_name = sides(thiek)
     check(list(by_name.values()))
-    timer = DeviceTimer()
-    times = {name: {"forward_ms": [], "backward_ms": []} for name in by_name}
+    timer = SteadyTimer() if steady else DeviceTimer()
+    if steady:
+        timer.heat(*by_name["sonicmoe"].parts())
+    times = {name: [] for name in by_name}
     order = list(by_name)
     for _ in range(repeats + 2):
         for name in order:
-            times[name]["forward_ms"] += timer(by_name[name].forward)
-            times[name]["backward_ms"] += timer(by_name[name].backward)
+            side = by_name[name]
+            parts = (
+                timer(*side.parts()) if steady else [*timer(side.forward), *timer(side.backward)]
+            )
+            times[name].append(parts)
         order.reverse()
     return {
-        name: {part: statistics.median(values[2:]) for part, values in parts.items()}
-        for name, parts in times.items()
+        name: dict(
+            zip(
+                ("forward_ms", "backward_ms"),
+                map(statistics.median, zip(*steps[2:], strict=True)),
+                strict=True,
+            )
+        )
+        for name, steps in times.items()
     }
 
 
@@ -113,6 +132,7 @@ def main() -> int:
     parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), action="append", metavar="T,H,I,E,K",
                         help="default: three published shapes")  # fmt: skip
     parser.add_argument("--repeats", type=positive, default=20)
+    parser.add_argument("--steady-state", action="store_true", help="the device never rests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="results as JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -124,7 +144,7 @@ def main() -> int:
     if options.thiek:
         shapes = {",".join(map(str, thiek)): thiek for thiek in options.thiek}
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name()}, bf16, median of "
-          f"{options.repeats}")  # fmt: skip
+          f"{options.repeats}{', steady state' * options.steady_state}")  # fmt: skip
     print(
         f"{'':24s} {'':8s} {'sonicmoe ms':>12s} {'grouped_mm ms':>14s} {'ratio':>6s} {'TFLOP/s':>8s}"
     )
@@ -133,7 +153,7 @@ def main() -> int:
         torch.manual_seed(0)
         torch.cuda.empty_cache()
         torch._dynamo.reset()  # a shape's activation is compiled for that shape
-        result = measure(thiek, options.repeats)
+        result = measure(thiek, options.repeats, options.steady_state)
         results.append({"name": name, "thiek": thiek, **result})
         tokens, hidden, intermediate, _, top_k = thiek
         flops = 6 * tokens * top_k * hidden * intermediate
@@ -143,7 +163,8 @@ def main() -> int:
                   f"{work / ours * 1e-9:8.0f}", flush=True)  # fmt: skip
     if options.json:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                 "repeats": options.repeats, "shapes": results}  # fmt: skip
+                 "repeats": options.repeats,
+                 "steady_state": options.steady_state, "shapes": results}  # fmt: skip
         options.json.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 
