@@ -355,19 +355,28 @@ def activation(name: str, value: ActivationType | str) -> ActivationType | str:
     return known
 
 
-def layer_sizes(hidden: int, intermediate: int, experts: int, top_k: int) -> None:
-    """In the library's words, which is not asked here: it may be missing, and has no device yet."""
-    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+def layer_sizes(**sizes: int) -> None:
+    """Hidden size, intermediate size, experts and K, in this order, by the caller's names.
+
+    The library is not asked: it may be missing, and has no device yet."""
+    (_, hidden), (_, intermediate), (of_experts, experts), (of_top_k, top_k) = sizes.items()
+    for name, size in zip(sizes, (hidden, intermediate), strict=False):
         if size % 8 != 0 or not 8 <= size <= 2**20:
             raise ValueError(f"{name}: got {size}, allowed: multiples of 8 from 8 to {2**20}")
-    if not 1 <= experts <= 2**16:
-        raise ValueError(f"experts: got {experts}, allowed: 1 to {2**16}")
-    chosen(top_k, experts)
+    number_of_experts(of_experts, experts)
+    chosen(of_top_k, top_k, of_experts, experts)
 
 
-def chosen(top_k: int, experts: int) -> None:
+def number_of_experts(name: str, value: int) -> None:
+    if not 1 <= value <= 2**16:
+        raise ValueError(f"{name}: got {value}, allowed: 1 to {2**16}")
+
+
+def chosen(name: str, top_k: int, of_experts: str, experts: int) -> None:
+    """How many experts a token chooses, of how many."""
+    integer(name, top_k)
     if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k: got {top_k}, allowed: 1 to experts ({experts})")
+        raise ValueError(f"{name}: got {top_k}, allowed: 1 to {of_experts} ({experts})")
 
 
 #: The published names of the rules (NR-f, SR-f, NR-s, Balance-f, UP, DOWN) and the library's own,

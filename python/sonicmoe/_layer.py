@@ -3,6 +3,7 @@
 `reference.py` has the same functions.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,8 +106,8 @@ def topk_layer(
     """o (T, d), logits (T, E) and counts (E) int32, those before rounding; `of_experts`, `named`:
     ExpertArgs."""
     _ops.require()
-    _check.integer("K", top_k)
     _check.tensors(x=x, router_w=router_w)
+    _chosen("K", top_k, router_w, 0)
     f32 = routing.config.logits == "f32"
     if autocasts(x):
         f32 = f32 or to_fp32(x)
@@ -123,6 +124,13 @@ def topk_layer(
     of_operator = experts.of_operator(routing.text(True, f32), top_k=int(top_k), **options)
     inputs = x.contiguous(), router_w, *of_operator, *map(_contiguous, of_router), draws
     return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)
+
+
+def _chosen(name: str, top_k: int, tensor: torch.Tensor, experts: int) -> None:
+    """Checks K of the experts that dimension `experts` of a matrix has; the library refuses what is
+    no matrix."""
+    of_matrix = tensor.dim() == 2
+    _check.chosen(name, top_k, "E", tensor.shape[experts] if of_matrix else top_k)
 
 
 def _of_rounding(rounding: Rounding | None) -> tuple[dict[str, int | str], torch.Tensor | None]:
@@ -152,7 +160,31 @@ def routed_layer(
     _check.on_device("token_indices", token_ids, x.device)
     _check.on_device("expert_indices", expert_ids, x.device)
     given = scores.float().contiguous(), int32(token_ids), int32(expert_ids)
-    return _given_layer(_ops.routed_forward, x, given, ExpertArgs(*of_experts, **named))
+    experts = ExpertArgs(*of_experts, **named)
+    if torch.compiler.is_compiling():
+        return _given_layer(_ops.routed_forward, x, given, experts)
+    try:
+        return _given_layer(_ops.routed_forward, x, given, experts)
+    except ValueError as error:
+        raise _of_lists(error, token_ids) from None
+
+
+#: The operator's names of lists, and those of the caller.
+_LISTS = {
+    "scores": "router_scores",
+    "token ids": "token_indices",
+    "token_ids": "token_indices",
+    "expert_ids": "expert_indices",
+}
+
+
+def _of_lists(error: ValueError, token_ids: torch.Tensor) -> ValueError:
+    """The error in the caller's names, with a token id as the caller gave it: see int32()."""
+    name, colon, rest = str(error).partition(":")
+    place = re.match(r" got -?\d+ at position (\d+)", rest)
+    if name == "token ids" and place:
+        rest = f" got {int(token_ids[int(place[1])])} at position {place[1]}{rest[place.end() :]}"
+    return ValueError(f"{_LISTS.get(name, name)}{colon}{rest}")
 
 
 def experts(
@@ -165,8 +197,15 @@ def experts(
     _check.scores("weights", weights)
     _check.on_device("ids", ids, x.device)
     _check.on_device("weights", weights, x.device)
+    experts = ExpertArgs(*of_experts)
+    if ids.dim() == 2 and isinstance(experts.w2, torch.Tensor) and experts.w2.dim() == 3:
+        most = experts.w2.shape[0]
+        if not 1 <= ids.shape[1] <= most:
+            raise ValueError(
+                f"ids: got shape {tuple(ids.shape)}, allowed: (T, K) with K from 1 to E ({most})"
+            )
     given = int32(ids), weights.float().contiguous()
-    return _given_layer(_ops.ids_forward, x, given, ExpertArgs(*of_experts))
+    return _given_layer(_ops.ids_forward, x, given, experts)
 
 
 def logits_layer(
@@ -182,8 +221,8 @@ def logits_layer(
     """o (T, d) and counts (E) int32, those before rounding, of logits (T, E), with ids (T, K) or
     without."""
     _ops.require()
-    _check.integer("K", top_k)
     _check.tensors(x=x, logits=logits)
+    _chosen("K", top_k, logits, 1)
     if ids is not None:
         _check.ids("ids", ids)
         _check.on_device("ids", ids, x.device)
@@ -266,7 +305,7 @@ def top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights (T, K) fp32 and ids (T, K) int32 of logits (T, E), without a history."""
     _ops.require()
-    _check.integer("K", k)
+    _chosen("K", k, logits, 1)
     _check.router_tensors(logits, routing)
     layer = _ops.layer_text(routing.text(True, False), top_k=int(k))
     given = logits.detach().contiguous(), layer
@@ -287,6 +326,7 @@ def token_rounding(
     """Lists scores, token ids, expert ids; counts (E) after rounding and before."""
     _ops.require()
     _check.autocast_dtype(logits.device)
+    _chosen("K", top_k, logits, 1)
     layer = _ops.layer_text(
         "",
         top_k=int(top_k),

@@ -454,5 +454,6 @@ def count_cumsum(
     _ops.require()
     _check.ids("x", x)
     _check.integer("E", E)
+    _check.number_of_experts("E", E)
     counts, cumsum = torch.ops.sonicmoe.count_cumsum(_layer.int32(x).flatten(), E)
     return (counts, cumsum) if do_cumsum else counts

@@ -171,7 +171,12 @@ class MoE(nn.Module):
             raise ValueError(f"std: got {std}, allowed: finite numbers from 0 on")
         if not 1 <= tile <= 1024:
             raise ValueError(f"tile: got {tile}, allowed: 1 to 1024")
-        _check.layer_sizes(hidden_size, intermediate_size, num_experts, num_experts_per_tok)
+        _check.layer_sizes(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            num_experts_per_tok=num_experts_per_tok,
+        )
         config = resolve(router, softmax_over_topk, norm_topk_probs)
         config.check_sizes(num_experts, num_experts_per_tok)
         if routing == "token_rounding":

@@ -94,7 +94,7 @@ def route(
     expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores (T, K), at least fp32, and expert ids (T, K) of each token, best first."""
-    _check.chosen(k, logits.shape[-1])
+    _check.chosen("K", k, "E", logits.shape[-1])
     router = router or _of_flags(softmax_over_topk, norm_topk_probs)
     with torch.no_grad():
         wide = logits.to(wide_type(logits.dtype))

@@ -411,8 +411,16 @@ IDS_REFUSED = [
         ValueError,
         "weights: got shape (20, 4), allowed: (T, K) = (20, 3)",
     ),
-    ({"ids": torch.ones(T, 0).int()}, ValueError, "top_k: got 0, allowed: 1 to experts (6)"),
-    ({"ids": torch.ones(T, 7).int()}, ValueError, "top_k: got 7, allowed: 1 to experts (6)"),
+    (
+        {"ids": torch.ones(T, 0).int()},
+        ValueError,
+        "ids: got shape (20, 0), allowed: (T, K) with K from 1 to E (6)",
+    ),
+    (
+        {"ids": torch.ones(T, 7).int()},
+        ValueError,
+        "ids: got shape (20, 7), allowed: (T, K) with K from 1 to E (6)",
+    ),
     (
         {"ids": torch.ones(T, K, device="meta").int()},
         ValueError,
@@ -453,7 +461,7 @@ LOGITS_REFUSED = [
         "logits: got shape (20, 7), allowed: (T, E) = (20, 6)",
     ),
     ({"K": 2.0}, TypeError, "K: got 2.0, allowed: an int"),
-    ({"K": 7}, ValueError, "top_k: got 7, allowed: 1 to experts (6)"),
+    ({"K": 7}, ValueError, "K: got 7, allowed: 1 to E (6)"),
     (
         {"ids": torch.ones(T, K + 1).int()},
         ValueError,

@@ -120,8 +120,8 @@ TOPK = [
         ValueError,
         "b2: got shape (4, 8), allowed: (E, d) = (4, 16)",
     ),
-    ({"K": 0}, ValueError, "top_k: got 0, allowed: 1 to experts (4)"),
-    ({"K": 5}, ValueError, "top_k: got 5, allowed: 1 to experts (4)"),
+    ({"K": 0}, ValueError, "K: got 0, allowed: 1 to E (4)"),
+    ({"K": 5}, ValueError, "K: got 5, allowed: 1 to E (4)"),
     ({"K": 2.0}, TypeError, "K: got 2.0, allowed: an int"),
     ({"K": True}, TypeError, "K: got True, allowed: an int"),
     (
@@ -142,29 +142,33 @@ LISTS = [
     (
         {"token_indices": torch.tensor([0, 1, 2, 3, T])},
         ValueError,
-        "token ids: got 6 at position 4, allowed: 0 to 5",
+        "token_indices: got 6 at position 4, allowed: 0 to 5",
     ),
     (
         {"token_indices": torch.tensor([0, 1, -1, 3, 4]).int()},
         ValueError,
-        "token ids: got -1 at position 2, allowed: 0 to 5",
+        "token_indices: got -1 at position 2, allowed: 0 to 5",
     ),
     (
         {"token_indices": torch.tensor([0, 2**32, 2, 3, 4])},  # not wrapped around to 0
         ValueError,
-        "token ids: got 2147483647 at position 1, allowed: 0 to 5",
+        "token_indices: got 4294967296 at position 1, allowed: 0 to 5",
     ),
     (
         {"token_indices": torch.arange(4)},
         ValueError,
-        "token_ids: got shape (4,), allowed: (L) = (5,)",
+        "token_indices: got shape (4,), allowed: (L) = (5,)",
     ),
     (
         {"expert_indices": torch.arange(4)},
         ValueError,
-        "expert_ids: got shape (4,), allowed: (L) = (5,)",
+        "expert_indices: got shape (4,), allowed: (L) = (5,)",
     ),
-    ({"router_scores": torch.rand(L, 1)}, ValueError, "scores: got shape (5, 1), allowed: (L)"),
+    (
+        {"router_scores": torch.rand(L, 1)},
+        ValueError,
+        "router_scores: got shape (5, 1), allowed: (L)",
+    ),
     (
         {"router_scores": torch.arange(L)},
         TypeError,
@@ -187,24 +191,32 @@ FLAGS = ("add_bias", "softmax_over_topk", "norm_topk_probs", "concat_layout",
          "gradient_accumulation_fusion")  # fmt: skip
 MODULE = [
     *(({name: "no"}, TypeError, f"{name}: got 'no', allowed: True, False") for name in FLAGS),
-    ({"num_experts_per_tok": 5}, ValueError, "top_k: got 5, allowed: 1 to experts (4)"),
-    ({"num_experts_per_tok": 0}, ValueError, "top_k: got 0, allowed: 1 to experts (4)"),
-    ({"num_experts": 0}, ValueError, "experts: got 0, allowed: 1 to 65536"),
-    ({"num_experts": 65537}, ValueError, "experts: got 65537, allowed: 1 to 65536"),
+    (
+        {"num_experts_per_tok": 5},
+        ValueError,
+        "num_experts_per_tok: got 5, allowed: 1 to num_experts (4)",
+    ),
+    (
+        {"num_experts_per_tok": 0},
+        ValueError,
+        "num_experts_per_tok: got 0, allowed: 1 to num_experts (4)",
+    ),
+    ({"num_experts": 0}, ValueError, "num_experts: got 0, allowed: 1 to 65536"),
+    ({"num_experts": 65537}, ValueError, "num_experts: got 65537, allowed: 1 to 65536"),
     (
         {"hidden_size": 1048584},
         ValueError,
-        "hidden: got 1048584, allowed: multiples of 8 from 8 to 1048576",
+        "hidden_size: got 1048584, allowed: multiples of 8 from 8 to 1048576",
     ),
     (
         {"hidden_size": 12},
         ValueError,
-        "hidden: got 12, allowed: multiples of 8 from 8 to 1048576",
+        "hidden_size: got 12, allowed: multiples of 8 from 8 to 1048576",
     ),
     (
         {"intermediate_size": 0},
         ValueError,
-        "intermediate: got 0, allowed: multiples of 8 from 8 to 1048576",
+        "intermediate_size: got 0, allowed: multiples of 8 from 8 to 1048576",
     ),
     ({"hidden_size": 16.0}, TypeError, "hidden_size: got 16.0, allowed: an int"),
     (
@@ -270,7 +282,7 @@ def test_module(change, error, message):
 
 
 def test_reference_refuses_more_experts_than_there_are():
-    with refused(ValueError, "top_k: got 5, allowed: 1 to experts (4)"):
+    with refused(ValueError, "K: got 5, allowed: 1 to E (4)"):
         reference.route(torch.randn(3, 4), 5)
 
 
@@ -303,7 +315,7 @@ def test_count_cumsum():
         (([1], 4), TypeError, "x: got list, allowed: a tensor"),
         ((ids.float(), 4), TypeError, "x: got torch.float32, allowed: torch.int32, torch.int64"),
         ((ids, 2.5), TypeError, "E: got 2.5, allowed: an int"),
-        ((ids, 0), ValueError, "experts: got 0, allowed: 1 to 65536"),
+        ((ids, 0), ValueError, "E: got 0, allowed: 1 to 65536"),
     ):
         with refused(error, message):
             functional.count_cumsum(*args)

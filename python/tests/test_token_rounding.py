@@ -215,7 +215,7 @@ def test_no_tokens():
     [
         ({"tile": 0}, "tile: got 0, allowed: 1 to 1024"),
         ({"tile": 1025}, "tile: got 1025, allowed: 1 to 1024"),
-        ({"K": 5}, "top_k: got 5, allowed: 1 to experts (4)"),
+        ({"K": 5}, "K: got 5, allowed: 1 to E (4)"),
         (
             {"rule": "nr_f"},
             f"rule: got 'nr_f', allowed: {ALLOWED}",

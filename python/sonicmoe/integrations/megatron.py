@@ -48,7 +48,13 @@ class SonicGroupedMLP(MegatronModule):
         self.activation = activation_of(config)
         hidden = config.moe_latent_size or config.hidden_size
         width = config.moe_ffn_hidden_size
-        _check.layer_sizes(hidden, width // self.tp_group.size(), num_local_experts, 1)
+        sizes = {
+            f"config.{'moe_latent_size' if config.moe_latent_size else 'hidden_size'}": hidden,
+            "config.moe_ffn_hidden_size of a rank": width // self.tp_group.size(),
+            "num_local_experts": num_local_experts,
+            "top_k": 1,  # the dispatcher's may be any
+        }
+        _check.layer_sizes(**sizes)
         halves = 2 if config.gated_linear_unit else 1
         groups = self.ep_group, self.tp_group, self.dp_group
         self.linear_fc1 = Linear(

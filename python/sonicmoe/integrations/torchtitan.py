@@ -209,7 +209,11 @@ def experts(
             "GptOssGroupedExperts.Config; quantized experts compute something else, and fused ones "
             "hold other weights"
         )
-    _check.layer_sizes(inner.dim, inner.hidden_dim, inner.num_experts, cfg.token_dispatcher.top_k)
+    sizes = {name: getattr(inner, name) for name in ("dim", "hidden_dim", "num_experts")}
+    _check.layer_sizes(
+        **{f"routed_experts.inner_experts.{name}": size for name, size in sizes.items()},
+        **{"routed_experts.token_dispatcher.top_k": cfg.token_dispatcher.top_k},
+    )
     return derive(
         cfg, SonicRoutedExperts.Config, inner_experts=derive(inner, ours), transport=transport
     )

@@ -460,7 +460,7 @@ def test_refused_activations(options, name):
 
 def test_sizes_of_a_rank_are_refused():
     collection = types.SimpleNamespace(ep=Group(0, 1), expt_tp=Group(0, 2), expt_dp=Group(0, 1))
-    with pytest.raises(ValueError, match="^intermediate: got 20, allowed: multiples of 8"):
+    with pytest.raises(ValueError, match="^config.moe_ffn_hidden_size of a rank: got 20, allowed"):
         ours.SonicGroupedMLP(E, make_config(), pg_collection=collection)
 
 

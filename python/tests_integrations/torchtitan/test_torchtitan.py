@@ -280,7 +280,7 @@ def test_refusals():
             ours.replace_experts(config)
         assert config.routed_experts is before
     odd = moe_config(inner_experts=GroupedExperts.Config(dim=D, hidden_dim=12, num_experts=E))
-    with pytest.raises(ValueError, match="^intermediate: got 12, allowed: multiples of 8"):
+    with pytest.raises(ValueError, match="hidden_dim: got 12, allowed: multiples of 8"):
         ours.replace_experts(odd)
     with pytest.raises(ValueError, match="^transport: got 'ring', allowed: 'auto', 'gather'"):
         ours.replace_experts(moe_config(), "ring")
