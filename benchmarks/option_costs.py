@@ -3,20 +3,25 @@
     python benchmarks/option_costs.py
     python benchmarks/option_costs.py --program build-portable/bin/sonicmoe --repeats 10
 
-`sonicmoe bench --ops --beside` times a layer and its variants interleaved in one process. Questions:
+`sonicmoe bench --ops --beside` times a layer and some variants interleaved in one process, and a
+ratio compares two layers of one process. Questions:
 
 - routers: top_k and metadata of other routers over those of a softmax over the top-K;
-- activations: up_proj and dgrad over SwiGLU's, with biases and without;
+- activations: up_proj and dgrad over SwiGLU's, with biases and without, at the nine published
+  shapes whose variants fit beside each other;
 - fp32 logits: the layer with them, and with an fp32 router weight, too, over bf16 logits;
 - token rounding: with metadata over top-K with metadata.
 
 Ratios over several shapes are geometric means. A chip grows hot while it goes from variant to
 variant. So up_proj, dgrad and layers are divided by the mean of those products of the same variant
-that the option does not change. --json gets each shape as it is done, with its commands, and a
-start skips what is there. Prints a table beside what is asked.
+that the option does not change. Prints a table beside what is asked.
+
+--json gets each process as it ends, with its command. A later run skips what the file has; it must
+be of the same device and program.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import shlex
@@ -36,14 +41,16 @@ OF_ACTIVATIONS = ("up_proj_dgrad", "up_proj_wgrad")
 OF_LOGITS = ("up_proj", "down_proj", "down_proj_dgrad", "down_proj_wgrad", *OF_ACTIVATIONS)
 SCORED = "router_order=score_then_select"
 SIGMOID = f"router_score=sigmoid {SCORED} renormalize=true"
-DEEPSEEK_V3 = f"{SIGMOID} selection_bias=true groups=8 kept_groups=4 group_score=sum_of_two"
 ROUTERS = {
     "softmax over all": SCORED,
     "softmax over all, renormalised": f"{SCORED} renormalize=true",
     "sigmoid, renormalised": SIGMOID,
     "the same with a bias": f"{SIGMOID} selection_bias=true",
-    "the same with groups (DeepSeek-V3)": DEEPSEEK_V3,
-}
+    "the same with groups (DeepSeek-V3)":
+        f"{SIGMOID} selection_bias=true groups=8 kept_groups=4 group_score=sum_of_two",
+    "sqrt_softplus with a bias (DeepSeek-V4)":
+        f"router_score=sqrt_softplus {SCORED} selection_bias=true renormalize=true",
+}  # fmt: skip
 ACTIVATIONS = {
     "swiglu(limit=10)": 1.03,
     "swiglu_clamp_after(limit=10)": 1.03,
@@ -51,14 +58,12 @@ ACTIVATIONS = {
     "situ_glu": 1.08,
 }
 BIASED = {"": "", " with biases": " bias=true"}
-AT_ONCE = 2  # variants of a process, which all keep their tensors
 PUBLISHED = [
     [tokens, hidden, n, most * least // n, top_k * least // n]
     for tokens, hidden, least, most, top_k in (
         (40960, 768, 256, 128, 8),
         (24576, 1536, 256, 128, 8),
         (32768, 4096, 256, 256, 16),
-        (32768, 4096, 512, 256, 16),
     )
     for n in (least, 2 * least, 4 * least)
 ]
@@ -67,7 +72,34 @@ SMALL_EXPERTS = [[24576, 1536, 256, 128, 8]]
 
 class Question(NamedTuple):
     shapes: list[list[int]]
-    variants: list[str]  # options beside the layer without any
+    processes: list[list[str]]  # options of the variants, beside a layer without any
+
+
+def of_activations(bias: str, *names: str) -> list[str]:
+    return [f"activation={name}{bias}" for name in names]
+
+
+*CLAMPED, SITU = ACTIVATIONS
+QUESTIONS = {
+    "routers": Question(
+        [[24576, 1536, 256, 128, 8], [16384, 2048, 256, 256, 8]],
+        [list(ROUTERS.values())[:4], list(ROUTERS.values())[4:]],
+    ),
+    "activations": Question(
+        PUBLISHED,
+        [
+            of_activations("", *ACTIVATIONS),
+            of_activations(" bias=true", "swiglu", *CLAMPED),
+            of_activations(" bias=true", "swiglu", SITU),
+        ],
+    ),
+    "fp32 logits": Question(
+        SMALL_EXPERTS, [["f32_logits=true", "f32_logits=true f32_router_w=true"]]
+    ),
+    "token rounding": Question(
+        [[16384, 1536, 256, 256, 8]], [["rounding_rule=nearest rounding_tile=128"]]
+    ),
+}
 
 
 class Ratio(NamedTuple):
@@ -84,28 +116,6 @@ class Ratio(NamedTuple):
     added_us: bool = False  # the difference in microseconds instead
 
 
-QUESTIONS = {
-    "routers": Question(
-        [[24576, 1536, 256, 128, 8], [16384, 2048, 256, 256, 8]], list(ROUTERS.values())
-    ),
-    "activations": Question(
-        PUBLISHED,
-        [
-            f"activation={activation}{bias}"
-            for bias in BIASED.values()
-            for activation in ("swiglu", *ACTIVATIONS)
-            if activation != "swiglu" or bias
-        ],
-    ),
-    "fp32 logits": Question(
-        SMALL_EXPERTS, ["f32_logits=true", "f32_logits=true f32_router_w=true"]
-    ),
-    "token rounding": Question(
-        [[16384, 1536, 256, 256, 8]], ["rounding_rule=nearest rounding_tile=128"]
-    ),
-}
-
-
 def ratios() -> Iterable[Ratio]:
     for name, options in ROUTERS.items():
         for thiek in QUESTIONS["routers"].shapes:
@@ -118,11 +128,11 @@ def ratios() -> Iterable[Ratio]:
                 yield Ratio(f"{activation}{what}, {op}", "activations", op,
                             f"activation={activation}{bias}", base, asked,
                             alike=OF_ACTIVATIONS)  # fmt: skip
-    logits, weight = QUESTIONS["fp32 logits"].variants
+    ((logits, weight),) = QUESTIONS["fp32 logits"].processes
     for name, options, asked in (("fp32 logits", logits, 1.01),
                                  ("fp32 logits and router weight", weight, 1.03)):  # fmt: skip
         yield Ratio(name, "fp32 logits", "layer", options, "", asked, alike=OF_LOGITS)
-    (rounding,) = QUESTIONS["token rounding"].variants
+    ((rounding,),) = QUESTIONS["token rounding"].processes
     yield Ratio("token rounding and metadata, us more than top-K's", "token rounding", "routing",
                 rounding, "", 60, added_us=True)  # fmt: skip
 
@@ -131,27 +141,25 @@ def text_of(thiek: list[int]) -> str:
     return ",".join(map(str, thiek))
 
 
-def measure(question: Question, thiek: list[int], options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of each operation of the layer and its variants, some at once."""
+def measure(thiek: list[int], variants: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of each operation of the layer and its variants."""
     names = ("tokens", "hidden", "intermediate", "experts", "top_k")
     layer = " ".join(f"{name}={size}" for name, size in zip(names, thiek, strict=True))
-    made: dict[str, Any] = {"thiek": thiek, "commands": [], "ms": {}}
-    for first in range(0, len(question.variants), AT_ONCE):
-        variants = question.variants[first : first + AT_ONCE]
-        words = ["bench", "--device", options.device, "--layer", layer, "--ops",
-                 "--repeats", str(options.repeats)]  # fmt: skip
-        for variant in variants:
-            words += ["--beside", variant]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "bench.json")
-            subprocess.run([options.program, *words, "--json", file], check=True,
-                           stdout=subprocess.DEVNULL)  # fmt: skip
-            report = json.loads(file.read_text())
-        made["device"] = report["device"]
-        made["commands"].append(shlex.join(["sonicmoe", *words]))
-        for name, one in zip(["", *variants], [report, *report["beside"]], strict=True):
-            made["ms"].setdefault(name, {row["what"]: row["ms"] for row in one["results"]})
-    return made
+    words = ["bench", "--device", options.device, "--layer", layer, "--ops",
+             "--repeats", str(options.repeats)]  # fmt: skip
+    for variant in variants:
+        words += ["--beside", variant]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "bench.json")
+        subprocess.run([options.program, *words, "--json", file], check=True,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+        report = json.loads(file.read_text())
+    made = zip(["", *variants], [report, *report["beside"]], strict=True)
+    return {
+        "device": report["device"],
+        "command": shlex.join(["sonicmoe", *words]),
+        "ms": {name: {row["what"]: row["ms"] for row in one["results"]} for name, one in made},
+    }
 
 
 def mean(values: list[float]) -> float:
@@ -161,16 +169,34 @@ def mean(values: list[float]) -> float:
 def value(ratio: Ratio, shapes: dict[str, Any]) -> tuple[float, int] | None:
     """With how many of its shapes were measured; None for none, and where a device lacks it."""
     pairs = []
-    for key, of_shape in shapes.get(ratio.question, {}).items():
-        if ratio.shape not in (None, key) or ratio.what not in of_shape["ms"][""]:
-            continue
-        pair = [of_shape["ms"][name] for name in (ratio.above, ratio.below)]
-        pairs.append([ms[ratio.what] / mean([ms[op] for op in ratio.alike] or [1]) for ms in pair])
+    for key, processes in shapes.get(ratio.question, {}).items():
+        for process in processes if ratio.shape in (None, key) else ():
+            ms = process["ms"]
+            if {ratio.above, ratio.below} <= ms.keys() and ratio.what in ms[ratio.below]:
+                pair = [ms[ratio.above], ms[ratio.below]]
+                pairs.append(
+                    [one[ratio.what] / mean([one[op] for op in ratio.alike] or [1]) for one in pair]
+                )
     if not pairs:
         return None
     if ratio.added_us:
         return 1e3 * sum(above - below for above, below in pairs) / len(pairs), len(pairs)
     return mean([above / below for above, below in pairs]), len(pairs)
+
+
+def load(options: argparse.Namespace) -> dict[str, Any]:
+    """What the file has, or nothing; ValueError where another program made it."""
+    program = hashlib.sha256(options.program.read_bytes()).hexdigest()
+    content: dict[str, Any] = {
+        "command": f"python benchmarks/option_costs.py --repeats {options.repeats}",
+        "program": program,
+        "shapes": {},
+    }
+    if options.json.exists():
+        content = json.loads(options.json.read_text())
+        if content["program"] != program:
+            raise ValueError(f"--json: got {options.json}, which is of another program")
+    return content
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -185,26 +211,26 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.program.exists():
         parser.error(f"--program: got {options.program}, which is not there; `make build` makes it")
-    content: dict[str, Any] = {
-        "command": f"python benchmarks/option_costs.py --repeats {options.repeats}",
-        "shapes": {},
-    }
-    if options.json.exists():
-        content = json.loads(options.json.read_text())
+    try:
+        content = load(options)
+    except ValueError as error:
+        parser.error(f"{error}, allowed: a file of this one, or a new file")
     for name, question in QUESTIONS.items():
         if options.only and name not in options.only:
             continue
-        done = content["shapes"].setdefault(name, {})
         for thiek in question.shapes:
-            key = text_of(thiek)
-            if key in done:
-                continue
-            size = [64, 32, 16, 8, 2] if options.small else thiek
-            if options.small and "groups=8" in "".join(question.variants):
-                size = [64, 32, 16, 64, 8]
-            done[key] = measure(question, size, options)
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
-            print(f"{name}: {key}", file=sys.stderr, flush=True)
+            done = content["shapes"].setdefault(name, {}).setdefault(text_of(thiek), [])
+            for variants in question.processes:
+                if any(list(filter(None, process["ms"])) == variants for process in done):
+                    continue
+                size = [64, 32, 16, 64, 8] if options.small else thiek
+                made = measure(size, variants, options)
+                device = made.pop("device")
+                if content.setdefault("device", device) != device:
+                    parser.error(f"--json: got a file of {content['device']}, allowed: of {device}")
+                done.append(made)
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
+                print(f"{name}: {text_of(thiek)}", file=sys.stderr, flush=True)
     content["ratios"] = {}
     print(f"{'':64s} {'':>7s} {'asked':>7s} {'shapes':>7s}")
     for ratio in ratios():

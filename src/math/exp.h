@@ -101,8 +101,8 @@ SONICMOE_HD float one_minus_exp2(float t) {
 #endif
 }
 
-/// tanh x. On Hopper one instruction: its relative error is at most 2^-16.4, and 2^-18 in the mean
-/// square, over all floats (docs/findings/archive/activation-parameters.md). Elsewhere it is
+/// tanh x. On Hopper one instruction: its relative error is at most 2^-16.4 over all floats
+/// (docs/findings/archive/activation-parameters.md). Elsewhere it is
 /// n / (2 - n) with n = 1 - e^-2|x|, so that small |x| keep their relative accuracy: on a GPU
 /// 2^-19, on the host 2^-22.
 SONICMOE_HD float fast_tanh(float x) {

@@ -19,8 +19,8 @@ calls = int(count.read_text()) + 1 if count.exists() else 1
 count.write_text(str(calls))
 def report(variant):
     slow = 1.5 if "situ" in variant or "sigmoid" in variant or "rounding" in variant else 1.0
-    hot = 1 + 0.1 * calls
-    ops = {{"routing": 0.02 * slow, "up_proj": slow * hot, "down_proj_dgrad": slow * hot,
+    hot = 1 + 0.1 * calls  # so that layers of two processes must not be compared
+    ops = {{"routing": 0.02 * slow * hot, "up_proj": slow * hot, "down_proj_dgrad": slow * hot,
            "up_proj_dgrad": 3 * hot, "up_proj_wgrad": 2 * hot, "down_proj": hot,
            "down_proj_wgrad": hot, "layer": 9 * hot}}
     return {{"device": "fake", "results": [{{"what": k, "ms": v}} for k, v in ops.items()]}}
@@ -49,13 +49,13 @@ def test_ratios_do_not_follow_the_clock(tmp_path):
     ratios = run(tmp_path)["ratios"]
     assert ratios["situ_glu, up_proj"]["value"] == pytest.approx(1.5)
     assert ratios["situ_glu with biases, down_proj_dgrad"] == {
-        "value": pytest.approx(1.5), "asked": 1.08, "shapes": 12
+        "value": pytest.approx(1.5), "asked": 1.08, "shapes": 9
     }  # fmt: skip
     assert ratios["swiglu_oai, up_proj"]["value"] == pytest.approx(1.0)
     assert ratios["fp32 logits"]["value"] == pytest.approx(1.0)
     assert ratios["sigmoid, renormalised, 24576,1536,256,128,8"]["value"] == pytest.approx(1.5)
     rounding = ratios["token rounding and metadata, us more than top-K's"]
-    assert rounding["value"] == pytest.approx(10)
+    assert rounding["value"] > 10
 
 
 def test_a_start_goes_on_where_the_last_one_ended(tmp_path):
@@ -64,7 +64,14 @@ def test_a_start_goes_on_where_the_last_one_ended(tmp_path):
     calls = int((tmp_path / "sonicmoe.count").read_text())
     again = run(tmp_path, "--only", "routers")
     assert again == first and int((tmp_path / "sonicmoe.count").read_text()) == calls
-    assert "--beside" in first["shapes"]["routers"]["16384,2048,256,256,8"]["commands"][0]
+    assert "--beside" in first["shapes"]["routers"]["16384,2048,256,256,8"][0]["command"]
+
+
+def test_a_file_of_another_program_is_refused(tmp_path, capsys):
+    run(tmp_path, "--only", "token rounding")
+    with pytest.raises(SystemExit):
+        run(tmp_path, code=1)
+    assert "another program" in capsys.readouterr().err
 
 
 def test_a_missing_program_is_named(tmp_path, capsys):

@@ -53,7 +53,8 @@ __device__ __forceinline__ void order_all(Key (&key)[kFew]) {
 }
 
 /// The kFew largest keys of the kLanes lanes of a token, in each of them, and in descending order
-/// if they are to be `ordered`. key_of(i) is the lane's key i, no NaN.
+/// if they are to be `ordered`. key_of(i) is the lane's key i. Of floats the
+/// eight keys from a multiple of 8 on are numbers, or all -inf and NaNs.
 template <int kLanes, int kPerLane, class KeyOf, class Key>
 __device__ __forceinline__ void few_largest(KeyOf key_of, Key (&best)[kFew], bool ordered = true) {
 #pragma unroll
