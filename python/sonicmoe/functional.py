@@ -252,7 +252,7 @@ def experts_from_logits(
     Each token goes to the K experts that its logits choose, or to those of `ids` (T, K): int32 or
     int64, sentinels and duplicates as in :func:`experts`. The softmax over the top-K runs over the
     K logits of a token's experts, without those of sentinels. Logits have the dtype of x or are
-    float32, and their gradient too. A NaN or +inf makes its token's output NaN; so does, with a
+    float32, and their gradient too; autocast casts those that have the dtype of x. A NaN or +inf makes its token's output NaN; so does, with a
     softmax, a row of -inf, and with ids and the softmax over the top-K, a token whose experts all
     have -inf. See :class:`sonicmoe.MoE` for the options.
 

@@ -72,9 +72,9 @@ __device__ std::uint32_t word_of_lane(const Chosen& chosen, int top_k) {
 /// Token choice, a warp a token. The probabilities of the block's 8 tokens go through shared
 /// memory, so that the block writes the 8 of each expert as one sector.
 template <class T, int kPerLane>
-__global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8                  ? 3
-                                                 : kPerLane == 32 && kArch > 90 ? 1
-                                                                                : 2)
+__global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8                   ? 3
+                                                 : kPerLane == 32 && kArch != 90 ? 1
+                                                                                 : 2)
     choose_tokens(const T* logits, std::int64_t tokens, Route route, Memory m,
                   std::int32_t* error_word) {
   extern __shared__ std::uint32_t marked[];  // (E, kWarps + 1)
