@@ -440,6 +440,14 @@ def switch_loss(router_logits: torch.Tensor, expert_frequency: torch.Tensor) -> 
     """
     _check.logits("router_logits", router_logits)
     _check.counts("expert_frequency", expert_frequency)
+    shape = tuple(router_logits.shape)
+    if len(shape) != 2:
+        raise ValueError(f"router_logits: got shape {shape}, allowed: (T, E)")
+    if tuple(expert_frequency.shape) != shape[1:]:
+        raise ValueError(
+            f"expert_frequency: got shape {tuple(expert_frequency.shape)}, allowed: (E) = "
+            f"({shape[1]},)"
+        )
     return _layer.switch_loss(router_logits, expert_frequency)
 
 

@@ -323,9 +323,9 @@ def test_count_cumsum():
 
 def test_switch_loss():
     counts = torch.ones(4, dtype=torch.int32)
-    with refused(ValueError, "logits: got shape (4,), allowed: (T, E)"):
+    with refused(ValueError, "router_logits: got shape (4,), allowed: (T, E)"):
         functional.switch_loss(torch.ones(4), counts)
-    with refused(ValueError, "counts: got shape (4,), allowed: (E) = (3,)"):
+    with refused(ValueError, "expert_frequency: got shape (4,), allowed: (E) = (3,)"):
         functional.switch_loss(torch.ones(2, 3), counts)
     types = "torch.float32, torch.bfloat16, torch.float16"
     for logits, frequency, message in (
