@@ -105,25 +105,21 @@ def measure(thiek: list[int], repeats: int, steady: bool) -> dict[str, dict[str,
     timer = SteadyTimer() if steady else DeviceTimer()
     if steady:
         timer.heat(*by_name["sonicmoe"].parts())
-    times = {name: [] for name in by_name}
+    times = {name: {"forward_ms": [], "backward_ms": []} for name in by_name}
     order = list(by_name)
     for _ in range(repeats + 2):
         for name in order:
             side = by_name[name]
-            parts = (
-                timer(*side.parts()) if steady else [*timer(side.forward), *timer(side.backward)]
-            )
-            times[name].append(parts)
+            if steady:
+                forward, backward = timer(*side.parts())
+            else:
+                (forward,), (backward,) = timer(side.forward), timer(side.backward)
+            times[name]["forward_ms"].append(forward)
+            times[name]["backward_ms"].append(backward)
         order.reverse()
     return {
-        name: dict(
-            zip(
-                ("forward_ms", "backward_ms"),
-                map(statistics.median, zip(*steps[2:], strict=True)),
-                strict=True,
-            )
-        )
-        for name, steps in times.items()
+        name: {part: statistics.median(values[2:]) for part, values in parts.items()}
+        for name, parts in times.items()
     }
 
 

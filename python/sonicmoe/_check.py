@@ -202,6 +202,13 @@ def on_device(name: str, tensor: torch.Tensor, device: torch.device, name_of_x: 
         )
 
 
+def shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...], words: str) -> None:
+    """A tensor of this shape, which `words` name."""
+    if tuple(tensor.shape) != tuple(shape):
+        allowed = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {words} = {allowed}")
+
+
 def padding_mask(mask: torch.Tensor, device: torch.device, name_of_x: str = "x") -> None:
     """A plain tensor of truth values beside x, of any shape."""
     tensors(padding_mask=mask)
@@ -359,8 +366,8 @@ def layer_sizes(**sizes: int) -> None:
     """Hidden size, intermediate size, experts and K, in this order, by the caller's names.
 
     The library is not asked: it may be missing, and has no device yet."""
-    (_, hidden), (_, intermediate), (of_experts, experts), (of_top_k, top_k) = sizes.items()
-    for name, size in zip(sizes, (hidden, intermediate), strict=False):
+    *of_rows, (of_experts, experts), (of_top_k, top_k) = sizes.items()
+    for name, size in of_rows:
         if size % 8 != 0 or not 8 <= size <= 2**20:
             raise ValueError(f"{name}: got {size}, allowed: multiples of 8 from 8 to {2**20}")
     number_of_experts(of_experts, experts)

@@ -107,7 +107,7 @@ def topk_layer(
     ExpertArgs."""
     _ops.require()
     _check.tensors(x=x, router_w=router_w)
-    _chosen("K", top_k, router_w, 0)
+    _chosen(top_k, router_w, 0)
     f32 = routing.config.logits == "f32"
     if autocasts(x):
         f32 = f32 or to_fp32(x)
@@ -126,11 +126,11 @@ def topk_layer(
     return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)
 
 
-def _chosen(name: str, top_k: int, tensor: torch.Tensor, experts: int) -> None:
+def _chosen(top_k: int, tensor: torch.Tensor, experts: int) -> None:
     """Checks K of the experts that dimension `experts` of a matrix has; the library refuses what is
     no matrix."""
     of_matrix = tensor.dim() == 2
-    _check.chosen(name, top_k, "E", tensor.shape[experts] if of_matrix else top_k)
+    _check.chosen("K", top_k, "E", tensor.shape[experts] if of_matrix else top_k)
 
 
 def _of_rounding(rounding: Rounding | None) -> tuple[dict[str, int | str], torch.Tensor | None]:
@@ -222,7 +222,7 @@ def logits_layer(
     without."""
     _ops.require()
     _check.tensors(x=x, logits=logits)
-    _chosen("K", top_k, logits, 1)
+    _chosen(top_k, logits, 1)
     if ids is not None:
         _check.ids("ids", ids)
         _check.on_device("ids", ids, x.device)
@@ -305,7 +305,7 @@ def top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights (T, K) fp32 and ids (T, K) int32 of logits (T, E), without a history."""
     _ops.require()
-    _chosen("K", k, logits, 1)
+    _chosen(k, logits, 1)
     _check.router_tensors(logits, routing)
     layer = _ops.layer_text(routing.text(True, False), top_k=int(k))
     given = logits.detach().contiguous(), layer
@@ -326,7 +326,7 @@ def token_rounding(
     """Lists scores, token ids, expert ids; counts (E) after rounding and before."""
     _ops.require()
     _check.autocast_dtype(logits.device)
-    _chosen("K", top_k, logits, 1)
+    _chosen(top_k, logits, 1)
     layer = _ops.layer_text(
         "",
         top_k=int(top_k),

@@ -252,8 +252,8 @@ def experts_from_logits(
     Each token goes to the K experts that its logits choose, or to those of `ids` (T, K): int32 or
     int64, sentinels and duplicates as in :func:`experts`. The softmax over the top-K runs over the
     K logits of a token's experts, without those of sentinels. Logits have the dtype of x or are
-    float32, and their gradient too; autocast casts those that have the dtype of x. A NaN or +inf makes its token's output NaN; so does, with a
-    softmax, a row of -inf, and with ids and the softmax over the top-K, a token whose experts all
+    float32, and their gradient too; autocast casts those that have the dtype of x. A NaN or +inf
+    makes its token's output NaN; so does, with a softmax, a row of -inf, and with ids and the softmax over the top-K, a token whose experts all
     have -inf. See :class:`sonicmoe.MoE` for the options.
 
     `router`, `selection_bias` and `expert_scale` as in :func:`moe_TC_softmax_topk_layer`. The
@@ -443,11 +443,7 @@ def switch_loss(router_logits: torch.Tensor, expert_frequency: torch.Tensor) -> 
     shape = tuple(router_logits.shape)
     if len(shape) != 2:
         raise ValueError(f"router_logits: got shape {shape}, allowed: (T, E)")
-    if tuple(expert_frequency.shape) != shape[1:]:
-        raise ValueError(
-            f"expert_frequency: got shape {tuple(expert_frequency.shape)}, allowed: (E) = "
-            f"({shape[1]},)"
-        )
+    _check.shaped("expert_frequency", expert_frequency, shape[1:], "(E)")
     return _layer.switch_loss(router_logits, expert_frequency)
 
 

@@ -182,7 +182,7 @@ def _counts(
 ) -> None:
     _check.ids("counts", counts)
     _check.on_device("counts", counts, like.device, name_of_like)
-    _shaped("counts", counts, shape, words)
+    _check.shaped("counts", counts, shape, words)
 
 
 def _mask(
@@ -192,14 +192,8 @@ def _mask(
     if mask is None:
         return None
     _check.padding_mask(mask, device, "the other argument")
-    _shaped("padding_mask", mask, shape, words)
+    _check.shaped("padding_mask", mask, shape, words)
     return mask.ne(0).to(torch.uint8)
-
-
-def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...], words: str) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        allowed = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {words} = {allowed}")
 
 
 #: The names of losses that MoE adds up.

@@ -41,8 +41,9 @@ SONICMOE_HD float unless_bad(float z, float p) {
   return z < std::numeric_limits<float>::infinity() ? p : std::numeric_limits<float>::quiet_NaN();
 }
 
-/// 1 / (1 + e^-z). Far below 0 that is e^z, whose inverse could be infinite.
+/// Below -kFarLogit a sigmoid is e^z. There e^-z could be infinite.
 inline constexpr float kFarLogit = 64.0f;
+/// 1 / (1 + e^-z).
 SONICMOE_HD float router_sigmoid(float z) {
   return unless_bad(z, z < -kFarLogit ? exp(z) : div(1.0f, add(1.0f, exp(-z))));
 }

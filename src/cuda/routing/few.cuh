@@ -52,9 +52,9 @@ __device__ __forceinline__ void order_all(Key (&key)[kFew]) {
   for (int i = 0; i < 19; ++i) order(key[kPairs[i][0]], key[kPairs[i][1]]);
 }
 
-/// The kFew largest keys of the kLanes lanes of a token, in each of them, and in descending order
-/// if they are to be `ordered`. key_of(i) is the lane's key i. Of floats the
-/// eight keys from a multiple of 8 on are numbers, or all -inf and NaNs.
+/// The kFew largest keys of the kLanes lanes of a token, in each of them. They are in descending
+/// order if they are to be `ordered`. key_of(i) is the lane's key i. A NaN may stand only among
+/// -inf and other NaNs, in its eight keys from a multiple of 8 on.
 template <int kLanes, int kPerLane, class KeyOf, class Key>
 __device__ __forceinline__ void few_largest(KeyOf key_of, Key (&best)[kFew], bool ordered = true) {
 #pragma unroll

@@ -5,13 +5,14 @@
 /// The bits of math:: functions in fewer instructions, for arguments that routers have. Without
 /// branches the compiler overlaps the experts of a lane.
 ///
-/// `quick` functions are for arguments where nothing overflows or underflows: those of a logit for
-/// logits from -kFarLogit to kFarLogit. `any` functions are for all.
+/// A `quick` function is for arguments where nothing overflows or underflows. For a logit they lie
+/// between -kFarLogit and kFarLogit. An `any` function takes every float.
 namespace sonicmoe::cuda {
 
 using math::kFarLogit;
 
-/// e^r of math::exp, before its factor 2^k. `shifted` is k + shift.
+/// math::exp in two parts: p is its e^r, and `shifted` is k plus a shift. The factor 2^k is
+/// missing.
 struct ExpParts {
   float p, shifted;
 
@@ -27,7 +28,7 @@ struct ExpParts {
     q = math::fma(q, r, 0x1.fffffcp-2f);
     return {math::add(1.0f, math::fma(q, math::mul(r, r), r)), shifted};
   }
-  /// p 2^m, where that is a normal number; m are the low bits of `shifted`.
+  /// p times two to the number in the low bits of `shifted`, where that is a normal number.
   SONICMOE_HD float scaled() const {
     return math::from_bits(math::bits(p) + (math::bits(shifted) << 23));
   }
@@ -108,7 +109,7 @@ SONICMOE_HD float quick_sqrt_softplus(float z) {
 SONICMOE_HD float any_sqrt_softplus(float z) {
   const float rest = quick_log1p(exp_of_negative(-__builtin_fabsf(z)));
   const float x = math::add(math::at_least(z, 0.0f), rest);
-  // Of small x that of 2^64 x, 2^32 times as large.
+  // A small x is scaled by 2^64, and its root back by 2^-32.
   const bool small = x < 0x1p-64f;
   const float root = quick_sqrt(small ? math::mul(x, 0x1p64f) : x);
   return math::unless_bad(z, x == 0.0f ? x : small ? math::mul(root, 0x1p-32f) : root);

@@ -168,8 +168,8 @@ __device__ __forceinline__ float any_score(float z) {
   return z;
 }
 
-/// Turns a lane's logits into scores, in the bits of math::router_score and RowSoftmax. No NaN is
-/// left: the score of a bad logit becomes 0, and with a softmax the whole row.
+/// Turns a lane's logits into scores, in the bits of math::router_score and RowSoftmax. A bad logit
+/// scores 0, so that no NaN is left. With a softmax its whole row does.
 template <By kBy, class L>
 __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&z)[L::kPerLane]) {
   RowState row{};
@@ -185,7 +185,7 @@ __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&
       largest = math::at_least(largest, __shfl_xor_sync(kAllLanes, largest, distance));
     }
     row.bad = !(largest < INFINITY) || largest == -INFINITY;
-    // e^-41 is more than kLeastQuotient.
+    // quotient() needs e^-41 to be more than kLeastQuotient, which it is.
     const bool quick = __all_sync(kAllLanes, math::sub(largest, least) <= 41.0f);
     if (quick) {
 #pragma unroll
