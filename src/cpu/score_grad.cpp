@@ -44,7 +44,8 @@ void scored_entries(const ScoreGradDesc& d, const ScoreGradArgs& a, std::int64_t
     const std::int32_t e = a.slot_experts[first + k];
     const float p = a.slot_probabilities[first + k];
     const float own = d.expert_scale && !is_sentinel(e, d.experts) ? a.expert_scale[e] : 1.0f;
-    entries[k] = {weights.scaled(slot_gradient(a, first + k), own), math::router_slope(d.score, p)};
+    entries[k] = {weights.scaled(slot_gradient(a, first + k), own),
+                  weights.factor(math::router_slope(d.score, p), divisor)};
     inner = math::fma(entries[k].gradient, weights.weight(p, divisor), inner);
   }
   for (std::int64_t k = 0; k < d.top_k; ++k) {

@@ -54,11 +54,11 @@ SONICMOE_HD float sqrt_softplus(float z) {
   return unless_bad(z, math::sqrt(z < 0.0f ? rest : add(z, rest)));
 }
 
-/// dp/dz of sqrt_softplus, from p alone: e^z = e^(p^2) - 1, so sigmoid(z) = 1 - e^(-p^2). 0 where p
-/// is 0.
+/// dp/dz of sqrt_softplus, from p alone: e^z = e^(p^2) - 1, so sigmoid(z) = 1 - e^(-p^2), which is
+/// p^2 for a small p.
 SONICMOE_HD float sqrt_softplus_slope(float p) {
   const float sigmoid = one_minus_exp2(mul(mul(p, p), 1.44269504f));
-  return p == 0.0f ? 0.0f : div(sigmoid, add(p, p));
+  return p < 0x1p-12f ? mul(0.5f, p) : div(sigmoid, add(p, p));
 }
 
 /// The score of a logit where no softmax makes it.
@@ -101,11 +101,14 @@ struct RouterWeights {
     if (!renormalize) return p;
     return divisor == 0.0f ? 0.0f : div(p, divisor);
   }
-  /// The gradient of p from that of w; `inner` sums the products of h and w.
+  /// With g from gradient() and f from factor(), f g is the gradient of p times `slope`, p's own
+  /// from router_slope(). The divisor goes to the slope, for both may be tiny. `inner` sums the
+  /// products of h, the gradient of w, and w.
   SONICMOE_HD float gradient(float h, float inner, float divisor) const {
     if (!renormalize) return h;
-    return divisor == 0.0f ? 0.0f : div(sub(h, inner), divisor);
+    return divisor == 0.0f ? 0.0f : sub(h, inner);
   }
+  SONICMOE_HD float factor(float slope, float divisor) const { return weight(slope, divisor); }
   SONICMOE_HD float scaled(float w, float expert_scale) const {
     return mul(mul(w, scale), expert_scale);
   }

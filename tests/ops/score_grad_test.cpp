@@ -130,5 +130,41 @@ TEST(ScoreGrad, RepeatedIdsAdd) {
   }
 }
 
+// Scores of very low logits. The gradient of such a sigmoid is beyond fp32, that of its logit not.
+TEST(ScoreGrad, TinyScoresRenormalise) {
+  for (const auto& [score, p] : {std::pair{RouterScore::sigmoid, 0x1p-120},
+                                 std::pair{RouterScore::sqrt_softplus, 0x1p-72}}) {
+    ScoreGradDesc desc;
+    desc.tokens = 1;
+    desc.experts = 8;
+    desc.top_k = desc.rows = 2;
+    desc.dtype = DType::bf16;
+    desc.score = score;
+    desc.order = RouterOrder::score_then_select;
+    desc.renormalize = true;
+    Arena arena(kDevice);
+    const auto floats = [&](const char* name, const Tensor& values) {
+      return static_cast<const float*>(arena.input(name, values, DType::f32));
+    };
+    ScoreGradArgs args;
+    args.row_dscores = floats("row_dscores", {65536, -65536});
+    args.slot_rows = arena.input("slot_rows", std::vector<std::int32_t>{0, 1});
+    args.slot_experts = arena.input("slot_experts", std::vector<std::int32_t>{5, 2});
+    args.slot_probabilities = floats("probabilities", {p, p});
+    args.dlogits = arena.output("dlogits", 8, DType::bf16);
+    const auto plan = make_plan(desc, kDevice, Options{});
+    ASSERT_TRUE(plan.ok()) << plan.status().message();
+    Arena scratch(kDevice);
+    const std::size_t bytes = plan.value().workspace_bytes();
+    const Status status = plan.value().run(args, {scratch.output("workspace", bytes, 256), bytes});
+    ASSERT_TRUE(status.ok()) << status.message();
+    // Weights are 1/2 and their gradients add up to 0, so dlogit is g dp/dz / (2 p). For so small a
+    // p the slope dp/dz of a sigmoid is p, and that of sqrt(log(1 + e^z)) is p / 2.
+    const double expected = score == RouterScore::sigmoid ? 32768 : 16384;
+    EXPECT_EQ(arena.tensor("dlogits", DType::bf16),
+              (Tensor{0, 0, -expected, 0, 0, expected, 0, 0}));
+  }
+}
+
 }  // namespace
 }  // namespace sonicmoe::testkit

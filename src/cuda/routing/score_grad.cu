@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 3)
 }
 
 /// What becomes of the gradients of scores before the pass over logits. kLanes lanes take a token.
-/// Slot by slot: `gradients` of p, and the `factors` that router_slope() says. In row order:
+/// Slot by slot: `gradients` and `factors` as RouterWeights says. In row order:
 /// `scale_terms`, which add up to dexpert_scale, or null.
 struct Entries {
   float* gradients;
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kEntryThreads)
       w = weights.weight(p, divisor);
       h = weights.scaled(g, scaled ? expert_scale[e] : 1.0f);
       out.gradients[slot] = h;
-      out.factors[slot] = math::router_slope(score, p);
+      out.factors[slot] = weights.factor(math::router_slope(score, p), divisor);
       const std::int32_t row = gradient.slot_rows[slot];
       if (out.scale_terms != nullptr && row >= 0) {
         out.scale_terms[row] = math::mul(g, weights.scaled(w, 1.0f));
