@@ -2,6 +2,7 @@
 
 #include <type_traits>
 
+#include "cuda/routing/quick_score.h"
 #include "cuda/routing/routing.cuh"
 
 /// Chooses a token's K experts, larger value first and ties to the lower expert id, and makes their
@@ -174,13 +175,14 @@ struct WarpRow {
     return wrong || (softmax && !__any_sync(kAllLanes, finite));
   }
 
+  /// The largest logit, or a NaN if there is one.
   __device__ float max() const {
-    std::uint32_t largest = 0;
+    float largest = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (has(j)) largest = ::max(largest, order_bits(to_float(logit[j])));
+      if (has(j)) largest = math::at_least(largest, to_float(logit[j]));
     }
-    return from_order_bits(__reduce_max_sync(kAllLanes, largest));
+    return from_order_bits(__reduce_max_sync(kAllLanes, order_bits(largest)));
   }
 
   /// Maximum and sum of the softmax over all experts, as in probabilities().
@@ -195,20 +197,27 @@ struct WarpRow {
   }
 
   /// The softmax over all experts, in the bits of src/cpu (math::lane_sum32 gives the order of the
-  /// sum). p[j] has no meaning where !has(j).
+  /// sum). p[j] has no meaning where !has(j). All are NaNs where bad().
   __device__ void probabilities(float (&p)[kPerLane]) const {
     const float largest = max();
-    float sum = 0.0f;
+    float least = largest;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      p[j] = has(j) ? math::softmax_term(to_float(logit[j]), largest) : 0.0f;
-      sum = math::add(sum, p[j]);
+      if (has(j)) least = math::at_most(least, to_float(logit[j]));
     }
-    sum = warp_sum(sum);
-    // Where !has(j) the lane divides sum by sum: a zero would send the whole warp down the slow
-    // path of the division.
+    // quotient() needs e^-41 to be more than kLeastQuotient, which it is.
+    if (__all_sync(kAllLanes, math::sub(largest, least) <= 41.0f)) {
+      const float sum = terms(p, [&](float z) { return quick_exp(math::sub(z, largest)); });
+      const float inverse = refined(sum, math::fast_reciprocal(sum));
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) p[j] = math::div(has(j) ? p[j] : sum, sum);
+      for (int j = 0; j < kPerLane; ++j) p[j] = quotient(p[j], sum, inverse);
+    } else {
+      const float sum = terms(p, [&](float z) { return math::softmax_term(z, largest); });
+      // Where !has(j) the lane divides sum by sum: a zero would send the whole warp down the slow
+      // path of the division.
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) p[j] = math::div(has(j) ? p[j] : sum, sum);
+    }
   }
 
   /// Experts and scores of softmax over the top-K.
@@ -245,6 +254,18 @@ struct WarpRow {
   }
 
  private:
+  /// Writes the term of each logit, and returns their sum.
+  template <class Term>
+  __device__ float terms(float (&p)[kPerLane], Term term) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      p[j] = has(j) ? term(to_float(logit[j])) : 0.0f;
+      sum = math::add(sum, p[j]);
+    }
+    return warp_sum(sum);
+  }
+
   template <class Key, class KeyOf>
   __device__ Chosen choose(const Route& route, KeyOf key_of) const {
     Key mine[2];

@@ -70,8 +70,8 @@ __device__ std::uint32_t word_of_lane(const Chosen& chosen, int top_k) {
 }
 
 /// Token choice, a warp a token. The probabilities of the block's 8 tokens go through shared
-/// memory, so that the block writes the 8 of each expert as one sector.
-template <class T, int kPerLane>
+/// memory, so that the block writes the 8 of each expert as one sector. kFull: E = 32 kPerLane.
+template <class T, int kPerLane, bool kFull>
 __global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8                   ? 3
                                                  : kPerLane == 32 && kArch != 90 ? 1
                                                                                  : 2)
@@ -84,10 +84,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8                  
   const std::int64_t t = first + warp;
   if (threadIdx.x == 0 && first % kTokens == 0) m.added[first / kTokens] = 0;
   if (t < tokens) {
-    const WarpRow<T, kPerLane> row(logits + t * route.experts, route.experts);
-    if (error_word != nullptr && row.bad() && lane_id() == 0) report(error_word, kBadLogits);
+    const WarpRow<T, kPerLane, kFull> row(logits + t * route.experts, route.experts);
     float p[kPerLane];
     row.probabilities(p);
+    if (error_word != nullptr && lane_id() == 0 && p[0] != p[0]) report(error_word, kBadLogits);
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
       if (row.has(j)) marked[row.expert(j) * kStride + warp] = math::bits(p[j]) & ~kRouted;
@@ -598,9 +598,11 @@ Status choose(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const Memo
   }
   return visit_row_size(d.experts, [&](auto per_lane) {
     const std::size_t bytes = 4 * static_cast<std::size_t>(d.experts * (kWarps + 1));
-    choose_tokens<T, per_lane.value>
-        <<<blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, stream>>>(logits, d.tokens, route,
-                                                                          m, a.error_word);
+    constexpr int kPerLane = per_lane.value;
+    const auto kernel = d.experts == kPerLane * kWarp ? choose_tokens<T, kPerLane, true>
+                                                      : choose_tokens<T, kPerLane, false>;
+    kernel<<<blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, stream>>>(logits, d.tokens, route,
+                                                                            m, a.error_word);
     return launched("token_rounding: launch");
   });
 }
