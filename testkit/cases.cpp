@@ -50,7 +50,10 @@ std::vector<NamedActivation> with_parameters() {
           {"swiglu_oai-alpha-limit", oai},
           {"situ_glu", Activation::situ_glu},
           {"situ_glu-scales", scaled(0.75f, 1.5f)},
-          {"quick_geglu", Activation::quick_geglu}};
+          {"quick_geglu", Activation::quick_geglu},
+          // No 16-bit type holds these limits.
+          {"swiglu_clamp_after-odd-limit", limited(Activation::swiglu_clamp_after, 0.3f)},
+          {"swiglu-odd-limit", limited(Activation::swiglu, 0.7f)}};
 }
 
 constexpr std::array kLayouts = {W1Layout::interleaved, W1Layout::concatenated, W1Layout::separate,

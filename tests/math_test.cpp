@@ -300,7 +300,7 @@ TEST(Activation, SlopesAtTheLimit) {
       EXPECT_EQ(fn.backward(2.0f, -above, kInf).dup, 0.0f);
     });
   }
-  constexpr math::GluClampedAfter after{40.0f};  // silu(40) is 40
+  const auto after = math::GluClampedAfter::of(40.0f);  // silu(40) is 40
   EXPECT_EQ(after.backward(40.0f, 40.0f, 2.0f).dgate, 80.0f);
   EXPECT_EQ(after.backward(40.0f, -40.0f, 2.0f).dup, 80.0f);
   EXPECT_EQ(after.backward(41.0f, 2.0f, kInf).dgate, 0.0f);

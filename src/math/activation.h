@@ -150,44 +150,104 @@ struct Plain : F {
 
 SONICMOE_HD float clamp(float x, float limit) { return at_least(at_most(x, limit), -limit); }
 
+struct ScaledSilu {  // x sigmoid(alpha x)
+  float alpha;
+  float exponent;  ///< e^(-alpha x) = 2^(exponent x)
+
+  static SONICMOE_HD ScaledSilu of(float alpha) {
+    // The bound keeps the exponent finite at 0.
+    return {alpha, clamp(-1.44269504f * alpha, std::numeric_limits<float>::max())};
+  }
+  SONICMOE_HD float value(float x) const { return x * fast_reciprocal(inverse_sigmoid(x)); }
+  SONICMOE_HD float value_by_newton(float x) const {
+    return x * reciprocal_by_newton(inverse_sigmoid(x));
+  }
+  SONICMOE_HD ValueSlope both(float x) const {
+    const float s = fast_reciprocal(inverse_sigmoid(x)), v = x * s;
+    return {v, fma(v, fma(-alpha, s, alpha), s)};
+  }
+
+ private:
+  SONICMOE_HD float inverse_sigmoid(float x) const {
+#if defined(__CUDA_ARCH__)
+    return add(1.0f, fast_exp2(exponent * x));
+#else
+    return add(1.0f, fast_exp(-(alpha * x)));
+#endif
+  }
+};
+
+/// a = f(g) (u + kOffset), where f is a ScaledSilu.
+template <int kOffset>
+struct OffsetGlu {
+  static_assert(kOffset == 0 || kOffset == 1);
+  ScaledSilu silu;
+
+  SONICMOE_HD Gradients backward(float gate, float up, float da) const {
+    const ValueSlope f = silu.both(gate);
+    if constexpr (kOffset == 0) return {f.value * up, da * up * f.slope, da * f.value};
+    return {fma(f.value, up, f.value), fma(da, up, da) * f.slope, da * f.value};
+  }
+};
+
 /// a = g' sigmoid(alpha g') (u' + offset) with g' = min(g, limit) and u' = clamp(u, -limit, limit).
 /// At the limit the slopes of min and clamp are 1, beyond it 0. alpha = 1 and offset = 0 are exact.
 struct ClampedGlu {
   static constexpr bool kIsGlu = true;
+  static constexpr bool kClampsGate = true;
   float limit;
-  float alpha;
-  float offset;
+  ScaledSilu silu;
+  float offset;                   ///< 0 or 1
   float newton_low, newton_high;  ///< gates where sigmoid_by_newton() works: alpha g >= -86.6
 
   static SONICMOE_HD ClampedGlu of(float limit, float alpha = 1.0f, float offset = 0.0f) {
     constexpr float kInf = std::numeric_limits<float>::infinity();
     const float bound = -86.6f / alpha;
-    return {limit, alpha, offset, alpha > 0.0f ? bound : -kInf,
+    return {limit, ScaledSilu::of(alpha), offset, alpha > 0.0f ? bound : -kInf,
             alpha < 0.0f ? at_most(limit, bound) : limit};
   }
 
   SONICMOE_HD float forward(float gate, float up) const {
-    const float g = at_most(gate, limit);
-    return g * sigmoid(alpha * g) * (clamp(up, limit) + offset);
+    return silu.value(at_most(gate, limit)) * (clamp(up, limit) + offset);
   }
   /// A gate out of sigmoid_by_newton()'s range counts as the last one inside: see
   /// Silu::value_by_newton().
   SONICMOE_HD float forward_by_newton(float gate, float up) const {
     const float g = at_least(at_most(gate, newton_high), newton_low);
-    return g * sigmoid_by_newton(alpha * g) * (clamp(up, limit) + offset);
+    return silu.value_by_newton(g) * (clamp(up, limit) + offset);
   }
   SONICMOE_HD Gradients backward(float gate, float up, float da) const {
-    const float g = at_most(gate, limit), u = clamp(up, limit) + offset;
-    const float s = sigmoid(alpha * g), v = g * s;
-    const float slope = fma(alpha * v, 1.0f - s, s);
-    return {v * u, gate > limit ? 0.0f : da * u * slope, fabsf(up) > limit ? 0.0f : da * v};
+    const float u = clamp(up, limit) + offset;
+    const ValueSlope f = silu.both(at_most(gate, limit));
+    return {f.value * u, gate > limit ? 0.0f : da * u * f.slope,
+            fabsf(up) > limit ? 0.0f : da * f.value};
+  }
+  /// Calls f with the function of g' and u'.
+  template <class F>
+  SONICMOE_HD void visit_inside(F&& f) const {
+    offset == 0.0f ? f(OffsetGlu<0>{silu}) : f(OffsetGlu<1>{silu});
+  }
+};
+
+/// a = min(silu(g), limit) u. dgate is right where silu(g) is within the limit.
+struct SiluAtMost {
+  float limit;
+
+  SONICMOE_HD Gradients backward(float gate, float up, float da) const {
+    const ValueSlope f = Silu::both(gate);
+    const float v = at_most(f.value, limit);
+    return {v * up, da * up * f.slope, da * v};
   }
 };
 
 /// a = min(silu(g), limit) clamp(u, -limit, limit), with slopes as in ClampedGlu.
 struct GluClampedAfter {
   static constexpr bool kIsGlu = true;
+  static constexpr bool kClampsGate = false;
   float limit;
+  float last_gate;  ///< where silu(g) is the limit
+
+  static SONICMOE_HD GluClampedAfter of(float limit) { return {limit, inverse(limit)}; }
 
   SONICMOE_HD float forward(float gate, float up) const {
     return at_most(Silu::value(gate), limit) * clamp(up, limit);
@@ -199,6 +259,20 @@ struct GluClampedAfter {
     const ValueSlope f = Silu::both(gate);
     const float v = at_most(f.value, limit), u = clamp(up, limit);
     return {v * u, f.value > limit ? 0.0f : da * u * f.slope, fabsf(up) > limit ? 0.0f : da * v};
+  }
+  /// Calls f with the function of gates up to last_gate, and of clamp(u, -limit, limit).
+  template <class F>
+  SONICMOE_HD void visit_inside(F&& f) const {
+    f(SiluAtMost{limit});
+  }
+
+ private:
+  /// g >= 0 with silu(g) = y.
+  static SONICMOE_HD float inverse(float y) {
+    // A step divides the error by e at least, for the slope is -y e^-g, and g >= y.
+    float g = y;
+    for (int i = 0; i < 20; ++i) g = y * (1.0f + exp(-g));
+    return g;
   }
 };
 
@@ -281,7 +355,7 @@ SONICMOE_HD auto visit_activation(const ActivationSpec& spec, F&& f) {
       if (spec.limit < kInf) return f(ClampedGlu::of(spec.limit));
       break;
     case Activation::swiglu_clamp_after:
-      return f(GluClampedAfter{spec.limit});
+      return f(GluClampedAfter::of(spec.limit));
     case Activation::swiglu_oai:
       return f(ClampedGlu::of(spec.limit, spec.alpha, 1.0f));
     case Activation::situ_glu:

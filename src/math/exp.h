@@ -35,15 +35,20 @@ SONICMOE_HD float exp(float x) {
   return mul(mul(p, s1), s2);
 }
 
-// The next two functions serve activations. Unlike scores, activations may have other bits on
+// The next functions serve activations. Unlike scores, activations may have other bits on
 // another backend, so the GPU uses its special function unit. Its relative error is a few units of
 // 2^-22. At the ends of the range it gives 0 and inf, as it should.
 
+#if defined(__CUDA_ARCH__)
+SONICMOE_HD float fast_exp2(float x) {
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x));
+  return e;
+}
+#endif
 SONICMOE_HD float fast_exp(float x) {
 #if defined(__CUDA_ARCH__)
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * 1.44269504f));
-  return e;
+  return fast_exp2(x * 1.44269504f);
 #else
   return exp(x);
 #endif
@@ -75,8 +80,7 @@ SONICMOE_HD float reciprocal_by_newton(float d) {
 /// most 2^-20, and 2^-22 up to t = 0.35.
 SONICMOE_HD float one_minus_exp2(float t) {
 #if defined(__CUDA_ARCH__)
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-t));
+  const float e = fast_exp2(-t);
   // A minimax polynomial that we fitted for the relative error, 2^-22.1.
   float q = -0x1.1e1480p-7f;
   q = fma(q, t, 0x1.c51d96p-5f);

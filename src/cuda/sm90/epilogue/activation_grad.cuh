@@ -2,6 +2,7 @@
 
 #include "cuda/sm90/epilogue/dispatch.cuh"
 #include "cuda/sm90/epilogue/epilogue.cuh"
+#include "cuda/sm90/epilogue/limits.cuh"
 #include "cuda/sm90/epilogue/ports.cuh"
 #include "cuda/sm90/epilogue/row_reduce.cuh"
 
@@ -88,7 +89,11 @@ struct StoreActivationGrad : DefersNothing {
 
     __device__ __forceinline__ void finish(float (&acc)[1][kCount], Deferred<Traits>&,
                                            const EpilogueStages<Traits>& stages) {
-      e.activations.visit([&](const auto& fn) { finish_as(fn, acc[0], stages); });
+      e.activations.visit([&](const auto& fn) {
+        visit_limits<T>(fn, [&](const auto& inside, const auto& limits) {
+          finish_as(inside, limits, acc[0], stages);
+        });
+      });
     }
 
     __device__ __forceinline__ int valid() const { return tile.rows - tile.m_block * kTileM; }
@@ -98,8 +103,9 @@ struct StoreActivationGrad : DefersNothing {
     /// This warp's first row, in the tile.
     __device__ __forceinline__ int first_row(int t) const { return m_first * 64 + t / 32 * 16; }
 
-    template <class Fn>
-    __device__ __forceinline__ void finish_as(const Fn& fn, float (&acc)[kCount],
+    template <class Fn, class Limits>
+    __device__ __forceinline__ void finish_as(const Fn& fn, const Limits& limits,
+                                              float (&acc)[kCount],
                                               const EpilogueStages<Traits>& stages) {
       const int n = e.intermediate;
       const int t = here(static_cast<int>(threadIdx.x)) % 128, lane = t % 32;
@@ -114,9 +120,9 @@ struct StoreActivationGrad : DefersNothing {
         // The copy engine has read what left from here two chunks ago: see the wait below.
         const WarpTile scaled(staging + chunk % kBuffers * WarpTile::kBytes, lane);
         if constexpr (kAlternates) {
-          differentiate_pairs(fn, da, staged, scaled, dscores);
+          differentiate_pairs(fn, limits, da, staged, scaled, dscores);
         } else {
-          differentiate(fn, da, staged, scaled, dscores);
+          differentiate(fn, limits, da, staged, scaled, dscores);
         }
         if (chunk > 0) {
           // Rarely blocks: the copy engine reads what left from the chunk before.
@@ -163,13 +169,13 @@ struct StoreActivationGrad : DefersNothing {
     }
 
     /// dH and A' of a chunk, in place of H and in `scaled`. `da`: dA' of it, 32 accumulators.
-    template <class Fn>
-    __device__ __forceinline__ void differentiate(const Fn& fn, const float* da,
-                                                  const WarpTile (&staged)[2],
+    template <class Fn, class Limits>
+    __device__ __forceinline__ void differentiate(const Fn& fn, const Limits& limits,
+                                                  const float* da, const WarpTile (&staged)[2],
                                                   const WarpTile& scaled, RowReduce& dscores) {
       const WarpTile &gate = staged[0], &up = staged[1];
-      // Fragments are loaded one ahead, where an activation's members leave registers for that.
-      constexpr bool kAhead = std::is_empty_v<Fn>;
+      // Fragments are loaded one ahead. A function with limits of its own leaves no registers.
+      constexpr bool kAhead = !kHasLimits<Fn>;
       Fragment next_g = {}, next_u = {};
       const auto load = [&](int i) {
         next_g = gate.get(i);
@@ -186,14 +192,16 @@ struct StoreActivationGrad : DefersNothing {
         for (int j = 0; j < 4; ++j) {
           const float score = scores[j % 2];
           const float* d = &da[i * 8 + 2 * j];
-          const float2 gs = Pair<T>::unpack(g.w[j]);
-          const float2 us = Pair<T>::unpack(u.w[j]);
+          const auto gates = limits.gates(g.w[j]);
+          const auto ups = limits.ups(u.w[j]);
+          const float2 gs = Pair<T>::unpack(gates.inside);
+          const float2 us = Pair<T>::unpack(ups.inside);
           const math::Gradients r0 = fn.backward(gs.x, us.x, score * d[0]);
           const math::Gradients r1 = fn.backward(gs.y, us.y, score * d[1]);
           dscores.add(j % 2, d[0], r0.act);
           dscores.add(j % 2, d[1], r1.act);
-          dg.w[j] = Pair<T>::pack(r0.dgate, r1.dgate);
-          du.w[j] = Pair<T>::pack(r0.dup, r1.dup);
+          dg.w[j] = gates.slope(Pair<T>::pack(r0.dgate, r1.dgate));
+          du.w[j] = ups.slope(Pair<T>::pack(r0.dup, r1.dup));
           a.w[j] = Pair<T>::pack(score * r0.act, score * r1.act);
         }
         gate.put(i, dg);
@@ -204,8 +212,9 @@ struct StoreActivationGrad : DefersNothing {
 
     /// The same where gates and ups alternate: a fragment has the pairs of 8 units, of which a lane
     /// has units q and 4 + q.
-    template <class Fn>
-    __device__ __forceinline__ void differentiate_pairs(const Fn& fn, const float* da,
+    template <class Fn, class Limits>
+    __device__ __forceinline__ void differentiate_pairs(const Fn& fn, const Limits& limits,
+                                                        const float* da,
                                                         const WarpTile (&staged)[2],
                                                         const WarpTile& scaled,
                                                         RowReduce& dscores) {
@@ -226,10 +235,11 @@ struct StoreActivationGrad : DefersNothing {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               const float d = da[at * 4 + 2 * row + j];
-              const float2 pair = Pair<T>::unpack(h.w[2 * j + row]);
+              const auto limited = limits.pair(h.w[2 * j + row]);
+              const float2 pair = Pair<T>::unpack(limited.inside);
               const math::Gradients r = fn.backward(pair.x, pair.y, scores[row] * d);
               dscores.add(row, d, r.act);
-              dh.w[2 * j + row] = Pair<T>::pack(r.dgate, r.dup);
+              dh.w[2 * j + row] = limited.slope(Pair<T>::pack(r.dgate, r.dup));
               act[row] = scores[row] * r.act;
             }
             acts[j] = Pair<T>::pack(act[0], act[1]);
