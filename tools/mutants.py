@@ -90,8 +90,8 @@ MUTANTS = [
         "router: eps left out of a gradient",
         "layer_test Cases/Layer.AgreesWithTheOracle/router_eps_*",
         "src/math/router_score.h",
-        "return divisor == 0.0f ? 0.0f : div(sub(h, inner), divisor);",
-        "return divisor == 0.0f ? 0.0f : div(sub(h, inner), sub(divisor, eps));",
+        "{ return weight(slope, divisor); }",
+        "{ return weight(slope, sub(divisor, eps)); }",
     ),
     Mutant(
         "router: a sigmoid's gradient subtracts a sum",
