@@ -146,8 +146,8 @@ MUTANTS = [
         "a clamp without its zero gradient",
         "core_test Activation.ParametersAgreeWithFp64",
         "src/math/activation.h",
-        "return {v * u, gate > limit ? 0.0f : da * u * slope, fabsf(up) > limit ? 0.0f : da * v};",
-        "return {v * u, gate > limit ? 0.0f : da * u * slope, da * v};",
+        "fabsf(up) > limit ? 0.0f : da * f.value};",
+        "da * f.value};",
     ),
     Mutant(
         "A' without the score s",
