@@ -422,6 +422,8 @@ def token_rounding(
     _check.logits("logits", logits)
     _check.integer("K", K)
     _check.integer("tile", tile)
+    _check.flag("softmax_over_topk", softmax_over_topk)
+    _check.flag("norm_topk_probs", norm_topk_probs)
     seed, offset = _check.word("seed", seed), _check.word("offset", offset)
     draws = None
     if _check.draws("rule", rule):  # made where the logits are: a host copy cannot be captured

@@ -235,12 +235,14 @@ def resolve(
     names: tuple[str, str] = ("softmax_over_topk", "norm_topk_probs"),
 ) -> RouterConfig:
     """The router that the arguments ask for; the two older ones, by their names, in its place."""
+    flag(names[0], softmax_over_topk)
+    flag(names[1], norm_topk_probs)
     if router is None:
         order = "select_then_score" if softmax_over_topk else "score_then_select"
-        return _of_flags(order, bool(norm_topk_probs))
+        return _of_flags(order, norm_topk_probs)
     for name, value, default in (
-        (names[0], bool(softmax_over_topk), True),
-        (names[1], bool(norm_topk_probs), False),
+        (names[0], softmax_over_topk, True),
+        (names[1], norm_topk_probs, False),
     ):
         if value != default:
             raise ValueError(f"{name}: got {value}, allowed: {default} beside router=")

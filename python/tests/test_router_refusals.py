@@ -123,6 +123,10 @@ def test_what_the_functions_refuse():
     ):  # fmt: skip
         with pytest.raises(ValueError, match="^" + re.escape(message)):
             refused()
+    with pytest.raises(TypeError, match="^is_softmax_over_topk: got 'no', allowed: True, False"):
+        call(*args, is_softmax_over_topk="no")
+    with pytest.raises(TypeError, match="^norm_topk_probs: got 1, allowed: True, False"):
+        sonicmoe.experts_from_logits(layer.x, z, K, *weights, norm_topk_probs=1)
     with pytest.raises(TypeError, match="^logit_bias: got torch.bfloat16, allowed: torch.float32$"):
         call(*args, router="gpt_oss", logit_bias=bias.bfloat16())
     words = "^router_w: got torch.float16, allowed: torch.bfloat16, the dtype of x, or torch.floa"

@@ -235,6 +235,8 @@ def test_refusals(changes, message):
         ({"seed": 1.7}, "seed: got 1.7, allowed: an int"),
         ({"offset": None}, "offset: got None, allowed: an int"),
         ({"rule": ["nr"]}, "rule: got ['nr'], allowed: a str"),
+        ({"softmax_over_topk": "no"}, "softmax_over_topk: got 'no', allowed: True, False"),
+        ({"norm_topk_probs": 1}, "norm_topk_probs: got 1, allowed: True, False"),
         (
             {"logits": torch.zeros(6, 4, dtype=torch.int64)},
             "logits: got torch.int64, allowed: torch.float32, torch.bfloat16, torch.float16",
