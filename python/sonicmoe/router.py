@@ -239,7 +239,7 @@ def resolve(
     flag(names[1], norm_topk_probs)
     if router is None:
         order = "select_then_score" if softmax_over_topk else "score_then_select"
-        return _of_flags(order, norm_topk_probs)
+        return _FLAGS[order, norm_topk_probs]
     for name, value, default in (
         (names[0], softmax_over_topk, True),
         (names[1], norm_topk_probs, False),
@@ -254,10 +254,6 @@ _FLAGS = {
     for order in _CHOICES["order"]
     for renormalize in (False, True)
 }
-
-
-def _of_flags(order: str, renormalize: bool) -> RouterConfig:
-    return _FLAGS[order, renormalize]
 
 
 class Routing(NamedTuple):

@@ -155,7 +155,7 @@ struct ScaledSilu {  // x sigmoid(alpha x)
   float exponent;  ///< e^(-alpha x) = 2^(exponent x)
 
   static SONICMOE_HD ScaledSilu of(float alpha) {
-    // The bound keeps the exponent finite at 0.
+    // Finite for every alpha, so that x = 0 has the sigmoid 1/2.
     return {alpha, clamp(-1.44269504f * alpha, std::numeric_limits<float>::max())};
   }
   SONICMOE_HD float value(float x) const { return x * fast_reciprocal(inverse_sigmoid(x)); }

@@ -101,9 +101,9 @@ struct RouterWeights {
     if (!renormalize) return p;
     return divisor == 0.0f ? 0.0f : div(p, divisor);
   }
-  /// With g from gradient() and f from factor(), f g is the gradient of p times `slope`, p's own
-  /// from router_slope(). The divisor goes to the slope, for both may be tiny. `inner` sums the
-  /// products of h, the gradient of w, and w.
+  /// The logit's gradient is gradient() times factor(). h is the gradient of w, `inner` sums the
+  /// products of both, and `slope` is that of p, by router_slope(). factor() has the divisor, since
+  /// slope and divisor are tiny together.
   SONICMOE_HD float gradient(float h, float inner, float divisor) const {
     if (!renormalize) return h;
     return divisor == 0.0f ? 0.0f : sub(h, inner);

@@ -55,6 +55,8 @@ SONICMOE_HD float quick_inverse(float d) { return refined(d, math::fast_reciproc
 /// math::div(n, d) alike, for d from 1 to 2^20 and n from kLeastQuotient to 2^20. Where d is 1 or
 /// 2, n may be any smaller number. `inverse` comes from refined().
 inline constexpr float kLeastQuotient = 0x1p-60f;
+/// Logits of a row that differ by no more have a quick softmax: e^-41 is above kLeastQuotient.
+inline constexpr float kQuickRange = 41.0f;
 SONICMOE_HD float quotient(float n, float d, float inverse) {
   const float q = math::mul(n, inverse);
   return math::fma(math::fma(-d, q, n), inverse, q);

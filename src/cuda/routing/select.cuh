@@ -205,8 +205,7 @@ struct WarpRow {
     for (int j = 0; j < kPerLane; ++j) {
       if (has(j)) least = math::at_most(least, to_float(logit[j]));
     }
-    // quotient() needs e^-41 to be more than kLeastQuotient, which it is.
-    if (__all_sync(kAllLanes, math::sub(largest, least) <= 41.0f)) {
+    if (__all_sync(kAllLanes, math::sub(largest, least) <= kQuickRange)) {
       const float sum = terms(p, [&](float z) { return quick_exp(math::sub(z, largest)); });
       const float inverse = refined(sum, math::fast_reciprocal(sum));
 #pragma unroll

@@ -185,8 +185,7 @@ __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&
       largest = math::at_least(largest, __shfl_xor_sync(kAllLanes, largest, distance));
     }
     row.bad = !(largest < INFINITY) || largest == -INFINITY;
-    // quotient() needs e^-41 to be more than kLeastQuotient, which it is.
-    const bool quick = __all_sync(kAllLanes, math::sub(largest, least) <= 41.0f);
+    const bool quick = __all_sync(kAllLanes, math::sub(largest, least) <= kQuickRange);
     if (quick) {
 #pragma unroll
       for (int i = 0; i < L::kPerLane; ++i) z[i] = quick_exp(math::sub(z[i], largest));

@@ -8,7 +8,7 @@
 #include "cuda/device/warp.cuh"
 
 /// Limits of an activation, for two values at a time while they are in 16 bits. That takes half the
-/// instructions, and comparisons limit the epilogue of down_proj_dgrad.
+/// instructions of fp32, which the epilogue of down_proj_dgrad waits for.
 namespace sonicmoe::cuda {
 
 /// CUDA's own type of two T in a word, for its functions.
@@ -62,7 +62,7 @@ class Limits {
         pair_low_(two(-kInf, -fn.limit)),
         pair_high_(two(Fn::kClampsGate ? fn.limit : kInf, fn.limit)) {
     if constexpr (!Fn::kClampsGate) {
-      // Rounded down it still divides the values of T alike.
+      // No value of T lies between last_gate and this.
       const T last = round_down<T>(fn.last_gate);
       last_gates_ = {last, last};
       last_of_pair_ = {last, from_float<T>(kInf)};
@@ -102,6 +102,7 @@ class Limits {
   }
 };
 
+/// The same for a function that takes every value.
 struct NoLimits {
   struct Same {
     std::uint32_t inside;
