@@ -234,9 +234,9 @@ struct SiluAtMost {
   float limit;
 
   SONICMOE_HD Gradients backward(float gate, float up, float da) const {
-    const ValueSlope f = Silu::both(gate);
-    const float v = at_most(f.value, limit);
-    return {v * up, da * up * f.slope, da * v};
+    const float s = sigmoid(gate);
+    const float v = at_most(gate * s, limit);
+    return {v * up, da * up * fma(v, 1.0f - s, s), da * v};
   }
 };
 
