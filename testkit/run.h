@@ -94,8 +94,8 @@ inline Slack router_slack(const Grouping& g, std::int64_t tokens) {
   return {.independent = std::max(1.0, static_cast<double>(std::ssize(g.row_slots) - tokens))};
 }
 
-/// What logits that stay fp32 may be off beside the 2x rule. On CUDA tensor cores add them up, and
-/// an fp32 router weight enters as two 16-bit parts: 2^-17 of the product of norms at most.
+/// What logits that stay fp32 may be off beside the 2x rule. On CUDA tensor cores add them up; with
+/// an fp32 router weight, 256 products at a time.
 Slack logits_slack(const LayerDesc& desc, Device device);
 
 /// Each operation that the case's layer is made of, fed with the oracle's rounded tensors.

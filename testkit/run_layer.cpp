@@ -200,8 +200,10 @@ std::vector<std::size_t> expert_ends(const Grouping& g, std::size_t size, bool w
 
 Slack logits_slack(const LayerDesc& desc, Device device) {
   if (device.type != DeviceType::cuda || !desc.router.f32_logits) return {};
-  return {.relative = tensor_core_allowance(desc.experts.hidden) +
-                      (desc.router.f32_router_w ? 0x1p-17 : 0)};
+  const std::int64_t products = desc.experts.hidden;
+  constexpr std::int64_t kOfASum = 256;
+  return {.relative = tensor_core_allowance(desc.router.f32_router_w ? std::min(products, kOfASum)
+                                                                     : products)};
 }
 
 LayerRun run_layer(const Problem& problem, Device device, const Options& options) {

@@ -27,8 +27,9 @@ namespace sonicmoe {
 
 /// The router's product and its gradients: logits = x w^T + bias, dx = dlogits w, dw = dlogits^T x,
 /// dbias = column sums of dlogits. Behind each shape stand the passes that use the tensor. An fp32
-/// w beside 16-bit x enters as two 16-bit parts: 16 bits of w with bf16, 22 with fp16 (of numbers
-/// below 65504 and above 2^-14). So does fp32 dlogits.
+/// w beside 16-bit x enters logits as three 16-bit parts, which have all its bits (fp16: of numbers
+/// below 65504 and above 2^-14). dx and dw have two parts of w and of fp32 dlogits: 16 bits with
+/// bf16, 22 with fp16.
 struct RouterGemmArgs {
   const void* x = nullptr;        ///< (T, d) dtype: forward, wgrad
   const void* w = nullptr;        ///< (E, d) w_dtype(): forward, dgrad

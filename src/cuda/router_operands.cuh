@@ -12,7 +12,7 @@
 /// An fp32 Wr or dlogits enters as 16-bit parts, small ones first, which stand beside each other as
 /// if they were of more experts. Each line is a product and its split operands:
 ///
-///   logits   Wr (2 E, d): expert e's small part in row 2 e, its big part in row 2 e + 1
+///   logits   Wr, of 16 experts after the other: tiny (16, d), small (16, d), big (16, d)
 ///   dx       dlogits (T, P parts): small, big.       Wr (P parts, d): Wr kDown, Wr
 ///            with fp32 Wr: small, big, big.          Wr: big kDown, rest, big
 ///   dWr      dlogits (T, 2 P): small, big
@@ -27,7 +27,7 @@ namespace sonicmoe::cuda {
 inline int parts_of(const RouterGemmDesc& d) {
   switch (d.pass) {
     case GemmPass::forward:
-      return d.f32_w ? 2 : 1;
+      return d.f32_w ? 3 : 1;
     case GemmPass::dgrad:
       return !d.f32_logits ? 1 : d.f32_w ? 3 : 2;
     case GemmPass::wgrad:
@@ -42,21 +42,23 @@ inline bool needs_padding(const RouterGemmDesc& d) {
 }
 inline std::int64_t padded(std::int64_t experts) { return (experts + 7) / 8 * 8; }
 
-/// The experts of the product, all parts counted.
-inline std::int64_t experts_of(const RouterGemmDesc& d) {
+/// The experts of the product, all parts counted. `block`: the rows that 16 experts take of Wr in
+/// parts for logits, which may be more than their parts.
+inline std::int64_t experts_of(const RouterGemmDesc& d, int block) {
   const int parts = parts_of(d);
-  return parts * (d.pass == GemmPass::forward || parts == 1 ? d.experts : padded(d.experts));
+  if (parts == 1) return d.experts;
+  return d.pass == GemmPass::forward ? (d.experts + 15) / 16 * block : parts * padded(d.experts);
 }
 
 /// Where the workspace has what. dWr is the sum of `token_parts` products.
 struct Regions {
   std::size_t dlogits, w, partials, stretches, bytes;
 };
-inline Regions regions(const RouterGemmDesc& d, int token_parts) {
+inline Regions regions(const RouterGemmDesc& d, int token_parts, int block) {
   Ledger ledger;
   Regions r{};
   const std::size_t tokens = static_cast<std::size_t>(d.tokens);
-  const std::size_t experts = static_cast<std::size_t>(experts_of(d));
+  const std::size_t experts = static_cast<std::size_t>(experts_of(d, block));
   const std::size_t hidden = static_cast<std::size_t>(d.hidden);
   if (needs_padding(d)) {
     r.dlogits = ledger.book("dlogits", tokens * static_cast<std::size_t>(padded(d.experts)) * 2);
@@ -127,35 +129,44 @@ inline SplitShape beside(const RouterGemmDesc& d) {
           .row_stride = parts_of(d) * columns,
           .part_stride = columns};
 }
-/// The rows of Wr in parts: the parts of each row together, or the rows of each part, padded.
-inline SplitShape stacked(const RouterGemmDesc& d, bool by_row) {
-  const std::int64_t rows = by_row ? d.experts : padded(d.experts);
+/// The rows of each part of Wr, padded.
+inline SplitShape stacked(const RouterGemmDesc& d) {
+  const std::int64_t rows = padded(d.experts);
   return {.rows = d.experts,
           .columns = static_cast<int>(d.hidden),
           .split_rows = rows,
           .split_columns = static_cast<int>(d.hidden),
-          .row_stride = by_row ? parts_of(d) * d.hidden : d.hidden,
-          .part_stride = by_row ? d.hidden : rows * d.hidden};
+          .row_stride = d.hidden,
+          .part_stride = rows * d.hidden};
+}
+/// The rows of all parts of 16 experts, then those of the next.
+inline SplitShape in_blocks(const RouterGemmDesc& d, int block) {
+  return {.rows = d.experts,
+          .columns = static_cast<int>(d.hidden),
+          .split_rows = d.experts,
+          .split_columns = static_cast<int>(d.hidden),
+          .row_stride = d.hidden,
+          .part_stride = 16 * d.hidden,
+          .block_stride = block * d.hidden};
 }
 
 /// Copies operands into the workspace in parts, where there is more than one.
 template <class T>
-static Operands split_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, T* w, T* dlogits,
-                               const Exec& exec) {
+static Operands split_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, int block, T* w,
+                               T* dlogits, const Exec& exec) {
   const auto* const f32_w = static_cast<const float*>(a.w);
   const auto* const f32_dlogits = static_cast<const float*>(a.dlogits);
   switch (d.pass) {
     case GemmPass::forward:
-      launch_split<T, Part::small, Part::big>(f32_w, stacked(d, true), w, exec);
+      launch_split<T, Part::tiny, Part::small, Part::big>(f32_w, in_blocks(d, block), w, exec);
       break;
     case GemmPass::dgrad:
       if (d.f32_w) {
         launch_split<T, Part::small, Part::big, Part::big>(f32_dlogits, beside(d), dlogits, exec);
-        launch_split<T, Part::big_down, Part::rest, Part::big>(f32_w, stacked(d, false), w, exec);
+        launch_split<T, Part::big_down, Part::rest, Part::big>(f32_w, stacked(d), w, exec);
       } else {
         launch_split<T, Part::small, Part::big>(f32_dlogits, beside(d), dlogits, exec);
-        launch_split<T, Part::big_down, Part::big>(static_cast<const T*>(a.w), stacked(d, false), w,
-                                                   exec);
+        launch_split<T, Part::big_down, Part::big>(static_cast<const T*>(a.w), stacked(d), w, exec);
       }
       break;
     case GemmPass::wgrad:
@@ -209,7 +220,7 @@ inline bool multiplies(const RouterGemmDesc& d, const RouterGemmArgs& a) {
 /// they are.
 template <class T>
 static Status prepare_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, const Regions& at,
-                               void* memory, const Exec& exec, Operands* operands) {
+                               int block, void* memory, const Exec& exec, Operands* operands) {
   const auto region = [&](std::size_t offset) { return static_cast<char*>(memory) + offset; };
   *operands = {a.w, a.dlogits};
   if (d.pass == GemmPass::wgrad && d.bias && a.dbias != nullptr) {
@@ -227,7 +238,7 @@ static Status prepare_operands(const RouterGemmDesc& d, const RouterGemmArgs& a,
     if (Status status = launched("router_gemm: padding"); !status.ok()) return status;
     operands->dlogits = copy;
   } else if (parts_of(d) > 1 && d.tokens > 0) {
-    *operands = split_operands(d, a, reinterpret_cast<T*>(region(at.w)),
+    *operands = split_operands(d, a, block, reinterpret_cast<T*>(region(at.w)),
                                reinterpret_cast<T*>(region(at.dlogits)), exec);
     if (Status status = launched("router_gemm: parts"); !status.ok()) return status;
   }

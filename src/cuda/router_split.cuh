@@ -10,11 +10,13 @@
 /// and sums of columns.
 namespace sonicmoe::cuda {
 
-/// 16-bit parts of an fp32 number v, with which v is about big + small * kDown.
+/// 16-bit parts of an fp32 number v, with which v is about big + small * kDown, and
+/// big + (small + tiny * kDown) * kDown to fp32's precision.
 enum class Part {
   big,       ///< v, rounded
   big_down,  ///< big * kDown, the factor of another number's small part
   small,     ///< (v - big) * kUp
+  tiny,      ///< (the same - small) * kUp
   rest,      ///< v - big, for a factor that is not small itself
 };
 
@@ -32,12 +34,15 @@ __device__ __forceinline__ float part_of(float v) {
   if constexpr (kPart == Part::big) return big;
   if constexpr (kPart == Part::big_down) return math::mul(big, kDown<T>);
   const float rest = math::sub(v, big);
-  const float small = kPart == Part::rest ? rest : math::mul(rest, kUp<T>);
-  return isfinite(small) ? small : 0.0f;  // infinity stays infinity
+  if (!isfinite(rest)) return 0.0f;  // infinity stays infinity
+  if constexpr (kPart == Part::rest) return rest;
+  const float small = math::mul(rest, kUp<T>);
+  if constexpr (kPart == Part::small) return small;
+  return math::mul(math::sub(small, to_float(from_float<T>(small))), kUp<T>);
 }
 
-/// A matrix and its parts. Part i of element (row, column) goes to
-/// i * part_stride + row * row_stride + column. Strides are multiples of 8 elements.
+/// A matrix and its parts. Part i of element (row, column) goes to i * part_stride +
+/// row / 16 * block_stride + row % 16 * row_stride + column. Strides are multiples of 8 elements.
 struct SplitShape {
   std::int64_t rows;        ///< of the matrix
   int columns;              ///< of the matrix
@@ -45,6 +50,7 @@ struct SplitShape {
   int split_columns;        ///< of its parts, a multiple of 8: the matrix and zeros
   std::int64_t row_stride;
   std::int64_t part_stride;
+  std::int64_t block_stride = 16 * row_stride;
 };
 
 inline constexpr int kSplitThreads = 256;
@@ -73,7 +79,7 @@ __global__ void __launch_bounds__(kSplitThreads)
       }
     }
   }
-  T* at = to + row * s.row_stride + column;
+  T* at = to + row / 16 * s.block_stride + row % 16 * s.row_stride + column;
   const auto store = [&](auto part) {
     constexpr Part kPart = decltype(part)::value;
     std::uint32_t word[4];

@@ -1,6 +1,9 @@
 // Bit for bit: every kernel of the router's three products on small integers.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "sonicmoe/info.h"
 #include "sonicmoe/ops.h"
 #include "testkit/buffer.h"
@@ -110,17 +113,19 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
     expect(GemmPass::wgrad, oracle.router_dw(g, x));
   }
 
+  static constexpr std::int64_t kLargestSum = 1 << 23;  ///< fp32 and tensor cores have it exactly
+
   /// With a bias, and with numbers of which fp32 needs two 16-bit parts: 15 bits, which are 8 and 7
   /// of bf16 or 11 and 4 of fp16. Both operands of a product never need them, for the product of
   /// two small parts is left out.
   static void expect_exact_parts(std::int64_t t, std::int64_t d, std::int64_t e, DType dtype,
                                  bool f32_logits, bool f32_w, bool wide_w, bool wide_dlogits) {
-    constexpr std::int64_t kWide = 20000;
+    const std::int64_t wide = std::min<std::int64_t>(20000, kLargestSum / (2 * d));
     // 16-bit logits need more bits than they have, so that it shows when they are rounded.
     const std::int64_t narrow = f32_logits ? 2 : 100;
-    const Tensor x = integers(t * d, 1), w = integers(e * d, 2, wide_w ? kWide : narrow);
-    const Tensor g = integers(t * e, 3, wide_dlogits ? kWide : 2);
-    const Tensor bias = integers(e, 4, f32_logits ? kWide : narrow);
+    const Tensor x = integers(t * d, 1), w = integers(e * d, 2, wide_w ? wide : narrow);
+    const Tensor g = integers(t * e, 3, wide_dlogits ? wide : 2);
+    const Tensor bias = integers(e, 4, f32_logits ? wide : narrow);
     SCOPED_TRACE(testing::Message() << "tokens " << t << ", hidden " << d << ", experts " << e
                                     << ", " << name(dtype) << ", f32 " << f32_logits << f32_w);
     LayerDesc layer;
@@ -146,9 +151,9 @@ TEST_P(ExactRouterGemm, BiasAndFloats) {
   struct Size {
     std::int64_t tokens, hidden, experts;
   };
-  constexpr Size kSizes[] = {{1, 8, 1},     {0, 16, 3},     {63, 72, 7},
-                             {65, 136, 65}, {129, 256, 72}, {257, 264, 63},
-                             {70, 48, 256}, {33, 16, 257},  {2100, 16, 60}};
+  constexpr Size kSizes[] = {{1, 8, 1},      {0, 16, 3},     {63, 72, 7},    {65, 136, 65},
+                             {129, 256, 72}, {257, 264, 63}, {70, 48, 256},  {33, 16, 257},
+                             {2100, 16, 60}, {70, 520, 65},  {130, 1096, 17}};
   for (const DType dtype : kTypes) {
     if (!runs_as(dtype)) continue;
     for (const auto& [t, d, e] : kSizes) {
@@ -156,6 +161,31 @@ TEST_P(ExactRouterGemm, BiasAndFloats) {
       expect_exact_parts(t, d, e, dtype, true, false, false, true);
       expect_exact_parts(t, d, e, dtype, true, true, true, false);
       expect_exact_parts(t, d, e, dtype, true, true, false, true);
+    }
+  }
+}
+
+// Weights of 19 and 20 bits, of which bf16 needs three parts.
+TEST_P(ExactRouterGemm, ThreeParts) {
+  for (const DType dtype : kTypes) {
+    if (!runs_as(dtype)) continue;
+    for (const std::int64_t d : {8, 16}) {
+      constexpr std::int64_t kTokens = 130;
+      for (const std::int64_t e : {1, 16, 17, 63, 65, 128, 257}) {
+        const Tensor x = integers(kTokens * d, 1), bias = integers(e, 4, 1000);
+        Tensor w = integers(e * d, 2, kLargestSum / (2 * d));
+        // fp16 has no larger numbers, and 22 bits are two of its parts.
+        if (dtype == DType::f16) std::ranges::for_each(w, [](double& v) { v = std::ldexp(v, -4); });
+        LayerDesc layer;
+        layer.tokens = kTokens, layer.experts.hidden = d, layer.router.experts = e,
+        layer.experts.dtype = dtype;
+        layer.router.f32_logits = layer.router.f32_router_w = true;
+        const RouterGemmDesc desc{GemmPass::forward, kTokens, d, e, dtype, true, true, true};
+        const Tensor out = run(desc, GetParam().name, x, w, {}, bias).out;
+        if (kOnCpu && out.empty()) continue;
+        EXPECT_EQ(out, Oracle(layer, Precision::rounded).logits(x, w, bias))
+            << "hidden " << d << ", experts " << e << ", " << name(dtype);
+      }
     }
   }
 }

@@ -311,7 +311,9 @@ struct StoreMatrix {
   };
 };
 
-/// The router's logits (T, E), of any E.
+/// The router's logits (T, E), of any E. kSplit: Wr is fp32, in three parts. 16 experts take 64
+/// columns: their tiny parts, their small ones, their big ones, and 16 idle ones.
+template <bool kSplit>
 struct StoreLogits {
   struct Params {
     void* out;          ///< (T, E) T or fp32
@@ -319,7 +321,6 @@ struct StoreLogits {
     int experts;
     float small_factor;  ///< of small parts
     bool f32;
-    bool parts;  ///< column 2 e is expert e's small part, the next its big one
 
     __device__ __forceinline__ void begin() const {}
     template <class T, int kTileN>
@@ -329,14 +330,20 @@ struct StoreLogits {
     }
     template <class Out, int kTileN>
     __device__ __forceinline__ void store_as(const Tile& tile, const Sums<kTileN>& sums) const {
-      const int width = parts ? kTileN / 2 : kTileN, first = tile.n_block * width;
+      constexpr int width = kSplit ? kTileN / 4 : kTileN;
+      const int first = tile.n_block * width;
       const int last = min(tile.rows - tile.m_block * kTileM, kTileM) * width;
 #pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x); i < last; i += kThreadsOf<kTileN>) {
         const int row = i / width, column = i % width, expert = first + column;
         if (expert >= experts) continue;
-        const float* const from = sums.at(row, parts ? 2 * column : column);
-        float v = parts ? math::fma(from[0], small_factor, from[1]) : from[0];
+        float v;
+        if constexpr (kSplit) {
+          const float* const parts = sums.at(row, column / 16 * 64 + column % 16);
+          v = math::fma(math::fma(parts[0], small_factor, parts[16]), small_factor, parts[32]);
+        } else {
+          v = *sums.at(row, column);
+        }
         if (bias != nullptr) v = math::add(v, bias[expert]);
         const std::int64_t at = tile.first_row + tile.m_block * kTileM + row;
         static_cast<Out*>(out)[at * experts + expert] = from_float<Out>(v);

@@ -30,6 +30,8 @@ struct Config {
   static constexpr int kStages = kStagesOf<kTileN>;
   static constexpr int kStageBytes = (kTileM + kTileN) * kLineBytes;
   static constexpr int kBytes = kStages * kStageBytes;
+  /// Of each 64 columns of B the last 16 are idle, and the 16 before are to have fp32's precision.
+  static constexpr bool kSplitLogits = false;
 };
 
 /// The tile's sums in shared memory, in fp32. The padding keeps stores free of bank conflicts.
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   using A = typename Config::A;
   using B = typename Config::B;
   constexpr int kTileN = Config::kTileN, kStages = Config::kStages;
-  constexpr int kAcross = 64 / 8;  // blocks of 8 columns of a warp
+  constexpr int kAcross = Config::kSplitLogits ? 6 : 8;  // blocks of 8 columns of a warp
   static_assert(sizeof(float) * kTileM * Sums<kTileN>::kStride <= Config::kBytes);
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ TileSearch search;
@@ -77,7 +79,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const Fragments<B::kContiguousK, false> b_fragments(warp_n);
 
   float acc[4][kAcross][4] = {};
-  static_assert(kAcross == 8);
+  float sums_outside[4][2][4] = {};  // with kSplitLogits, of the last 16 columns
+  // Tensor cores truncate where fp32 rounds (docs/findings/archive/fp32-router.md).
+  const auto add_up = [&] {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& sum = acc[m][kAcross - 2 + n][i];
+          sums_outside[m][n][i] = math::add(sums_outside[m][n][i], sum);
+          sum = 0.0f;
+        }
+      }
+    }
+  };
   std::uint32_t af[2][4][4], bf[2][4][4];
   // A block past the last one becomes zeros: a branch would keep products from going on beside it.
   const auto fetch_a = [&](int block, std::uint32_t stage) {
@@ -90,6 +107,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       a_fragments.load(af[buffer][i], stage, i, step);
+      if (i >= kAcross / 2) continue;
       b_fragments.load(bf[buffer][i], stage + kTileM * kLineBytes, i, step);
     }
   };
@@ -137,7 +155,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         }
       }
     }
+    if (Config::kSplitLogits && block % 4 == 3) add_up();
     now = after;
+  }
+  if constexpr (Config::kSplitLogits) {
+    add_up();
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][kAcross - 2 + n][i] = sums_outside[m][n][i];
+      }
+    }
   }
   copy_async_wait<0>();
   __syncthreads();  // no warp reads a stage any more

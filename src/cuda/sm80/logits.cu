@@ -4,7 +4,9 @@
 
 namespace sonicmoe::cuda::sm80 {
 
-template struct Compiled<LogitsConfig<__nv_bfloat16>>;
-template struct Compiled<LogitsConfig<__half>>;
+template struct Compiled<LogitsConfig<__nv_bfloat16, false>>;
+template struct Compiled<LogitsConfig<__nv_bfloat16, true>>;
+template struct Compiled<LogitsConfig<__half, false>>;
+template struct Compiled<LogitsConfig<__half, true>>;
 
 }  // namespace sonicmoe::cuda::sm80

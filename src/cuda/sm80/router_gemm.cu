@@ -11,6 +11,9 @@ namespace sm80 {
 namespace {
 
 constexpr int kTileN = kNarrow;
+constexpr int kBlock = 64;  // columns of 16 experts whose weights are in parts: see StoreLogits
+
+std::int64_t experts_of(const RouterGemmDesc& d) { return cuda::experts_of(d, kBlock); }
 
 /// dWr has few tiles and a long sum: parts of the tokens fill the multiprocessors. A part has 512
 /// tokens or more, so that its sum outweighs its store.
@@ -39,7 +42,10 @@ struct Router {
   static Status visit(const RouterGemmDesc& d, F&& f) {
     switch (d.pass) {
       case GemmPass::forward:
-        return visit_storage(d.dtype, [&](auto type) { return f(LogitsConfig<decltype(type)>{}); });
+        return visit_storage(d.dtype, [&](auto type) {
+          using T = decltype(type);
+          return d.f32_w ? f(LogitsConfig<T, true>{}) : f(LogitsConfig<T, false>{});
+        });
       case GemmPass::dgrad:
         return visit_configs<RowsConfig>(d.dtype, false, f);
       case GemmPass::wgrad:
@@ -49,7 +55,7 @@ struct Router {
   }
 
   static std::size_t workspace(const RouterGemmDesc& d, const Exec& exec) {
-    return regions(d, token_parts(d, exec.traits).count).bytes;
+    return regions(d, token_parts(d, exec.traits).count, kBlock).bytes;
   }
 
   template <class Config>
@@ -57,9 +63,9 @@ struct Router {
                     const Exec& exec) {
     using T = typename Config::T;
     const TokenParts parts = token_parts(d, exec.traits);
-    const Regions at = regions(d, parts.count);
+    const Regions at = regions(d, parts.count, kBlock);
     Operands operands{};
-    const Status status = prepare_operands<T>(d, a, at, memory, exec, &operands);
+    const Status status = prepare_operands<T>(d, a, at, kBlock, memory, exec, &operands);
     if (!status.ok() || !multiplies(d, a)) return status;
     auto* const partials = reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials);
     if constexpr (std::is_same_v<typename Config::Epilogue, StoreMatrix>) {
@@ -73,7 +79,8 @@ struct Router {
   template <class Config>
   static Status along_tokens(const RouterGemmDesc& d, const RouterGemmArgs& a,
                              const Operands& operands, const Exec& exec) {
-    constexpr bool kForward = std::is_same_v<typename Config::Epilogue, StoreLogits>;
+    constexpr bool kForward = std::is_same_v<Config, LogitsConfig<typename Config::T, true>> ||
+                              std::is_same_v<Config, LogitsConfig<typename Config::T, false>>;
     using T = typename Config::T;
     if (d.tokens == 0) return {};
     const std::int64_t experts = experts_of(d), width = kForward ? experts : d.hidden;
@@ -87,8 +94,7 @@ struct Router {
                                                      .bias = d.bias ? a.bias : nullptr,
                                                      .experts = static_cast<int>(d.experts),
                                                      .small_factor = kDown<T>,
-                                                     .f32 = d.f32_logits,
-                                                     .parts = parts_of(d) > 1};
+                                                     .f32 = d.f32_logits};
     } else {
       p.a = Rows{.base = operands.dlogits, .stride = stride_of(parts_of(d) * padded(d.experts))};
       p.epilogue =

@@ -5,8 +5,10 @@
 /// The kernel of the router's logits = x Wr^T + bias: M = tokens, N = experts, K = d.
 namespace sonicmoe::cuda::sm80 {
 
-template <class T>
-using LogitsConfig =
-    Config<T, RowsAlongM<T, kThreadsOf<kNarrow>>, WeightsAlongK<T, kNarrow>, kNarrow, StoreLogits>;
+template <class T, bool kSplit>
+struct LogitsConfig : Config<T, RowsAlongM<T, kThreadsOf<kNarrow>>, WeightsAlongK<T, kNarrow>,
+                             kNarrow, StoreLogits<kSplit>> {
+  static constexpr bool kSplitLogits = kSplit;
+};
 
 }  // namespace sonicmoe::cuda::sm80

@@ -52,14 +52,18 @@ __device__ __forceinline__ void skip(SharedStorage<Traits>& memory, Ring<Traits:
   }
 }
 
+inline constexpr int kAddUpBlocks = 4;  ///< k blocks of a sum of tensor cores: 256 elements
+
 /// acc = the products of a tile's k blocks, or acc += with Epilogue::kAdds. Calls during() beside
 /// the first block's products and issued() when the last are issued. Calls send() beside each whole
-/// block's; where rows are M, not beside the first block's.
-template <class Traits, class During, class Send, class Issued>
+/// block's; where rows are M, not beside the first block's. Calls add_up(), unless it is a null
+/// pointer, as epilogue.cuh says.
+template <class Traits, class During, class Send, class Issued, class AddUp>
 __device__ __forceinline__ void multiply(SharedStorage<Traits>& memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
                                          float (&acc)[Traits::kM64][Traits::kTileN / 2],
-                                         During&& during, Send&& send, Issued&& issued) {
+                                         During&& during, Send&& send, Issued&& issued,
+                                         AddUp&& add_up) {
   constexpr Major kMajorA = Traits::kAMajor, kMajorB = Traits::kBMajor;
   constexpr int kStageBytes = sizeof(typename SharedStorage<Traits>::Stage);
   // Descriptors count 16 bytes.
@@ -117,7 +121,15 @@ __device__ __forceinline__ void multiply(SharedStorage<Traits>& memory, Ring<Tra
   };
   int block = 0;
   if constexpr (Traits::kRowsAreM) whole_block(block++, std::integral_constant<int, 0>{});
-  for (; block < whole; ++block) whole_block(block, Traits::kRowsAreM ? 1 : block);
+  for (; block < whole; ++block) {
+    whole_block(block, Traits::kRowsAreM ? 1 : block);
+    if constexpr (!std::is_null_pointer_v<std::remove_cvref_t<AddUp>>) {
+      if (block % kAddUpBlocks != kAddUpBlocks - 1) continue;
+      wgmma_wait<0>();
+      pin_all();
+      add_up();
+    }
+  }
   if constexpr (!Traits::kRowsAreM) {
     if (whole < blocks) {
       memory.full[pipe.slot()].wait(pipe.phase());

@@ -9,7 +9,7 @@ std::string reject(const RouterGemmDesc& d, const DeviceTraits&) {
   return d.pass != GemmPass::wgrad ? reject_rows("tokens", d.tokens) : std::string();
 }
 
-/// Named by the experts of a tile; they make dx alike.
+/// Named by the experts of a tile; they make dx alike, and logits with an fp32 Wr.
 constexpr int kWidths[] = {256, 128, 64};
 
 double cost(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
@@ -19,7 +19,7 @@ double cost(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
 
 template <int kWidth>
 std::string defer_to_better(const RouterGemmDesc& d, const DeviceTraits& device) {
-  if (d.pass == GemmPass::dgrad) return {};
+  if (d.pass == GemmPass::dgrad || (d.pass == GemmPass::forward && d.f32_w)) return {};
   int best = kWidth;
   for (const int width : kWidths) {
     if (cost(d, device, width) < cost(d, device, best)) best = width;

@@ -23,11 +23,15 @@ template <class T, int kTileN>
 struct Logits : Traits<T, ALoad::load_m, Major::k, kTileN,
                        kTileN == 256 ? Schedule::cooperative : Schedule::pingpong, kDepth<kTileN>,
                        StoreTile<AtRows, false>> {};
-/// With a bias or in fp32. kParts: Wr is fp32.
-template <class T, int kTileN, class Out, bool kParts>
+/// With a bias or in fp32.
+template <class T, int kTileN, class Out>
 struct DirectLogits : Traits<T, ALoad::load_m, Major::k, kTileN,
                              kTileN == 256 ? Schedule::cooperative : Schedule::pingpong,
-                             kDepth<kTileN>, StoreLogits<Out, kParts>> {};
+                             kDepth<kTileN>, StoreLogits<Out>> {};
+/// Of an fp32 Wr: a tile has 64 experts, in three parts.
+template <class T>
+struct SplitLogits
+    : Traits<T, ALoad::load_m, Major::k, 192, Schedule::cooperative, 5, StoreSplitLogits> {};
 /// Here N is the hidden size.
 template <class T>
 struct RouterDgrad
@@ -36,8 +40,15 @@ template <class T, int kTileN>
 struct RouterWgrad : Traits<T, ALoad::load_k, Major::mn, kTileN, Schedule::cooperative,
                             kDepth<kTileN>, StoreTransposed<false>> {};
 
+inline std::int64_t experts_of(const RouterGemmDesc& d) {
+  return experts_of(d, StoreSplitLogits::kBlock);
+}
+
 inline TokenSplit split_of(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
   return token_split(device, d.tokens, d.hidden, experts_of(d), width, kTileK);
+}
+inline Regions regions(const RouterGemmDesc& d, const DeviceTraits& device, int width) {
+  return regions(d, split_of(d, device, width).parts, StoreSplitLogits::kBlock);
 }
 
 /// Rows of all tokens, in boxes of 64 x `box`.
@@ -153,9 +164,9 @@ struct RouterFamily {
   static Status visit(const RouterGemmDesc& d, F&& f) {
     switch (d.pass) {
       case GemmPass::forward:
-        if (d.f32_w) return f(DirectLogits<T, kTileN, float, true>{});
-        if (d.f32_logits) return f(DirectLogits<T, kTileN, float, false>{});
-        if (d.bias) return f(DirectLogits<T, kTileN, T, false>{});
+        if (d.f32_w) return f(SplitLogits<T>{});
+        if (d.f32_logits) return f(DirectLogits<T, kTileN, float>{});
+        if (d.bias) return f(DirectLogits<T, kTileN, T>{});
         return f(Logits<T, kTileN>{});
       case GemmPass::dgrad:
         return f(RouterDgrad<T>{});
@@ -171,9 +182,10 @@ struct RouterFamily {
     if (d.tokens == 0 && d.pass != GemmPass::wgrad) return {};
     Exec own = exec;
     own.handoff.overlap_previous = false;  // the product needs what a kernel before it writes
-    const Regions at = regions(d, split_of(d, exec.traits, kTileN).parts);
+    const Regions at = regions(d, exec.traits, kTileN);
     Operands operands{};
-    const Status status = prepare_operands<T>(d, a, at, memory, exec, &operands);
+    const Status status =
+        prepare_operands<T>(d, a, at, StoreSplitLogits::kBlock, memory, exec, &operands);
     if (!status.ok() || !multiplies(d, a)) return status;
     if constexpr (!Config::kRowsAreM) {
       return wgrad<Config>(d, a, operands,
@@ -197,7 +209,7 @@ struct RouterTiles {
   }
 
   static std::size_t workspace(const RouterGemmDesc& d, const Exec& exec) {
-    return regions(d, split_of(d, exec.traits, kTileN).parts).bytes;
+    return regions(d, exec.traits, kTileN).bytes;
   }
 };
 

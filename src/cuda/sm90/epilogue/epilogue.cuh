@@ -25,6 +25,8 @@ using RunOf = typename E::template Run<Traits>;
 ///   Run              serves one tile; an aggregate that begins with what the kernel hands to it.
 ///     begin()        before the products: sets the accumulators if kAdds.
 ///     prefetch()     beside the first products.
+///     add_up()       where there is one: after every kAddUpBlocks k blocks, whose products have
+///                    ended. Takes what it wants out of the accumulators.
 ///     finish()       after the products: stores, and releases all epilogue stages but the last.
 ///                    When it returns, boxes may still leave from staging and the last stage.
 ///
