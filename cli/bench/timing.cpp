@@ -69,7 +69,7 @@ double mad(const std::vector<double>& values) {
   return median(deviations);
 }
 
-void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads, Device device) {
+void time_interleaved(std::vector<Group*> groups, int repeats, int threads, Device device) {
   std::optional<CacheFlush> flush;
   std::optional<DeviceClock> clock;
   if (device.type == DeviceType::cpu) {
@@ -93,6 +93,7 @@ void time_interleaved(const std::vector<Group*>& groups, int repeats, int thread
       }
       if (group->after) group->after();
     }
+    if (repeat > 0) std::ranges::reverse(groups);
   }
 }
 

@@ -37,11 +37,11 @@ struct Group {
 };
 
 /// Runs every group once per repeat, so that the groups see the same conditions of the machine,
-/// after one repeat that is thrown away. On CUDA times are those between two events on the default
-/// stream. Stops early, between tasks, when interrupted. Throws std::runtime_error with the text of
-/// a Status that is not ok.
-void time_interleaved(const std::vector<Group*>& groups, int repeats, int threads,
-                      Device device = {});
+/// after one repeat that is thrown away. Every second repeat goes backwards, for a chip grows hot
+/// from group to group. On CUDA times are those between two events on the default stream. Stops
+/// early, between tasks, when interrupted. Throws std::runtime_error with the text of a Status that
+/// is not ok.
+void time_interleaved(std::vector<Group*> groups, int repeats, int threads, Device device = {});
 
 /// Times in thermal steady state, on CUDA. Repeats every task by itself, with caches flushed in
 /// between, the task with the most flops first. First it repeats a task for at least half of
