@@ -82,6 +82,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kPerLane <= 8                  
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t first = std::int64_t{blockIdx.x} * kWarps;
   const std::int64_t t = first + warp;
+  wait_for_previous();
   if (threadIdx.x == 0 && first % kTokens == 0) m.added[first / kTokens] = 0;
   if (t < tokens) {
     const WarpRow<T, kPerLane, kFull> row(logits + t * route.experts, route.experts);
@@ -422,6 +423,7 @@ __global__ void __launch_bounds__(kSelectThreads, kHeld ? kBlocks : 1)
     s.bins[kDown][b] = 0;
     s.bins[kUp][b] = 0;
   }
+  wait_for_previous();
   __syncthreads();  // all bins are 0
   int count = 0;
   for_each_mark(stored, tokens, [&](unsigned t, std::uint32_t mark) {
@@ -545,6 +547,7 @@ __global__ void __launch_bounds__(kTokens* kWarp, kBlocks)
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t t = std::int64_t{blockIdx.x} * kTokens + warp;
   const int words = static_cast<int>(Memory::words_per_token(experts));
+  wait_for_previous();
   int mine = 0;
   for (int w = lane_id(); w < words && t < tokens; w += kWarp) {
     mine += __popc(m.words[t * words + w]);
@@ -588,11 +591,11 @@ __global__ void __launch_bounds__(kTokens* kWarp, kBlocks)
 
 template <class T>
 Status choose(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const Memory& m,
-              cudaStream_t stream) {
+              const Exec& exec) {
   const T* logits = static_cast<const T*>(a.logits);
   const Route route = Route::of(d);
   if (!fits_warp_row(d.experts, d.top_k)) {
-    choose_tokens_slowly<<<blocks_for(d.tokens, 1), kSlowThreads, 0, stream>>>(
+    choose_tokens_slowly<<<blocks_for(d.tokens, 1), kSlowThreads, 0, stream_of(exec)>>>(
         logits, d.tokens, route, m, a.error_word);
     return launched("token_rounding: launch");
   }
@@ -601,8 +604,8 @@ Status choose(const TokenRoundingDesc& d, const TokenRoundingArgs& a, const Memo
     constexpr int kPerLane = per_lane.value;
     const auto kernel = d.experts == kPerLane * kWarp ? choose_tokens<T, kPerLane, true>
                                                       : choose_tokens<T, kPerLane, false>;
-    kernel<<<blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, stream>>>(logits, d.tokens, route,
-                                                                            m, a.error_word);
+    launch_early(kernel, blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, exec, logits,
+                 d.tokens, route, m, a.error_word);
     return launched("token_rounding: launch");
   });
 }
@@ -619,12 +622,12 @@ Status round_experts(const Rounding& rounding, int top_k, const Memory& m,
   const unsigned experts = static_cast<unsigned>(rounding.experts);
   const std::int64_t bytes = 4 * rounding.tokens;
   if (bytes + kBesideMarks > exec.traits.block_shared_bytes) {
-    round_expert<false><<<experts, kSelectThreads, 0, stream_of(exec)>>>(rounding, top_k, m,
-                                                                         a.counts, a.frequency);
+    launch_early(round_expert<false>, experts, kSelectThreads, 0, exec, rounding, top_k, m,
+                 a.counts, a.frequency);
     return launched("token_rounding: launch");
   }
-  round_expert<true><<<experts, kSelectThreads, static_cast<std::size_t>(bytes), stream_of(exec)>>>(
-      rounding, top_k, m, a.counts, a.frequency);
+  launch_early(round_expert<true>, experts, kSelectThreads, static_cast<std::size_t>(bytes), exec,
+               rounding, top_k, m, a.counts, a.frequency);
   return launched("token_rounding: launch");
 }
 
@@ -639,7 +642,7 @@ Status run_typed(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* m
     if (Status s = check_logits(logits, d.tokens, d.experts, m.check, stream); !s.ok()) return s;
   }
   if (d.tokens > 0) {
-    if (Status s = choose<T>(d, a, m, stream); !s.ok()) return s;
+    if (Status s = choose<T>(d, a, m, exec); !s.ok()) return s;
   }
   const unsigned experts = static_cast<unsigned>(d.experts);
   const int top_k = static_cast<int>(d.top_k);
@@ -652,8 +655,8 @@ Status run_typed(const TokenRoundingDesc& d, const TokenRoundingArgs& a, void* m
   if (Status s = round_experts(rounding, top_k, m, a, exec); !s.ok()) return s;
   if (d.tokens > 0) {
     const unsigned blocks = static_cast<unsigned>(Memory::blocks(d));
-    write_lists<<<blocks, kTokens * kWarp, 0, stream>>>(d.tokens, d.experts, top_k, d.capacity(), m,
-                                                        a, exec.handoff.token_offsets);
+    launch_early(write_lists, blocks, kTokens * kWarp, 0, exec, d.tokens, d.experts, top_k,
+                 d.capacity(), m, a, exec.handoff.token_offsets);
   } else if (exec.handoff.token_offsets != nullptr) {
     const cudaError_t error = cudaMemsetAsync(exec.handoff.token_offsets, 0, 4, stream);
     if (error != cudaSuccess) return to_status(error, "token_rounding: token offsets");

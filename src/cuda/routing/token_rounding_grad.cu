@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, row_blocks(kPerLane) - 1)
   extern __shared__ float rows[];  // (kWarps, E)
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const std::int64_t t = std::int64_t{blockIdx.x} * kWarps + warp;
+  wait_for_previous();
   if (t >= tokens) return;
   const int experts = static_cast<int>(route.experts);
   // Each __syncwarp() below shows a step's writes to `gradient` to all lanes before the next step.
@@ -253,9 +254,9 @@ Status run_typed(const TokenRoundingGradDesc& d, const TokenRoundingGradArgs& a,
   }
   return visit_row_size(d.experts, [&](auto per_lane) {
     const std::size_t bytes = 4 * static_cast<std::size_t>(d.experts * kWarps);
-    token_rounding_grad<T, per_lane.value>
-        <<<blocks_for(d.tokens, kWarps), kWarps * kWarp, bytes, stream>>>(
-            logits, d.tokens, route, own_softmax, entries, dlogits_in, dlogits);
+    launch_early(token_rounding_grad<T, per_lane.value>, blocks_for(d.tokens, kWarps),
+                 kWarps * kWarp, bytes, exec, logits, d.tokens, route, own_softmax, entries,
+                 dlogits_in, dlogits);
     return launched("token_rounding_grad: launch");
   });
 }
