@@ -161,7 +161,7 @@ def function(
 
     def call(*inputs):
         # A tensor that left its transform is what it wraps.
-        return apply(*[_unwrap(i) if isinstance(i, torch.Tensor) else i for i in inputs])
+        return apply(*[i if i is None or isinstance(i, str) else _unwrap(i) for i in inputs])
 
     return call
 
@@ -204,9 +204,8 @@ def _once(name: str, backward: Callable) -> Callable:
     return backward_once
 
 
-def transforms() -> bool:
-    """Whether torch.func's transforms are at work."""
-    return torch._C._are_functorch_transforms_active()
+#: Whether torch.func's transforms are at work.
+transforms = torch._C._are_functorch_transforms_active
 
 
 def differentiable(

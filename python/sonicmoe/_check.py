@@ -4,9 +4,7 @@ Shapes, sizes and contents are checked by the operators, whose text reaches Pyth
 All messages read `argument: got value, allowed: values`.
 """
 
-import functools
 import numbers
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import torch
@@ -19,36 +17,9 @@ if TYPE_CHECKING:  # slow to import
     from torch.distributed.tensor import DTensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))  # known without a look at attributes
-_MOST_KINDS = 256
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # known without a look at attributes
+_PLAIN = (*_TENSORS, type(None))
 _OPTIONAL = ("b1", "b2", "w1_up", "b1_up", "w1_main_grad", "w2_main_grad", "w1_up_main_grad")
-
-
-def _once_per_kind(check: Callable) -> Callable:
-    """A check that looks at classes, dtypes and devices of its tensors alone. What has passed is
-    not looked at again: an eager layer takes this way for each of its calls."""
-    passed: set[tuple[object, ...]] = set()
-
-    @functools.wraps(check)
-    def checked(*values: object, **named: object) -> None:
-        if torch.compiler.is_compiling():
-            return check(*values, **named)
-        kinds = *map(_kind, values), *named, *map(_kind, named.values())
-        if kinds in passed:
-            return None
-        check(*values, **named)
-        if len(passed) == _MOST_KINDS:
-            passed.clear()
-        passed.add(kinds)
-        return None
-
-    return checked
-
-
-def _kind(value: Any) -> object:
-    if value is None or isinstance(value, str):
-        return value
-    return type(value), value.dtype, value.device
 
 
 def tensors(**values: object) -> None:
@@ -113,7 +84,6 @@ def supported(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name}: got {dtype}, allowed: {', '.join(map(str, _DTYPES))}")
 
 
-@_once_per_kind
 def alike(x: torch.Tensor, name_of_x: str = "x", **others: torch.Tensor | None) -> None:
     """One floating type, one device."""
     dtype, device = x.dtype, x.device
@@ -130,7 +100,6 @@ def alike(x: torch.Tensor, name_of_x: str = "x", **others: torch.Tensor | None) 
         on_device(name, tensor, device, name_of_x)
 
 
-@_once_per_kind
 def alike_or_fp32(x: torch.Tensor, **others: torch.Tensor) -> None:
     """One floating type, one device; the others may be fp32."""
     alike(x)
@@ -141,6 +110,22 @@ def alike_or_fp32(x: torch.Tensor, **others: torch.Tensor) -> None:
                 f"{name}: got {tensor.dtype}, allowed: {x.dtype}, the dtype of x{others_too}"
             )
         on_device(name, tensor, x.device)
+
+
+def plain_alike(x: torch.Tensor, or_fp32: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether all are plain tensors of one floating type on one device: a quick look, in place of
+    the checks that name what is wrong. `or_fp32` may be fp32, the others None."""
+    if type(x) not in _TENSORS or type(or_fp32) not in _TENSORS:
+        return False
+    dtype, device = x.dtype, x.device
+    for tensor in others:
+        if tensor is None:
+            continue
+        if type(tensor) not in _TENSORS or tensor.dtype != dtype or tensor.device != device:
+            return False
+    if or_fp32.dtype not in (dtype, torch.float32) or or_fp32.device != device:
+        return False
+    return dtype in _DTYPES and (x.is_cpu or x.is_cuda)
 
 
 def router_tensors(x: torch.Tensor, routing: Routing) -> None:

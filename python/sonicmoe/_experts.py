@@ -1,6 +1,7 @@
 """The experts' weights as a module, and as the layer takes them."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,13 +38,20 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """weight and bias as they are now, parametrized or adapted; x is for hooks alone."""
-        return self.weight, self.bias
+        return tensor_of(self, "weight"), tensor_of(self, "bias")
 
     def extra_repr(self) -> str:
         return (
             f"num_experts={self.num_experts}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}"
         )
+
+
+def tensor_of(module: nn.Module, name: str) -> Any:
+    """The module's attribute of that name. nn.Module looks for parameters last, which takes a
+    while."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def weights(

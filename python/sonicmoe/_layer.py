@@ -33,7 +33,9 @@ def _run(operator: Callable, inference: bool, *inputs: Any, **named: Any) -> Any
         # A change of the grad mode would enter the graph, which torch.export could not load again.
         inputs = [i.detach() if isinstance(i, torch.Tensor) else i for i in inputs]
         return operator(*inputs, **named)
-    with torch.no_grad():
+    if not torch.is_grad_enabled():
+        return operator(*inputs, **named)
+    with torch.no_grad():  # takes a while
         return operator(*inputs, **named)
 
 
@@ -55,43 +57,43 @@ class ExpertArgs(NamedTuple):
     w1_up_main_grad: torch.Tensor | None = None
     recompute: str = "none"
 
+    def plain(self, x: torch.Tensor, or_fp32: torch.Tensor) -> bool:
+        """Whether x, `or_fp32` and these need neither more checks nor a cast, as in most calls."""
+        if self.w1 is None or self.w2 is None:
+            return False
+        of_experts = *self[:4], self.w1_up, self.b1_up
+        return _check.plain_alike(x, or_fp32, *of_experts) and not autocasts(x)
+
     def checked(
-        self, x: torch.Tensor, *others: torch.Tensor | None, x_name: str = "x"
-    ) -> tuple[torch.Tensor, "ExpertArgs"]:
-        """x and these, cast by autocast. Where neither they nor `others` can have a backward, these
-        are in inference mode and without main_grads."""
+        self,
+        x: torch.Tensor,
+        *others: torch.Tensor | None,
+        text: str = "",
+        x_name: str = "x",
+        plain: bool | None = None,
+    ) -> tuple[torch.Tensor, bool, tuple[torch.Tensor | str | None, ...]]:
+        """x, cast by autocast; whether nothing is kept, for neither x nor these nor `others` can
+        have a backward; and the operators' arguments from w1 on. `text`: what else the layer is
+        told, and a space. `plain`: what plain() says, if it is known."""
         w1, b1, w2, b2, activation, inference, layout = self[:7]
         w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute = self[7:]
-        _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
-        if autocasts(x):
-            _check.autocast_dtype(x.device)
-            x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
-        _check.alike(x, x_name, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
+        if not (self.plain(x, x) if plain is None else plain):
+            _check.tensors(w1=w1, b1=b1, w2=w2, b2=b2, b1_up=b1_up)
+            if autocasts(x):
+                _check.autocast_dtype(x.device)
+                x, w1, b1, w2, b2, w1_up, b1_up = autocast(x, w1, b1, w2, b2, w1_up, b1_up)
+            _check.alike(x, x_name, w1=w1, b1=b1, w2=w2, b2=b2, w1_up=w1_up, b1_up=b1_up)
         inference = _keeps_nothing(inference, x, *others, w1, b1, w2, b2, w1_up, b1_up)
         if inference:
             w1_grad = w2_grad = up_grad = None
         elif w1_grad is not None or w2_grad is not None or up_grad is not None:
             _check.main_grads(("w1", w1, w1_grad), ("w1_up", w1_up, up_grad), ("w2", w2, w2_grad))
-        rest = w1_grad, w2_grad, w1_up, b1_up, up_grad, recompute
-        return x, ExpertArgs(w1, b1, w2, b2, activation, inference, layout, *rest)
-
-    def of_operator(
-        self, router: str = "", **options: int | bool | str
-    ) -> tuple[torch.Tensor | str | None, ...]:
-        """The operators' arguments from w1 on; `router`, a text, and `options`: what else the layer
-        is told."""
-        kind = self.activation
-        layer = _ops.layer_text(
-            router,
-            **options,
-            activation=kind.value if isinstance(kind, ActivationType) else kind,
-            w1_layout=self.layout,
-            inference=self.is_inference_mode,
-            recompute=self.recompute,
+        kind = activation.value if isinstance(activation, ActivationType) else activation
+        layer = (
+            f"{text}activation={kind} w1_layout={layout} "
+            f"inference={'true' if inference else 'false'} recompute={recompute}"
         )
-        main_grads = self.w1_main_grad, self.w2_main_grad
-        of_up = self.w1_up, self.b1_up, self.w1_up_main_grad
-        return self.w1, self.b1, self.w2, self.b2, layer, *main_grads, *of_up
+        return x, inference, (w1, b1, w2, b2, layer, w1_grad, w2_grad, w1_up, b1_up, up_grad)
 
 
 def topk_layer(
@@ -106,24 +108,26 @@ def topk_layer(
     """o (T, d), logits (T, E) and counts (E) int32, those before rounding; `of_experts`, `named`:
     ExpertArgs."""
     _ops.require()
-    _check.tensors(x=x, router_w=router_w)
+    experts, f32 = ExpertArgs(*of_experts, **named), routing.config.logits == "f32"
+    plain = experts.plain(x, router_w)
+    if not plain:
+        _check.tensors(x=x, router_w=router_w)
     _chosen(top_k, router_w, 0)
-    f32 = routing.config.logits == "f32"
-    if autocasts(x):
-        f32 = f32 or to_fp32(x)
-        (x,) = autocast(x)
-        # It rounds no weight of a router whose logits are to be fp32.
-        if not (f32 and router_w.dtype == torch.float32):
-            (router_w,) = autocast(router_w)
-    _check.alike_or_fp32(x, router_w=router_w)
+    if not plain:
+        if autocasts(x):
+            f32 = f32 or to_fp32(x)
+            (x,) = autocast(x)
+            # It rounds no weight of a router whose logits are to be fp32.
+            if not (f32 and router_w.dtype == torch.float32):
+                (router_w,) = autocast(router_w)
+        _check.alike_or_fp32(x, router_w=router_w)
     _check.router_tensors(x, routing)
     f32 = x.dtype != torch.float32 and (f32 or router_w.dtype == torch.float32)
     of_router = routing[1:]
-    x, experts = ExpertArgs(*of_experts, **named).checked(x, router_w, *of_router)
-    options, draws = _of_rounding(rounding)
-    of_operator = experts.of_operator(routing.text(True, f32), top_k=int(top_k), **options)
+    text, draws = _choosing(routing.text(True, f32), top_k, rounding)
+    x, inference, of_operator = experts.checked(x, router_w, *of_router, text=text, plain=plain)
     inputs = x.contiguous(), router_w, *of_operator, *map(_contiguous, of_router), draws
-    return _run(_ops.layer_forward, experts.is_inference_mode, *inputs)
+    return _run(_ops.layer_forward, inference, *inputs)
 
 
 def _chosen(top_k: int, tensor: torch.Tensor, experts: int) -> None:
@@ -133,9 +137,15 @@ def _chosen(top_k: int, tensor: torch.Tensor, experts: int) -> None:
     _check.chosen("K", top_k, "E", tensor.shape[experts] if of_matrix else top_k)
 
 
-def _of_rounding(rounding: Rounding | None) -> tuple[dict[str, int | str], torch.Tensor | None]:
-    """The operators' options and draws."""
-    return ({}, None) if rounding is None else (rounding.options(), rounding.draws)
+def _choosing(
+    router: str, top_k: int, rounding: Rounding | None
+) -> tuple[str, torch.Tensor | None]:
+    """The router's text with what it chooses, and the draws."""
+    text = f"{router} top_k={int(top_k)} "
+    if rounding is None:
+        return text, None
+    text += f"rounding_tile={rounding.tile} rounding_rule={rounding.rule} "
+    return text, rounding.draws
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -234,10 +244,10 @@ def logits_layer(
     _check.router_tensors(x, routing)
     router = routing.text(ids is None, logits.dtype == torch.float32 != x.dtype)
     given = logits.contiguous(), ids
-    options, draws = _of_rounding(rounding)
+    text, draws = _choosing(router, top_k, rounding)
     of_router = _contiguous(routing.selection_bias), _contiguous(routing.expert_scale), draws
-    experts, options = ExpertArgs(*of_experts, **named), {"top_k": int(top_k), **options}
-    return _given_layer(_ops.logits_forward, x, given, experts, of_router, router, **options)
+    experts = ExpertArgs(*of_experts, **named)
+    return _given_layer(_ops.logits_forward, x, given, experts, of_router, text)
 
 
 def _given_layer(
@@ -246,13 +256,11 @@ def _given_layer(
     given: tuple[torch.Tensor | None, ...],
     experts: ExpertArgs,
     of_router: tuple[torch.Tensor | None, ...] = (),
-    router: str = "",
-    **options: int | str,
+    text: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An operator whose caller routes: `given` are its arguments behind x, `of_router` the last."""
-    x, experts = experts.checked(x, *given, *of_router)
-    inputs = x.contiguous(), *given, *experts.of_operator(router, **options), *of_router
-    return _run(operator, experts.is_inference_mode, *inputs)
+    x, inference, of_operator = experts.checked(x, *given, *of_router, text=text)
+    return _run(operator, inference, x.contiguous(), *given, *of_operator, *of_router)
 
 
 def grouped_experts(
@@ -275,25 +283,25 @@ def grouped_experts(
     if scores is not None:
         _check.scores("scores", scores)
         _check.on_device("scores", scores, rows.device, "rows")
-    rows, experts = experts.checked(rows, scores, x_name="rows")
-    _check.memory("out", out, rows)
-    _check.memory("dx_out", dx_out, rows)
-    if counts is not None and offsets is not None and counts.dtype != offsets.dtype:
-        counts, offsets = counts.long(), offsets.long()
-    of_operator = experts.of_operator(
+    text = _ops.layer_text(
         score_at="none" if scores is None else score_at,
         zero_tail=zero_tail,
         expected_rows=expected_rows,
     )
+    rows, inference, of_operator = experts.checked(rows, scores, text=f"{text} ", x_name="rows")
+    _check.memory("out", out, rows)
+    _check.memory("dx_out", dx_out, rows)
+    if counts is not None and offsets is not None and counts.dtype != offsets.dtype:
+        counts, offsets = counts.long(), offsets.long()
     return _run(
         _ops.grouped_forward,
-        experts.is_inference_mode,
+        inference,
         rows.contiguous(),
         None if counts is None else counts.contiguous(),
         None if offsets is None else offsets.contiguous(),
         None if scores is None else scores.float().contiguous(),
         *of_operator,
-        None if experts.is_inference_mode else dx_out,
+        None if inference else dx_out,
         out=out,
     )
 

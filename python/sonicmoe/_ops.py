@@ -3,7 +3,6 @@
 The operators themselves, `torch.ops.sonicmoe.*`, are described in `csrc/operators.h`.
 """
 
-import functools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,17 +43,8 @@ def require() -> None:
 def layer_text(items: str = "", **options: int | bool | str) -> str:
     """The items that the options are: layer_text(top_k=8, bias=True) is `top_k=8 bias=true`. They
     follow those of a text."""
-    # Tracing makes a text once anyhow, and warns of a cache.
-    make = _text if torch.compiler.is_compiling() else _cached_text
-    return make(items, **options)
-
-
-def _text(items: str, **options: int | bool | str) -> str:
     written = [f"{key}={_written(value)}" for key, value in options.items()]
     return " ".join([items, *written] if items else written)
-
-
-_cached_text = functools.lru_cache(maxsize=256)(_text)
 
 
 def _written(value: int | bool | str) -> str:

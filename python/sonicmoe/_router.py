@@ -4,12 +4,13 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import _autograd, _check
+from ._experts import tensor_of
 from .reference_routing import project
 from .router import RouterConfig
 
@@ -76,21 +77,26 @@ class Router(nn.Linear):
         return super()._apply(keeping_fp32(fn, [self.bias]), recurse)
 
 
-def is_plain(router: nn.Module | None, shape: tuple[int, int]) -> TypeGuard[nn.Linear]:
-    """Whether calling the router gives the product with its weight, of this shape, and an fp32
-    bias, and nothing else. nn.Linear rounds another bias where the layer would not."""
-    if type(router) is nn.Linear:
-        if router.bias is not None and router.bias.dtype != torch.float32:
-            return False
-    elif type(router) is not Router:
-        return False
-    return (
-        "forward" not in vars(router)
-        and not (router._forward_pre_hooks or router._forward_hooks)
-        and not (router._backward_pre_hooks or router._backward_hooks)
-        and not nn.modules.module._has_any_global_hook()
-        and router.weight.shape == shape
-    )
+def plain_product(
+    router: Any, shape: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The router's weight, of this shape, and fp32 bias, or None where a call gives anything but
+    their product with x. nn.Linear rounds another bias where the layer would not."""
+    if type(router) is not Router and type(router) is not nn.Linear:
+        return None
+    if (
+        "forward" in router.__dict__
+        or router._forward_pre_hooks
+        or router._forward_hooks
+        or router._backward_pre_hooks
+        or router._backward_hooks
+        or nn.modules.module._has_any_global_hook()
+    ):
+        return None
+    weight, bias = tensor_of(router, "weight"), tensor_of(router, "bias")
+    if bias is not None and bias.dtype != torch.float32 and type(router) is nn.Linear:
+        return None
+    return (weight, bias) if weight.shape == shape else None
 
 
 # Counts of tokens. A forward that runs inside a backward pass is a recomputation (activation

@@ -47,6 +47,14 @@ def switch_loss(
     return _aux_loss(logits, counts, "balance", score, mask)
 
 
+def _of_layer(
+    logits: torch.Tensor, counts: torch.Tensor, *, score: str, padding_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`switch_loss` of what a layer has made and checked."""
+    mask = None if padding_mask is None else padding_mask.ne(0).to(torch.uint8)
+    return _aux_loss(logits, counts, "balance", score, mask)
+
+
 def sequence_balance_loss(
     logits: torch.Tensor,
     counts: torch.Tensor,

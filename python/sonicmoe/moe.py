@@ -17,9 +17,9 @@ from ._main_grad import MainGrads
 from ._router import (
     Router,
     add_counts,
-    is_plain,
     keep_fp32,
     keeping_fp32,
+    plain_product,
     warn_of_constant_weights,
 )
 from .enums import ActivationType, KernelBackendMoE, is_glu
@@ -33,15 +33,16 @@ if TYPE_CHECKING:  # slow to import
 
 
 class _Backend(NamedTuple):
-    """Modules with the same functions."""
+    """Modules with the same functions, and the switch loss of what the layer has made."""
 
     layer: ModuleType
     losses: ModuleType
+    switch_loss: Callable[..., torch.Tensor]
 
 
 _BACKENDS = {
-    KernelBackendMoE.sonicmoe: _Backend(_layer, losses),
-    KernelBackendMoE.torch: _Backend(reference, reference_losses),
+    KernelBackendMoE.sonicmoe: _Backend(_layer, losses, losses._of_layer),
+    KernelBackendMoE.torch: _Backend(reference, reference_losses, reference_losses.switch_loss),
 }
 
 
@@ -311,7 +312,8 @@ class MoE(nn.Module):
             length = x.shape[-2] if x.dim() > 2 else tokens.shape[0]
             aux_loss, counts = self._losses(backend, logits, counts, mask, length)
             if self.training:
-                add_counts(self.tokens_per_expert, counts)
+                total: Any = self._buffers["tokens_per_expert"]  # quicker than the attribute
+                add_counts(total, counts)
         # A view of two dimensions could not be detached in place, as pipelines do with outputs.
         out = out if x.dim() == 2 else out.view(x.shape)
         if _check.is_dtensor(x):
@@ -359,7 +361,7 @@ class MoE(nn.Module):
         for name, weight in self.losses.items():
             if name == "switch":
                 seen = counts if self.parallel is None else self.parallel.counts(counts)
-                loss = backend.losses.switch_loss(logits, seen, score=score, padding_mask=mask)
+                loss = backend.switch_loss(logits, seen, score=score, padding_mask=mask)
             elif name == "z":
                 loss = backend.losses.z_loss(logits, padding_mask=mask)
             elif name == "sequence_balance":
@@ -451,20 +453,16 @@ class MoE(nn.Module):
         named: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output, the logits and the counts before rounding."""
-        router, config = self._modules["router"], self.router_config
-        plain = router if is_plain(router, (self.num_experts, self.hidden_size)) else None
-        if "rounding" in named and plain is not None and plain.bias is not None:
+        config = self.router_config
+        plain = plain_product(self._modules["router"], (self.num_experts, self.hidden_size))
+        if "rounding" in named and plain is not None and plain[1] is not None:
             plain = None  # the layer rounds logits without a bias of their own
-        bias = None if plain is None else _check.local("router.bias", plain.bias, x)
+        bias = None if plain is None else _check.local("router.bias", plain[1], x)
         scale = self.expert_scale if config.expert_scale else None
-        routing = Routing(
-            config,
-            logit_bias=_as_fp32(bias),
-            selection_bias=self._selection_bias(),
-            expert_scale=_as_fp32(_check.local("expert_scale", scale, x)),
-        )
+        scale = _as_fp32(_check.local("expert_scale", scale, x))
+        routing = Routing(config, _as_fp32(bias), self._selection_bias(), scale)
         if plain is not None:
-            router_w = _check.local("router.weight", plain.weight, x)
+            router_w = _check.local("router.weight", plain[0], x)
             x = _check.local("x", x, x)
             return backend.topk_layer(x, router_w, self.top_k, routing, *experts, **named)
         (x,) = autocast(x.contiguous())  # kept once, by the router and the experts

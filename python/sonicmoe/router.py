@@ -267,16 +267,15 @@ class Routing(NamedTuple):
 
     def text(self, chooses: bool, f32_logits: bool) -> str:
         """The operators' options. A router that does not choose has no groups."""
-        text = self.config._scoring + (self.config._choosing if chooses else "")
-        for name, value in (
-            ("logit_bias", self.logit_bias is not None),
-            ("selection_bias", self.selection_bias is not None),
-            ("expert_scale", self.expert_scale is not None),
-            ("f32_logits", f32_logits),
-        ):
-            if value:
-                text += f" {name}=true"
-        return text
+        config, logit_bias, selection_bias, expert_scale = self
+        text = config._scoring + config._choosing if chooses else config._scoring
+        if logit_bias is not None:
+            text += " logit_bias=true"
+        if selection_bias is not None:
+            text += " selection_bias=true"
+        if expert_scale is not None:
+            text += " expert_scale=true"
+        return text + " f32_logits=true" if f32_logits else text
 
 
 class Rounding(NamedTuple):
@@ -286,10 +285,6 @@ class Rounding(NamedTuple):
     rule: str
     tile: int
     draws: torch.Tensor | None = None
-
-    def options(self) -> dict[str, int | str]:
-        """The operators' options."""
-        return {"rounding_tile": self.tile, "rounding_rule": self.rule}
 
 
 def checked_routing(config: RouterConfig, **tensors: torch.Tensor | None) -> Routing:

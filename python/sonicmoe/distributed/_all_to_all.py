@@ -94,8 +94,8 @@ def all_to_all_experts(
     if peer_copies:
         x, ids, scores = padded(x, ids, scores, max_tokens)
     _ops.require()
-    x, checked = experts.checked(x, scores)
-    w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = checked.of_operator()
+    x, _, of_operator = experts.checked(x, scores)
+    w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = of_operator
     dispatch = placed if peer_copies else packed, exchanges_of(x, group, peer_copies)
     out = _Experts.apply(x, scores, ids, dispatch, w1, b1, w2, b2, text, w1_up, b1_up)
     return out if len(out) == tokens else out[:tokens]

@@ -207,8 +207,8 @@ def gather_experts(
         out, _ = _layer.experts(all_gather(x, group), ids, scores, *experts)
         return reduce_scatter(out, group)[:tokens]
     _ops.require()
-    x, checked = experts.checked(x, scores)
-    w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = checked.of_operator()
+    x, _, of_operator = experts.checked(x, scores)
+    w1, b1, w2, b2, text, _, _, w1_up, b1_up, _ = of_operator
     weights = w1, b1, w2, b2, text, w1_up, b1_up
     options = exchanges_of(x, group, peer_copies), keep_gathered
     _compare(x, count, group)
