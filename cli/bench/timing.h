@@ -38,9 +38,9 @@ struct Group {
 
 /// Runs every group once per repeat, so that the groups see the same conditions of the machine,
 /// after one repeat that is thrown away. Every second repeat goes backwards, for a chip grows hot
-/// from group to group. On CUDA times are those between two events on the default stream. Stops
-/// early, between tasks, when interrupted. Throws std::runtime_error with the text of a Status that
-/// is not ok.
+/// from group to group. A group may then find other values in memory that groups share. On CUDA
+/// times are those between two events on the default stream. Stops early, between tasks, when
+/// interrupted. Throws std::runtime_error with the text of a Status that is not ok.
 void time_interleaved(std::vector<Group*> groups, int repeats, int threads, Device device = {});
 
 /// Times in thermal steady state, on CUDA. Repeats every task by itself, with caches flushed in

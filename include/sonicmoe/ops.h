@@ -27,9 +27,9 @@ namespace sonicmoe {
 
 /// The router's product and its gradients: logits = x w^T + bias, dx = dlogits w, dw = dlogits^T x,
 /// dbias = column sums of dlogits. Behind each shape stand the passes that use the tensor. An fp32
-/// w beside 16-bit x enters logits as three 16-bit parts, which have all its bits (fp16: of numbers
-/// below 65504 and above 2^-14). dx and dw have two parts of w and of fp32 dlogits: 16 bits with
-/// bf16, 22 with fp16.
+/// w beside 16-bit x enters logits as three 16-bit parts, which have all its bits. Into dx enter
+/// two parts of w, and into dx and dw two of fp32 dlogits: 16 bits with bf16, 22 with fp16. For
+/// fp16 this holds of numbers below 65504 and above 2^-14.
 struct RouterGemmArgs {
   const void* x = nullptr;        ///< (T, d) dtype: forward, wgrad
   const void* w = nullptr;        ///< (E, d) w_dtype(): forward, dgrad

@@ -50,7 +50,10 @@ class Experts(nn.Module):
 def tensor_of(module: nn.Module, name: str) -> Any:
     """The module's attribute of that name. nn.Module looks for parameters last, which takes a
     while."""
-    parameters = module._parameters
+    own = module.__dict__
+    if name in own or hasattr(type(module), name):  # some wrappers keep the parameter beside it
+        return getattr(module, name)
+    parameters = own["_parameters"]
     return parameters[name] if name in parameters else getattr(module, name)
 
 

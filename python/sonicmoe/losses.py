@@ -47,7 +47,7 @@ def switch_loss(
     return _aux_loss(logits, counts, "balance", score, mask)
 
 
-def _of_layer(
+def unchecked_switch_loss(
     logits: torch.Tensor, counts: torch.Tensor, *, score: str, padding_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """:func:`switch_loss` of what a layer has made and checked."""

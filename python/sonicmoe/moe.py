@@ -41,7 +41,7 @@ class _Backend(NamedTuple):
 
 
 _BACKENDS = {
-    KernelBackendMoE.sonicmoe: _Backend(_layer, losses, losses._of_layer),
+    KernelBackendMoE.sonicmoe: _Backend(_layer, losses, losses.unchecked_switch_loss),
     KernelBackendMoE.torch: _Backend(reference, reference_losses, reference_losses.switch_loss),
 }
 
@@ -312,8 +312,7 @@ class MoE(nn.Module):
             length = x.shape[-2] if x.dim() > 2 else tokens.shape[0]
             aux_loss, counts = self._losses(backend, logits, counts, mask, length)
             if self.training:
-                total: Any = self._buffers["tokens_per_expert"]  # quicker than the attribute
-                add_counts(total, counts)
+                add_counts(self.tokens_per_expert, counts)
         # A view of two dimensions could not be detached in place, as pipelines do with outputs.
         out = out if x.dim() == 2 else out.view(x.shape)
         if _check.is_dtensor(x):
@@ -458,9 +457,10 @@ class MoE(nn.Module):
         if "rounding" in named and plain is not None and plain[1] is not None:
             plain = None  # the layer rounds logits without a bias of their own
         bias = None if plain is None else _check.local("router.bias", plain[1], x)
+        selection_bias = self._selection_bias()
         scale = self.expert_scale if config.expert_scale else None
         scale = _as_fp32(_check.local("expert_scale", scale, x))
-        routing = Routing(config, _as_fp32(bias), self._selection_bias(), scale)
+        routing = Routing(config, _as_fp32(bias), selection_bias, scale)
         if plain is not None:
             router_w = _check.local("router.weight", plain[0], x)
             x = _check.local("x", x, x)

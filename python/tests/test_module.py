@@ -136,6 +136,24 @@ class Adapter(nn.Module):
         return (made[0] * self.factor, made[1]) if isinstance(made, tuple) else made * self.factor
 
 
+@pytest.mark.parametrize("name", ["router", "c_fc", "c_proj"])
+@pytest.mark.parametrize("as_property", [False, True])
+def test_a_weight_beside_its_parameter_counts(name, as_property):
+    """As wrappers have it that keep the parameter and give out another tensor."""
+    moe = make_module()
+    plain = copy.deepcopy(moe)
+    part = getattr(moe, name)
+    twice = 2 * part.weight.detach()
+    if as_property:
+        part.__class__ = type("Wrapped", (type(part),), {"weight": property(lambda _: twice)})
+    else:
+        part.__dict__["weight"] = twice
+    getattr(plain, name).weight.data = twice.contiguous()
+    x = torch.randn(T, D)
+    assert "weight" in part._parameters
+    torch.testing.assert_close(moe(x)[0], plain(x)[0])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_adapters_act(routing, backend):

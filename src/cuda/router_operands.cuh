@@ -12,7 +12,7 @@
 /// An fp32 Wr or dlogits enters as 16-bit parts, small ones first, which stand beside each other as
 /// if they were of more experts. Each line is a product and its split operands:
 ///
-///   logits   Wr, of 16 experts after the other: tiny (16, d), small (16, d), big (16, d)
+///   logits   Wr, 16 experts at a time: tiny (16, d), small (16, d), big (16, d)
 ///   dx       dlogits (T, P parts): small, big.       Wr (P parts, d): Wr kDown, Wr
 ///            with fp32 Wr: small, big, big.          Wr: big kDown, rest, big
 ///   dWr      dlogits (T, 2 P): small, big
@@ -139,7 +139,8 @@ inline SplitShape stacked(const RouterGemmDesc& d) {
           .row_stride = d.hidden,
           .part_stride = rows * d.hidden};
 }
-/// The rows of all parts of 16 experts, then those of the next.
+/// The rows of all parts of 16 experts, then those of the next. Other rows hold anything: only
+/// columns that nobody stores come from them.
 inline SplitShape in_blocks(const RouterGemmDesc& d, int block) {
   return {.rows = d.experts,
           .columns = static_cast<int>(d.hidden),

@@ -16,7 +16,7 @@ enum class Part {
   big,       ///< v, rounded
   big_down,  ///< big * kDown, the factor of another number's small part
   small,     ///< (v - big) * kUp
-  tiny,      ///< (the same - small) * kUp
+  tiny,      ///< (that - its rounding) * kUp
   rest,      ///< v - big, for a factor that is not small itself
 };
 

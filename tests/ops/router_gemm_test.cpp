@@ -115,9 +115,9 @@ class ExactRouterGemm : public testing::TestWithParam<KernelInfo> {
 
   static constexpr std::int64_t kLargestSum = 1 << 23;  ///< fp32 and tensor cores have it exactly
 
-  /// With a bias, and with numbers of which fp32 needs two 16-bit parts: 15 bits, which are 8 and 7
-  /// of bf16 or 11 and 4 of fp16. Both operands of a product never need them, for the product of
-  /// two small parts is left out.
+  /// With a bias, and with numbers of which fp32 needs two 16-bit parts: up to 15 bits, which are 8
+  /// and 7 of bf16 or 11 and 4 of fp16, and fewer in long sums. Both operands of a product never
+  /// need them, for the product of two small parts is left out.
   static void expect_exact_parts(std::int64_t t, std::int64_t d, std::int64_t e, DType dtype,
                                  bool f32_logits, bool f32_w, bool wide_w, bool wide_dlogits) {
     const std::int64_t wide = std::min<std::int64_t>(20000, kLargestSum / (2 * d));
@@ -165,7 +165,7 @@ TEST_P(ExactRouterGemm, BiasAndFloats) {
   }
 }
 
-// Weights of 19 and 20 bits, of which bf16 needs three parts.
+// Weights of up to 2^19 and 2^18, of which bf16 needs three parts.
 TEST_P(ExactRouterGemm, ThreeParts) {
   for (const DType dtype : kTypes) {
     if (!runs_as(dtype)) continue;
@@ -186,6 +186,30 @@ TEST_P(ExactRouterGemm, ThreeParts) {
         EXPECT_EQ(out, Oracle(layer, Precision::rounded).logits(x, w, bias))
             << "hidden " << d << ", experts " << e << ", " << name(dtype);
       }
+    }
+  }
+}
+
+// Token t is one of a basis, so its logits are weights: numbers of 24 bits, unchanged.
+TEST_P(ExactRouterGemm, AllBitsOfWeights) {
+  constexpr std::int64_t kTokens = 600, kExperts = 70;
+  for (const DType dtype : kTypes) {
+    if (!runs_as(dtype)) continue;
+    for (const std::int64_t d : {8, 264, 584}) {
+      Tensor x(kTokens * d, 0.0), w, expected;
+      for (std::int64_t t = 0; t < kTokens; ++t) x[t * d + t % d] = 1.0;
+      const Random random(7, d);
+      for (std::int64_t i = 0; i < kExperts * d; ++i) {
+        const double odd = 2.0 * static_cast<double>(random.below(i, 1 << 22)) + 1.0;
+        w.push_back((i % 2 == 0 ? 1 : -1) * std::ldexp((1 << 23) + odd, -24));
+      }
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        for (std::int64_t e = 0; e < kExperts; ++e) expected.push_back(w[e * d + t % d]);
+      }
+      const RouterGemmDesc desc{GemmPass::forward, kTokens, d, kExperts, dtype, true, true, true};
+      const Tensor out = run(desc, GetParam().name, x, w, {}, Tensor(kExperts, 0.0)).out;
+      if (kOnCpu && out.empty()) continue;
+      EXPECT_EQ(out, expected) << "hidden " << d << ", " << name(dtype);
     }
   }
 }
