@@ -430,17 +430,21 @@ def test_bench_inference_times_forward_alone(tmp_path):
 def test_interrupt_prints_what_there_is(tmp_path):
     path = tmp_path / "bench.json"
     arguments = f"bench --thiek {SMALL} --repeats 1000000 --json {path}".split()
-    with subprocess.Popen(
-        [BINARY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        time.sleep(3)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert stderr == ""
-    assert "forward" in stdout and stdout.endswith("interrupted\n")
-    report = json.loads(path.read_text())
-    assert report["interrupted"]
+    for wait in (3, 30):  # a busy machine takes a while to warm up
+        with subprocess.Popen(
+            [BINARY, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            time.sleep(wait)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert stderr == ""
+        assert stdout.endswith("interrupted\n")
+        report = json.loads(path.read_text())
+        assert report["interrupted"]
+        if report["results"]:
+            break
+    assert "forward" in stdout
     assert 0 < report["results"][0]["runs"] < 1000000
 
 
