@@ -16,6 +16,8 @@
 /// step. At the end the fp32 sums take the stages' place, and an epilogue reads them by rows.
 namespace sonicmoe::cuda::sm80 {
 
+inline constexpr int kAddUpBlocks = 4;  ///< k blocks of a sum with kSplitLogits: 256 elements
+
 /// What differs between kernels: the type, the operands, the tile's width and the epilogue.
 template <class T_, class A_, class B_, int kTileN_, class Epilogue_>
 struct Config {
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         }
       }
     }
-    if (Config::kSplitLogits && block % 4 == 3) add_up();
+    if (Config::kSplitLogits && block % kAddUpBlocks == kAddUpBlocks - 1) add_up();
     now = after;
   }
   if constexpr (Config::kSplitLogits) {

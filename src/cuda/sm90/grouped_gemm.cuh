@@ -150,12 +150,7 @@ __device__ __forceinline__ void consume(const GemmParams& p,
       end_turn();
       if constexpr (kNextTileEarly) fetch_next();
     };
-    if constexpr (requires { run.add_up(acc); }) {
-      multiply(memory, pipe, blocks, tile.rows, m_first, acc, during, send, issued,
-               [&] { run.add_up(acc); });
-    } else {
-      multiply(memory, pipe, blocks, tile.rows, m_first, acc, during, send, issued, nullptr);
-    }
+    multiply(memory, pipe, blocks, tile.rows, m_first, acc, run, during, send, issued);
     while (send()) continue;  // a tile may have fewer k blocks than deferred chunks
     run.finish(acc, deferred, EpilogueStages<Traits>(memory, pipe.count));
     if constexpr (!kNextTileEarly) fetch_next();

@@ -56,14 +56,13 @@ inline constexpr int kAddUpBlocks = 4;  ///< k blocks of a sum of tensor cores: 
 
 /// acc = the products of a tile's k blocks, or acc += with Epilogue::kAdds. Calls during() beside
 /// the first block's products and issued() when the last are issued. Calls send() beside each whole
-/// block's; where rows are M, not beside the first block's. Calls add_up(), unless it is a null
-/// pointer, as epilogue.cuh says.
-template <class Traits, class During, class Send, class Issued, class AddUp>
+/// block's; where rows are M, not beside the first block's. epilogue.cuh says when it calls
+/// run.add_up().
+template <class Traits, class Run, class During, class Send, class Issued>
 __device__ __forceinline__ void multiply(SharedStorage<Traits>& memory, Ring<Traits::kStages>& pipe,
                                          int blocks, int rows, int m_first,
-                                         float (&acc)[Traits::kM64][Traits::kTileN / 2],
-                                         During&& during, Send&& send, Issued&& issued,
-                                         AddUp&& add_up) {
+                                         float (&acc)[Traits::kM64][Traits::kTileN / 2], Run& run,
+                                         During&& during, Send&& send, Issued&& issued) {
   constexpr Major kMajorA = Traits::kAMajor, kMajorB = Traits::kBMajor;
   constexpr int kStageBytes = sizeof(typename SharedStorage<Traits>::Stage);
   // Descriptors count 16 bytes.
@@ -123,11 +122,11 @@ __device__ __forceinline__ void multiply(SharedStorage<Traits>& memory, Ring<Tra
   if constexpr (Traits::kRowsAreM) whole_block(block++, std::integral_constant<int, 0>{});
   for (; block < whole; ++block) {
     whole_block(block, Traits::kRowsAreM ? 1 : block);
-    if constexpr (!std::is_null_pointer_v<std::remove_cvref_t<AddUp>>) {
+    if constexpr (requires { run.add_up(acc); }) {
       if (block % kAddUpBlocks != kAddUpBlocks - 1) continue;
       wgmma_wait<0>();
       pin_all();
-      add_up();
+      run.add_up(acc);
     }
   }
   if constexpr (!Traits::kRowsAreM) {
