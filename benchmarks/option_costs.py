@@ -93,8 +93,8 @@ QUESTIONS = {
         ],
     ),
     "fp32 logits": Question(
-        # The layer in front also has a bound timed, which leaves the chip hotter: no layer to
-        # compare with.
+        # The layer in front has more groups timed, a bound among them, and its times differ. So a
+        # layer beside the others is compared with.
         SMALL_EXPERTS,
         [[f"f32_logits={flag}" for flag in ("false", "true", "true f32_router_w=true")]],
     ),

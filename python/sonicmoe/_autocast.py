@@ -7,7 +7,8 @@ _TYPES = (torch.bfloat16, torch.float16)
 
 def autocasts(x: torch.Tensor) -> bool:
     """Whether autocast is on where x is."""
-    device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # texts take a while
+    # Flags first, for x.device.type makes a text.
+    device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
 
 

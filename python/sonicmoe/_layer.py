@@ -35,7 +35,7 @@ def _run(operator: Callable, inference: bool, *inputs: Any, **named: Any) -> Any
         return operator(*inputs, **named)
     if not torch.is_grad_enabled():
         return operator(*inputs, **named)
-    with torch.no_grad():  # takes a while
+    with torch.no_grad():
         return operator(*inputs, **named)
 
 

@@ -51,8 +51,7 @@ def unchecked_switch_loss(
     logits: torch.Tensor, counts: torch.Tensor, *, score: str, padding_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """:func:`switch_loss` of what a layer has made and checked."""
-    mask = None if padding_mask is None else padding_mask.ne(0).to(torch.uint8)
-    return _aux_loss(logits, counts, "balance", score, mask)
+    return _aux_loss(logits, counts, "balance", score, _as_uint8(padding_mask))
 
 
 def sequence_balance_loss(
@@ -196,12 +195,16 @@ def _counts(
 def _mask(
     mask: torch.Tensor | None, device: torch.device, shape: tuple[int, ...], words: str
 ) -> torch.Tensor | None:
-    """The mask as uint8, 0 where a token does not count."""
-    if mask is None:
-        return None
-    _check.padding_mask(mask, device, "the other argument")
-    _check.shaped("padding_mask", mask, shape, words)
-    return mask.ne(0).to(torch.uint8)
+    """The checked mask as uint8."""
+    if mask is not None:
+        _check.padding_mask(mask, device, "the other argument")
+        _check.shaped("padding_mask", mask, shape, words)
+    return _as_uint8(mask)
+
+
+def _as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """0 where a token does not count, else 1."""
+    return None if mask is None else mask.ne(0).to(torch.uint8)
 
 
 #: The names of losses that MoE adds up.

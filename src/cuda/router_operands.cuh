@@ -50,13 +50,14 @@ inline std::int64_t experts_of(const RouterGemmDesc& d, int block) {
   return d.pass == GemmPass::forward ? (d.experts + 15) / 16 * block : parts * padded(d.experts);
 }
 
-/// Where the workspace has what. dWr is the sum of `token_parts` products.
+/// Where the workspace has what. dWr is the sum of `token_parts` products; `block` as above.
 struct Regions {
   std::size_t dlogits, w, partials, stretches, bytes;
+  int block;
 };
 inline Regions regions(const RouterGemmDesc& d, int token_parts, int block) {
   Ledger ledger;
-  Regions r{};
+  Regions r{.block = block};
   const std::size_t tokens = static_cast<std::size_t>(d.tokens);
   const std::size_t experts = static_cast<std::size_t>(experts_of(d, block));
   const std::size_t hidden = static_cast<std::size_t>(d.hidden);
@@ -221,7 +222,7 @@ inline bool multiplies(const RouterGemmDesc& d, const RouterGemmArgs& a) {
 /// they are.
 template <class T>
 static Status prepare_operands(const RouterGemmDesc& d, const RouterGemmArgs& a, const Regions& at,
-                               int block, void* memory, const Exec& exec, Operands* operands) {
+                               void* memory, const Exec& exec, Operands* operands) {
   const auto region = [&](std::size_t offset) { return static_cast<char*>(memory) + offset; };
   *operands = {a.w, a.dlogits};
   if (d.pass == GemmPass::wgrad && d.bias && a.dbias != nullptr) {
@@ -239,7 +240,7 @@ static Status prepare_operands(const RouterGemmDesc& d, const RouterGemmArgs& a,
     if (Status status = launched("router_gemm: padding"); !status.ok()) return status;
     operands->dlogits = copy;
   } else if (parts_of(d) > 1 && d.tokens > 0) {
-    *operands = split_operands(d, a, block, reinterpret_cast<T*>(region(at.w)),
+    *operands = split_operands(d, a, at.block, reinterpret_cast<T*>(region(at.w)),
                                reinterpret_cast<T*>(region(at.dlogits)), exec);
     if (Status status = launched("router_gemm: parts"); !status.ok()) return status;
   }

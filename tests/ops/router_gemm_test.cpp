@@ -174,7 +174,7 @@ TEST_P(ExactRouterGemm, ThreeParts) {
       for (const std::int64_t e : {1, 16, 17, 63, 65, 128, 257}) {
         const Tensor x = integers(kTokens * d, 1), bias = integers(e, 4, 1000);
         Tensor w = integers(e * d, 2, kLargestSum / (2 * d));
-        // fp16 has no larger numbers, and 22 bits are two of its parts.
+        // fp16 ends at 65504. Two of its parts have 22 bits, so its third one is 0 here.
         if (dtype == DType::f16) std::ranges::for_each(w, [](double& v) { v = std::ldexp(v, -4); });
         LayerDesc layer;
         layer.tokens = kTokens, layer.experts.hidden = d, layer.router.experts = e,

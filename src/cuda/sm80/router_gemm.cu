@@ -65,7 +65,7 @@ struct Router {
     const TokenParts parts = token_parts(d, exec.traits);
     const Regions at = regions(d, parts.count, kBlock);
     Operands operands{};
-    const Status status = prepare_operands<T>(d, a, at, kBlock, memory, exec, &operands);
+    const Status status = prepare_operands<T>(d, a, at, memory, exec, &operands);
     if (!status.ok() || !multiplies(d, a)) return status;
     auto* const partials = reinterpret_cast<float*>(static_cast<char*>(memory) + at.partials);
     if constexpr (std::is_same_v<typename Config::Epilogue, StoreMatrix>) {
@@ -79,8 +79,7 @@ struct Router {
   template <class Config>
   static Status along_tokens(const RouterGemmDesc& d, const RouterGemmArgs& a,
                              const Operands& operands, const Exec& exec) {
-    constexpr bool kForward = std::is_same_v<Config, LogitsConfig<typename Config::T, true>> ||
-                              std::is_same_v<Config, LogitsConfig<typename Config::T, false>>;
+    constexpr bool kForward = kMakesLogits<Config>;
     using T = typename Config::T;
     if (d.tokens == 0) return {};
     const std::int64_t experts = experts_of(d), width = kForward ? experts : d.hidden;

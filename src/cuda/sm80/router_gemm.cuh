@@ -11,4 +11,9 @@ struct LogitsConfig : Config<T, RowsAlongM<T, kThreadsOf<kNarrow>>, WeightsAlong
   static constexpr bool kSplitLogits = kSplit;
 };
 
+template <class Config>
+inline constexpr bool kMakesLogits = false;
+template <class T, bool kSplit>
+inline constexpr bool kMakesLogits<LogitsConfig<T, kSplit>> = true;
+
 }  // namespace sonicmoe::cuda::sm80

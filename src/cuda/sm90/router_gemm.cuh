@@ -184,8 +184,7 @@ struct RouterFamily {
     own.handoff.overlap_previous = false;  // the product needs what a kernel before it writes
     const Regions at = regions(d, exec.traits, kTileN);
     Operands operands{};
-    const Status status =
-        prepare_operands<T>(d, a, at, StoreSplitLogits::kBlock, memory, exec, &operands);
+    const Status status = prepare_operands<T>(d, a, at, memory, exec, &operands);
     if (!status.ok() || !multiplies(d, a)) return status;
     if constexpr (!Config::kRowsAreM) {
       return wgrad<Config>(d, a, operands,

@@ -14,13 +14,16 @@ struct LogitsParams {
   float small_factor;  ///< of StoreSplitLogits: multiplies the products with small parts
 };
 
-/// Out: the type of the logits.
-template <class Out>
-struct StoreLogits : LoadsNothing, DefersNothing {
+/// Base of both epilogues.
+struct MakesLogits : LoadsNothing, DefersNothing {
   using Params = LogitsParams;
   static constexpr bool kAdds = false;
   static constexpr int kStagingBytes = 16;  // unused; an array has at least one element
+};
 
+/// Out: the type of the logits.
+template <class Out>
+struct StoreLogits : MakesLogits {
   template <class Traits>
   struct Run {
     const Params& e;
@@ -91,13 +94,10 @@ struct StoreLogits : LoadsNothing, DefersNothing {
 /// fp32 logits of weights in three parts. 16 experts take 48 columns of the products: their tiny
 /// parts, their small ones, their big ones. A thread holds all parts of an expert.
 ///
-/// Tensor cores truncate where fp32 rounds, so the products with big parts are added up outside
+/// Tensor cores truncate where fp32 rounds. So fp32 additions take over the products with big parts
 /// after every 256 elements of K (docs/findings/archive/fp32-router.md).
-struct StoreSplitLogits : LoadsNothing, DefersNothing {
-  using Params = LogitsParams;
-  static constexpr bool kAdds = false;
-  static constexpr int kStagingBytes = 16;  // unused; an array has at least one element
-  static constexpr int kBlock = 48;         ///< columns of 16 experts
+struct StoreSplitLogits : MakesLogits {
+  static constexpr int kBlock = 48;  ///< columns of 16 experts
 
   template <class Traits>
   struct Run {
@@ -115,7 +115,7 @@ struct StoreSplitLogits : LoadsNothing, DefersNothing {
     __device__ __forceinline__ void begin(Accumulators&) {}
     __device__ __forceinline__ void prefetch() {}
 
-    /// Where the accumulators of a part of eight experts begin; part 0 is the tiny one.
+    /// Where the accumulators of a part of eight experts begin. Part 0 is the tiny one.
     static constexpr int at(int eight, int part) {
       return 4 * (eight / 2 * (kBlock / 8) + 2 * part + eight % 2);
     }
