@@ -22,6 +22,29 @@ __device__ __forceinline__ TwoOf<T> two_of(std::uint32_t word) {
   return two;
 }
 
+template <class Two>
+__device__ __forceinline__ std::uint32_t word_of(const Two& two) {
+  std::uint32_t word;
+  memcpy(&word, &two, sizeof word);
+  return word;
+}
+
+/// copysign(min(|x|, limit), x) of both halves, or a NaN of a NaN.
+template <class T>
+__device__ __forceinline__ TwoOf<T> clamp_magnitude(TwoOf<T> x, TwoOf<T> limit) {
+  std::uint32_t made;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("min.NaN.xorsign.abs.f16x2 %0, %1, %2;"
+        : "=r"(made)
+        : "r"(word_of(x)), "r"(word_of(limit)));
+  } else {
+    asm("min.NaN.xorsign.abs.bf16x2 %0, %1, %2;"
+        : "=r"(made)
+        : "r"(word_of(x)), "r"(word_of(limit)));
+  }
+  return two_of<T>(made);
+}
+
 template <class T>
 __device__ __forceinline__ T round_down(float x) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -29,13 +52,6 @@ __device__ __forceinline__ T round_down(float x) {
   } else {
     return __float2bfloat16_rd(x);
   }
-}
-
-template <class Two>
-__device__ __forceinline__ std::uint32_t word_of(const Two& two) {
-  std::uint32_t word;
-  memcpy(&word, &two, sizeof word);
-  return word;
 }
 
 /// Two values within their limits.
@@ -48,8 +64,8 @@ struct Limited {
 };
 
 template <class Fn>
-constexpr bool kHasLimits = requires(Fn fn) {
-  fn.limit;
+constexpr bool kHasLimits = requires {
+  Fn::kClampsGate;
 };
 
 /// The limits of an activation Fn. A NaN is within every limit and stays a NaN.
@@ -57,8 +73,7 @@ template <class T, class Fn>
 class Limits {
  public:
   explicit __device__ __forceinline__ Limits(const Fn& fn)
-      : low_(two(-fn.limit, -fn.limit)),
-        high_(two(fn.limit, fn.limit)),
+      : high_(two(fn.limit, fn.limit)),
         pair_low_(two(-kInf, -fn.limit)),
         pair_high_(two(Fn::kClampsGate ? fn.limit : kInf, fn.limit)) {
     if constexpr (!Fn::kClampsGate) {
@@ -79,7 +94,7 @@ class Limits {
   }
   __device__ __forceinline__ Limited ups(std::uint32_t u) const {
     const TwoOf<T> ups = two_of<T>(u);
-    return clamped(ups, __hmax2_nan(__hmin2_nan(ups, high_), low_));
+    return clamped(ups, clamp_magnitude<T>(ups, high_));
   }
   /// A gate in the low half, its up in the high one.
   __device__ __forceinline__ Limited pair(std::uint32_t h) const {
@@ -91,7 +106,7 @@ class Limits {
 
  private:
   static constexpr float kInf = std::numeric_limits<float>::infinity();
-  TwoOf<T> low_, high_, pair_low_, pair_high_;
+  TwoOf<T> high_, pair_low_, pair_high_;
   TwoOf<T> last_gates_, last_of_pair_;
 
   static __device__ __forceinline__ TwoOf<T> two(float low, float high) {
