@@ -385,16 +385,27 @@ TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
   });
 }
 
-// Where what is gathered from is larger than L2 and there are tiles enough, CTAs begin one after
-// the other.
+// Where the tensor that rows come from is larger than L2 and there are tiles enough, CTAs begin one
+// after the other.
 TEST_P(ExactActivation, StartsApart) {
-  const Shape shape = {3'200'000, 8, 8, 4, 140'000};
   if (kOnCpu) GTEST_SKIP() << "has no CTAs";
   const DeviceTraits device = device_traits(kDevice);
-  const double rounds = cuda::rounds(device, shape.list_length, shape.experts, 1);
-  ASSERT_GT(cuda::start_spread(device, shape.tokens * shape.hidden * 2, rounds, 1000), 0);
-  const LayerDesc desc = layer_of(shape, DType::bf16);
-  expect_exact(op_of(GetParam()), desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
+  const GemmOp op = op_of(GetParam());
+  const auto starts_apart = [&](const Shape& shape, std::int64_t read, std::int64_t rows) {
+    const double rounds = cuda::rounds(device, rows, shape.experts, 1);
+    return cuda::start_spread(device, read * shape.hidden * 2, rounds, 1000) > 0;
+  };
+  const Shape gathered = {3'200'000, 8, 8, 4, 140'000};
+  ASSERT_TRUE(starts_apart(gathered, gathered.tokens, gathered.list_length));
+  const Shape contiguous = {500, 144, 8, 4, 250'000};
+  const std::int64_t owned = contiguous.list_length * 3 / 4;  // the others have no expert
+  ASSERT_TRUE(starts_apart(contiguous, owned, owned));
+  for (const Shape& shape : {gathered, contiguous}) {
+    for (const LayerDesc& desc : by_source(GetParam(), op, layer_of(shape, DType::bf16), 1)) {
+      if (desc.experts.gathers() != (shape.tokens == gathered.tokens)) continue;
+      expect_exact(op, desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
+    }
+  }
 }
 
 /// What the gradients of the weights are added to: small integers, all different nearby.

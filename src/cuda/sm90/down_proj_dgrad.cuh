@@ -19,6 +19,7 @@ struct DownProjDgrad
              Schedule::cooperative, kStages,
              StoreActivationGrad<Activations, kForm == W1Form::alternating>, kTileN == kWide> {
   static constexpr bool kBPairsRows = kForm == W1Form::alternating;
+  static constexpr bool kSpreadsStarts = true;
 };
 
 template <RowSource kSource, class T, bool kTransposed, int kTileN, int kStages>

@@ -36,12 +36,13 @@ Status launch(GemmParams params, const typename Traits::Epilogue::Params& epilog
   return to_status(cudaLaunchKernelEx(&config, grouped_gemm<Traits>, params, epilogue), what);
 }
 
-/// Starts one cluster after the other for a product with rows gathered from (T, d), whose tiles
-/// take `cycles` each.
+/// Starts one cluster after the other for a product with rows of (T, d) or, contiguous, of (R, d),
+/// whose tiles take `cycles` each.
 inline Scheduling spread_starts(const GroupedGemmDesc& d, int n_blocks, double cycles,
                                 const Exec& exec) {
   const double all_rounds = rounds(exec.traits, d.usual_rows(), d.experts, n_blocks);
-  return {.start_spread = start_spread(exec.traits, d.tokens * d.hidden * 2, all_rounds, cycles)};
+  const std::int64_t read = d.gathers() ? d.tokens : d.rows;
+  return {.start_spread = start_spread(exec.traits, read * d.hidden * 2, all_rounds, cycles)};
 }
 
 /// Workspace for a tile counter.

@@ -133,12 +133,12 @@ class TileScheduler {
         walk_(p.extents, /*m_extent, where rows are K*/ p.a.width),
         index_(static_cast<int>(blockIdx.x) / kCluster) {}
 
-  /// The cluster's first tile; false if there is none. With gather_m, clusters start one after the
-  /// other, so that they do not all gather and all store at a time
+  /// The cluster's first tile; false if there is none. With kSpreadsStarts, clusters start one
+  /// after the other, so that they do not all load and all store at a time
   /// (docs/findings/archive/start-spread.md).
   __device__ __forceinline__ bool first(Tile* tile) {
     const bool found = walk_.find(index_, rank(), tile);
-    if constexpr (Traits::kALoad == ALoad::gather_m) {
+    if constexpr (Traits::kSpreadsStarts) {
       wait_cycles(index_ * p_.start_spread / clusters());
     }
     return found;

@@ -113,10 +113,10 @@ inline int narrow_up_proj_percent(const DeviceTraits& device, std::int64_t bytes
   return bytes > 2 * counted_l2(device) && k_blocks >= 64 ? 70 : 57;
 }
 
-/// Cycles over which clusters start one after the other, for a product with gathered rows: half a
-/// tile's time. Clusters that start together also store together, tile after tile, and none gathers
-/// meanwhile. 0 where the `bytes` of the gathered tensor fit into L2, which makes it useless, and
-/// where few rounds do not repay the wait (docs/findings/archive/start-spread.md).
+/// Cycles over which clusters start one after the other: half a tile's time. Clusters that start
+/// together also store together, tile after tile, and none loads rows meanwhile. 0 where the
+/// `bytes` of the tensor that rows come from fit into L2, which makes it useless, and where few
+/// rounds do not repay the wait (docs/findings/archive/start-spread.md).
 inline int start_spread(const DeviceTraits& device, std::int64_t bytes, double rounds,
                         double tile_cycles) {
   constexpr double kMost = 1e6;  // times the number of clusters it fits an int

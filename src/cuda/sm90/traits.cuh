@@ -69,6 +69,8 @@ struct Traits {
   // Kernels of transposed weights set these two otherwise.
   static constexpr BMaps kBMaps = kBMajor_ == Major::k ? BMaps::of_tile : BMaps::of_k;
   static constexpr bool kBPairsRows = false;  ///< maps are as TensorView::pairs_rows says
+  /// Clusters may start one after the other: Scheduling::start_spread.
+  static constexpr bool kSpreadsStarts = kALoad == ALoad::gather_m;
   /// How often the producer's loop over k blocks is unrolled (GatherM). Wide tiles have twice the
   /// cycles a block and gain nothing by it.
   static constexpr int kUnroll = kALoad == ALoad::gather_m && kTileN <= 128 ? 2 : 1;
@@ -124,7 +126,7 @@ struct Extents {
 
 /// When tiles begin.
 struct Scheduling {
-  int start_spread;            ///< gather_m: cycles from the first cluster's start to the last's
+  int start_spread;            ///< cycles from the first cluster's start to the last's
   std::int32_t* tile_counter;  ///< dynamic scheduling: (1) indices drawn so far; null: static
 };
 
