@@ -190,6 +190,30 @@ TEST_P(ExactRouterGemm, ThreeParts) {
   }
 }
 
+// Token t is one of a basis, so its logits are weights: numbers of 24 bits, unchanged.
+TEST_P(ExactRouterGemm, AllBitsOfWeights) {
+  constexpr std::int64_t kTokens = 600, kExperts = 70;
+  for (const DType dtype : kTypes) {
+    if (!runs_as(dtype)) continue;
+    for (const std::int64_t d : {8, 264, 584}) {
+      Tensor x(kTokens * d, 0.0), w, expected;
+      for (std::int64_t t = 0; t < kTokens; ++t) x[t * d + t % d] = 1.0;
+      const Random random(7, d);
+      for (std::int64_t i = 0; i < kExperts * d; ++i) {
+        const double odd = 2.0 * static_cast<double>(random.below(i, 1 << 22)) + 1.0;
+        w.push_back((i % 2 == 0 ? 1 : -1) * std::ldexp((1 << 23) + odd, -24));
+      }
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        for (std::int64_t e = 0; e < kExperts; ++e) expected.push_back(w[e * d + t % d]);
+      }
+      const RouterGemmDesc desc{GemmPass::forward, kTokens, d, kExperts, dtype, true, true, true};
+      const Tensor out = run(desc, GetParam().name, x, w, {}, Tensor(kExperts, 0.0)).out;
+      if (kOnCpu && out.empty()) continue;
+      EXPECT_EQ(out, expected) << "hidden " << d << ", " << name(dtype);
+    }
+  }
+}
+
 // Whole and partial tiles, and parts of the tokens, along all three axes; no tokens at all.
 TEST_P(ExactRouterGemm, Sizes) {
   struct Size {
