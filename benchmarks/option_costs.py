@@ -72,7 +72,7 @@ SMALL_EXPERTS = [[24576, 1536, 256, 128, 8]]
 class Question(NamedTuple):
     shapes: list[list[int]]
     # Options of the variants, beside a layer without any. That one has more groups timed, a bound
-    # among them, which changes its times a little: ratios near 1 compare with another.
+    # among them, which changes its times a little: where that counts a variant is the base.
     processes: list[list[str]]
 
 

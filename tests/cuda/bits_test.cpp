@@ -244,8 +244,8 @@ TEST(Bits, TopKOfTiesInScoredRouters) {
 }
 
 // Scores that differ by a few units of the last place, or not at all: at the K-th place, among many
-// experts, and in whole groups, which then compete for the last place. In every second token terms
-// of a softmax differ, too, whose quotients by their sum do not.
+// experts, and in whole groups, which then compete for the last place. In some tokens terms of a
+// softmax differ, too, whose quotients by their sum do not.
 TEST(Bits, TopKOfNearlyEqualScores) {
   std::uint64_t number = 60000;
   const auto compare = [&](TopKDesc desc, std::int64_t group_size, double bias_unit) {

@@ -190,7 +190,7 @@ TEST_P(ExactRouterGemm, ThreeParts) {
   }
 }
 
-// Token t is one of a basis, so its logits are weights: numbers of 24 bits, unchanged.
+// Token t is a vector of the standard basis, so its logits are weights: 24 bits, unchanged.
 TEST_P(ExactRouterGemm, AllBitsOfWeights) {
   constexpr std::int64_t kTokens = 600, kExperts = 70;
   for (const DType dtype : kTypes) {

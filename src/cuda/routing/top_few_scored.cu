@@ -150,7 +150,8 @@ struct Quotients {
     return quotient(term, sum, inverse);
   }
   /// The next term, one last bit up or down, if it has the same quotient, else `term`. No third one
-  /// has it: terms lie more than half as far apart as quotients, since sum >= 1.
+  /// has it: divided by the sum, terms lie more than half an ulp of the quotient apart, as the
+  /// sum's significand is below 2.
   __device__ __forceinline__ float alike(float term, int bit) const {
     if (sum == 0.0f) return term;
     const float next = math::from_bits(math::bits(term) + bit);

@@ -41,8 +41,7 @@ Status launch(GemmParams params, const typename Traits::Epilogue::Params& epilog
 inline Scheduling spread_starts(const GroupedGemmDesc& d, int n_blocks, double cycles,
                                 const Exec& exec) {
   const double all_rounds = rounds(exec.traits, d.usual_rows(), d.experts, n_blocks);
-  const std::int64_t read = d.gathers() ? d.tokens : d.rows;
-  return {.start_spread = start_spread(exec.traits, read * d.hidden * 2, all_rounds, cycles)};
+  return {.start_spread = start_spread(exec.traits, d.x_rows() * d.hidden * 2, all_rounds, cycles)};
 }
 
 /// Workspace for a tile counter.

@@ -126,7 +126,7 @@ struct Extents {
 
 /// When tiles begin.
 struct Scheduling {
-  int start_spread;            ///< cycles from the first cluster's start to the last's
+  int start_spread;            ///< kSpreadsStarts: cycles from the first to the last
   std::int32_t* tile_counter;  ///< dynamic scheduling: (1) indices drawn so far; null: static
 };
 

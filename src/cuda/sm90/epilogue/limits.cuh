@@ -63,6 +63,7 @@ struct Limited {
   __device__ __forceinline__ std::uint32_t slope(std::uint32_t d) const { return d & ~beyond; }
 };
 
+/// Is Fn an activation with limits? The functions that it hands to visit_inside() are none.
 template <class Fn>
 constexpr bool kHasLimits = requires {
   Fn::kClampsGate;
