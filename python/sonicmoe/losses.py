@@ -21,8 +21,8 @@ from collections.abc import Mapping
 
 import torch
 
-from . import _check, _layer, _ops
-from .router import SCORES
+from . import _check, _ops
+from .router import SCORES, fp32
 
 
 def switch_loss(
@@ -122,7 +122,7 @@ def count_choices(
         cells = cells + first.view(-1, 1, 1)
     counts = torch.zeros(sequences * (num_experts + 1), dtype=torch.int32, device=ids.device)
     cells = cells.reshape(-1)
-    counts.scatter_add_(0, cells, counts.new_ones(1).expand(cells.shape))
+    counts = counts.scatter_add(0, cells, counts.new_ones(1).expand(cells.shape))
     counts = counts.view(sequences, num_experts + 1)[:, :num_experts]
     return counts.contiguous() if per_sequence else counts[0]
 
@@ -132,7 +132,7 @@ def update_selection_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float)
     """bias += rate * sign(mean(counts) - counts), in place and without gradient.
 
     bias (E) fp32; counts (E), of a step's tokens on all ranks, for the caller to add up; rate a
-    finite number, not negative. An expert with the mean count keeps its bias.
+    finite number in fp32, not negative. An expert with the mean count keeps its bias.
 
     Wang et al., Auxiliary-Loss-Free Load Balancing, 2024 (arXiv:2408.15664), algorithm 1.
     """
@@ -142,14 +142,11 @@ def update_selection_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float)
     if bias.dim() != 1:
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, allowed: (E)")
     _counts(counts, bias, tuple(bias.shape), "(E)", "bias")
-    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
-        raise TypeError(f"rate: got {rate!r}, allowed: a number")
-    if not 0 <= rate < math.inf:
-        raise ValueError(f"rate: got {rate!r}, allowed: finite numbers from 0 on")
+    rate = fp32("rate", rate, "finite numbers from 0 on", lambda value: value >= 0)
     counts = counts.long()
     # Times E, which changes no sign: in integers the comparison with the mean is exact.
     sign = torch.sign(counts.sum() - counts.numel() * counts)
-    bias.add_(sign.to(bias.dtype), alpha=float(rate))
+    bias.add_(sign.to(bias.dtype), alpha=rate)
 
 
 def _aux_loss(
@@ -160,9 +157,16 @@ def _aux_loss(
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
     _ops.require()
-    counts = None if counts is None else _layer.int32(counts)
+    counts = None if counts is None else _in_32_bits(counts)
     mask = None if mask is None else mask.reshape(-1)
     return _ops.aux_loss(logits.contiguous(), counts, loss, score, mask)
+
+
+def _in_32_bits(counts: torch.Tensor) -> torch.Tensor:
+    """Counts (..., E), whose ratios alone matter, as int32: below 2^31 by a common divisor."""
+    if counts.dtype == torch.int64 and counts.numel() > 0:
+        counts = counts // (counts.amax(dim=-1, keepdim=True) // 2**31 + 1).clamp(min=1)
+    return counts.int().contiguous()
 
 
 def _sizes(logits: torch.Tensor, dims: int | None, words: str) -> torch.Size:

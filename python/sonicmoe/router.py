@@ -76,8 +76,8 @@ class RouterConfig(_Texts):
                 raise kind(f"{name}: got {value!r}, allowed: {', '.join(map(repr, allowed))}")
         for name in ("renormalize", "logit_bias", "selection_bias", "expert_scale"):
             flag(name, getattr(self, name))
-        eps = _fp32("eps", self.eps, "finite numbers from 0 on", lambda value: value >= 0)
-        scale = _fp32("scale", self.scale, "finite numbers above 0", lambda value: value > 0)
+        eps = fp32("eps", self.eps, "finite numbers from 0 on", lambda value: value >= 0)
+        scale = fp32("scale", self.scale, "finite numbers above 0", lambda value: value > 0)
         for name in ("eps", "scale"):  # any real number will do, but tensors multiply by floats
             object.__setattr__(self, name, float(getattr(self, name)))
         if eps != 0 and not self.divides:
@@ -155,7 +155,7 @@ class RouterConfig(_Texts):
                 )
 
 
-def _fp32(name: str, value: float, words: str, allows) -> float:
+def fp32(name: str, value: float, words: str, allows) -> float:
     """The value as fp32 has it: what the library computes with."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: got {value!r}, allowed: {words}")

@@ -291,6 +291,25 @@ def test_update_selection_bias(dtype):
     assert torch.equal(bias, plain)
 
 
+@pytest.mark.parametrize("name", ["switch_loss", "sequence_balance_loss"])
+def test_large_counts(name):
+    """int64 counts beyond 32 bits, in one sequence of two."""
+    logits, counts, _ = data(name, torch.float32, False)
+    expected = getattr(losses, name)(logits, counts)
+    large = counts.long()
+    if name == "switch_loss":
+        large *= 2**29
+    else:
+        large[0] *= 2**40
+    torch.testing.assert_close(getattr(losses, name)(logits, large), expected)
+
+
+def test_counts_of_batches():
+    ids = torch.randint(-1, E + 1, (4, S, K))
+    made = torch.func.vmap(lambda one: losses.count_choices(one, E))(ids)
+    assert torch.equal(made, torch.stack([losses.count_choices(one, E) for one in ids]))
+
+
 # Refusals.
 
 LOGITS, COUNTS = torch.ones(4, E), torch.ones(E).int()
@@ -456,14 +475,21 @@ REFUSED = [
         (torch.ones(E), COUNTS, -0.1),
         {},
         ValueError,
-        "rate: got -0.1, allowed: finite numbers from 0 on",
+        "rate: got -0.1, allowed: finite numbers from 0 on, as fp32 has them",
+    ),
+    (
+        "update_selection_bias",
+        (torch.ones(E), COUNTS, 1e39),
+        {},
+        ValueError,
+        "rate: got 1e+39, allowed: finite numbers from 0 on, as fp32 has them",
     ),
     (
         "update_selection_bias",
         (torch.ones(E), COUNTS, "0.1"),
         {},
         TypeError,
-        "rate: got '0.1', allowed: a number",
+        "rate: got '0.1', allowed: finite numbers from 0 on",
     ),
 ]
 
