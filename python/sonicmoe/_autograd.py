@@ -5,10 +5,11 @@ between, which is no mistake.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 def asked_for(ctx):
@@ -109,6 +110,19 @@ def _refuse_jvp(ctx: Any, *tangents: Any) -> Any:
         "sonicmoe: got a tangent of forward-mode differentiation (jvp, jacfwd), allowed: reverse "
         "mode (backward, torch.func.grad, torch.func.vjp)"
     )
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents: inside jvp, linearize or forward_ad.dual_level()."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_tangents(inputs: Iterable[Any]) -> None:
+    """Of a call that autograd does not see: no_grad() leaves forward mode as it is."""
+    if in_forward_mode():
+        for i in inputs:
+            if isinstance(i, torch.Tensor) and forward_ad.unpack_dual(i).tangent is not None:
+                _refuse_jvp(None)
 
 
 def _no_second_derivative(name: str, got: str) -> NotImplementedError:
@@ -230,6 +244,7 @@ def differentiable(
         elif torch.is_grad_enabled():
             return eager(*inputs)
         else:
+            refuse_tangents(inputs)
             with torch._C._AutoDispatchBelowAutograd():  # nothing to save
                 made = operator(*inputs)
         return made if outputs is None else made[:outputs]

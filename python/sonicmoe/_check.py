@@ -26,11 +26,18 @@ def tensors(**values: object) -> None:
     """All are plain tensors; those of _OPTIONAL may be None."""
     for name, value in values.items():
         if type(value) in _PLAIN and (value is not None or name in _OPTIONAL):
+            if isinstance(value, torch.Tensor):
+                strided(name, value)
             continue
         if is_dtensor(value):
             raise TypeError(f"{name}: got a DTensor, allowed: {_of_dtensor(name)}")
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
+
+
+def strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name}: got a tensor in {tensor.layout}, allowed: torch.strided")
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
@@ -118,6 +125,8 @@ def plain_alike(x: torch.Tensor, or_fp32: torch.Tensor, *others: torch.Tensor | 
     if type(x) not in _TENSORS or type(or_fp32) not in _TENSORS:
         return False
     dtype, device = x.dtype, x.device
+    if x.layout is not torch.strided:
+        return False
     for tensor in others:
         if tensor is None:
             continue

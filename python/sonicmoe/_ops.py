@@ -297,6 +297,7 @@ def grouped_forward(*inputs, out=None):
     result = out.detach()
     if torch.is_grad_enabled():
         return _grouped_forward_into(*inputs, result)[0]
+    _autograd.refuse_tangents(inputs)
     with torch._C._AutoDispatchBelowAutograd():
         _forward_into(*inputs, result)
     if not result.is_inference():

@@ -37,7 +37,7 @@ up projection, with the same bits. "none", the default, keeps it.
 
 import torch
 
-from . import _check, _layer, _ops, reference_routing
+from . import _autograd, _check, _layer, _ops, reference_routing
 from ._main_grad import MainGrads
 from .enums import ActivationType, is_glu
 from .router import RouterConfig, Routing, checked_routing, resolve
@@ -316,17 +316,19 @@ def route(
     A token's experts are in the order in which they were chosen, best first. `router`,
     `selection_bias` and `expert_scale` as in :func:`experts_from_logits`; without `router` the
     softmax over the top-K. The weights have gradients for the logits and `expert_scale`, which
-    plain PyTorch computes. :func:`experts` takes both results.
+    plain PyTorch computes, forward mode included. :func:`experts` takes both results.
     """
     _check.logits("logits", logits)
     config = resolve(router, True, False)
     routing = _of_logits(config, True, selection_bias, expert_scale)
     weights, ids = _layer.top_k(logits, K, routing)
     wanted = logits.requires_grad or (expert_scale is not None and expert_scale.requires_grad)
-    if torch.is_grad_enabled() and wanted:
+    if (torch.is_grad_enabled() and wanted) or _autograd.in_forward_mode():
         # The same weights in operations that autograd knows: the difference is 0, with a history.
-        known = reference_routing.score_ids(logits, ids, router=config, expert_scale=expert_scale)
-        weights = weights + (known - known.detach())
+        # Other derivatives than a softmax's have the inverse of p and squares of their sum.
+        z = logits if config.score == "softmax" else logits.double()
+        known = reference_routing.score_ids(z, ids, router=config, expert_scale=expert_scale)
+        weights = weights + (known - known.detach()).to(weights.dtype)
     return weights, ids
 
 
@@ -373,8 +375,9 @@ def grouped_experts(
 
     `out` (R, H): the result is written there, and a view of it with the result's history returned.
     `dx_out` (R, H): backward writes the gradient of rows there and returns that tensor. Both are
-    contiguous, of the result's dtype, and share no memory with other arguments. `rows_hint`: the
-    number of rows to expect where R is a worst case; it guides the choice of tiles.
+    contiguous, of the result's dtype, and share no memory with other arguments. Of two calls in one
+    graph each needs a `dx_out` of its own. `rows_hint`: the number of rows to expect where R is a
+    worst case; it guides the choice of tiles.
     """
     experts = _expert_args(
         rows, activation, layout, w1, b1, w2, b2, w1_main_grad, w2_main_grad,
@@ -382,6 +385,7 @@ def grouped_experts(
         x_name="rows", x_shape="(R, H)",
     )  # fmt: skip
     _check.score_at("score_at", score_at)
+    _check.flag("zero_tail", zero_tail)
     return _layer.grouped_experts(
         rows,
         counts,
@@ -389,7 +393,7 @@ def grouped_experts(
         scores,
         experts,
         score_at=score_at,
-        zero_tail=bool(zero_tail),
+        zero_tail=zero_tail,
         expected_rows=_check.expected_rows("rows_hint", rows_hint),
         out=out,
         dx_out=dx_out,

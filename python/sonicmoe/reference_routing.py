@@ -118,8 +118,10 @@ def score_ids(
     valid = ids.masked_fill(sentinel, 0).long()
     if router.over_top_k:  # a row of sentinels alone becomes NaN, and then zero
         p = z.gather(1, valid).masked_fill(sentinel, -torch.inf).softmax(dim=-1)
-    else:
+    elif router.score == "softmax":
         p = all_scores(z, router.score).gather(1, valid)
+    else:
+        p = all_scores(z.gather(1, valid), router.score)
     w = p.masked_fill(sentinel, 0)
     if router.divides:
         divisor = w.sum(dim=-1, keepdim=True) + router.eps

@@ -339,14 +339,50 @@ def test_route_has_gradients(name):
         alone, _ = functional.route(z, K, router=config, selection_bias=bias, expert_scale=scale)
     assert torch.equal(weights, alone) and not alone.requires_grad
     leaves = [z] if scale is None else [z, scale]
-    expected = score_ids(z, ids, router=config, expert_scale=scale)
+    expected = score_ids(z.double(), ids, router=config, expert_scale=scale)
     dw = torch.randn(T, K)
     for a, b in zip(
         torch.autograd.grad(weights, leaves, dw),
-        torch.autograd.grad(expected, leaves, dw),
+        torch.autograd.grad(expected, leaves, dw.double()),
         strict=True,
     ):
-        assert torch.equal(a, b) and a.any()
+        torch.testing.assert_close(a, b)
+        assert a.any()
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_route_has_tangents(renormalize):
+    config = RouterConfig("sigmoid", "score_then_select", renormalize=renormalize)
+    logits, tangent = torch.randn(3, 8), torch.randn(3, 8)
+
+    def weights(z):
+        return sonicmoe.route(z, 2, router=config)[0]
+
+    forward = torch.func.jvp(weights, (logits,), (tangent,))[1]
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        dual = weights(torch.autograd.forward_ad.make_dual(logits, tangent))
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(dual).tangent, forward)
+    rows = torch.autograd.functional.jacobian(weights, logits)
+    torch.testing.assert_close(forward, torch.einsum("tkse,se->tk", rows, tangent))
+
+
+@pytest.mark.parametrize("shift", [0.0, -88.0, -100.0])
+def test_small_scores_have_finite_gradients(shift):
+    """Their inverse and the square of their sum are beyond fp32."""
+    config = dataclasses.replace(PRESETS["deepseek_v4"], selection_bias=False)
+    logits = torch.tensor([[0.0, 0.5, 1.0, 1.5]]) + shift
+    experts = torch.randn(4, 16, 8), torch.randn(4, 8, 8)
+    x, made = torch.randn(1, 8), []
+    for through in ("route", "layer"):
+        z = logits.clone().requires_grad_()
+        if through == "route":
+            weights, ids = sonicmoe.route(z, 2, router=config)
+            o = sonicmoe.experts(x, ids, weights, *experts)
+        else:
+            o = sonicmoe.experts_from_logits(x, z, 2, *experts, router=config)
+        made.append(torch.autograd.grad(o[0].sum(), z)[0])
+    assert made[1].any()
+    torch.testing.assert_close(*made, rtol=1e-2, atol=1e-5)
 
 
 def test_the_selection_bias_has_no_gradient():
