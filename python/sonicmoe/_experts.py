@@ -1,6 +1,7 @@
 """The experts' weights as a module, and as the layer takes them."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,3 +70,30 @@ def weights(
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if isinstance(tensor, nn.Parameter) else tensor.contiguous()
+
+
+#: What the layers call the module's tensors, and what its callers know.
+_OWN_NAMES = {
+    "w1": "c_fc.weight",
+    "b1": "c_fc.bias",
+    "w2": "c_proj.weight",
+    "b2": "c_proj.bias",
+    "w1_main_grad": "c_fc.weight.main_grad",
+    "w2_main_grad": "c_proj.weight.main_grad",
+    "router_w": "router.weight",
+    "logit_bias": "router.bias",
+    "logits": "router(x)",
+}
+
+
+def in_own_names(run: Callable, *inputs: Any) -> Any:
+    """run(*inputs), whose errors name the module's tensors."""
+    if torch.compiler.is_compiling():
+        return run(*inputs)
+    try:
+        return run(*inputs)
+    except (TypeError, ValueError) as error:
+        name, colon, rest = str(error).partition(":")
+        if name not in _OWN_NAMES:
+            raise
+        raise type(error)(f"{_OWN_NAMES[name]}{colon}{rest}") from None

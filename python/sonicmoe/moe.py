@@ -12,7 +12,7 @@ from torch import nn
 
 from . import _check, _layer, losses, reference, reference_losses
 from ._autocast import autocast
-from ._experts import Experts, weights
+from ._experts import Experts, in_own_names, weights
 from ._main_grad import MainGrads
 from ._router import (
     Router,
@@ -226,18 +226,21 @@ class MoE(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         # The counts are no part of the state: a module from the meta device has none. With
         # assign=True its weights are about to become those of the state.
-        device = self.tokens_per_expert.device
-        if device.type == "meta":
+        if self.tokens_per_expert.is_meta:
             given = [entry for name, entry in state_dict.items() if name.startswith(prefix)]
             weights = [*self.parameters(), *[w for w in given if isinstance(w, torch.Tensor)]]
-            device = next((w.device for w in weights if not w.is_meta), device)
-        self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=device)
+            device = next((w.device for w in weights if not w.is_meta), torch.device("meta"))
+            self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=device)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "MoE":
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        return super()._apply(keeping_fp32(fn, [self.expert_scale, self.selection_bias]), False)
+        had_counts = not self.tokens_per_expert.is_meta
+        super()._apply(keeping_fp32(fn, [self.expert_scale, self.selection_bias]), False)
+        if not had_counts:  # to_empty() leaves anything there
+            self.tokens_per_expert.zero_()
+        return self
 
     @property
     def softmax_over_topk(self) -> bool:
@@ -290,6 +293,8 @@ class MoE(nn.Module):
             raise _unavailable(kernel_backend_moe)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: got {type(x).__name__}, allowed: a tensor")
+        _check.strided("x", x)
+        _check.flag("is_inference_mode", is_inference_mode)
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         mask = _check.mask_of_tokens(padding_mask, x)
@@ -305,7 +310,9 @@ class MoE(nn.Module):
         else:
             run = functools.partial(self.parallel, self._run)
             layer = self.parallel.layer(self, kernel_backend_moe)
-        out, logits, counts = run(tokens, layer, kernel_backend_moe, is_inference_mode)
+        out, logits, counts = in_own_names(
+            run, tokens, layer, kernel_backend_moe, is_inference_mode
+        )
         aux_loss = None
         if not is_inference_mode:
             # Sequences of x (B, S, d); another x is one sequence, or as many as all but S say.

@@ -350,28 +350,28 @@ def refusals():
     yield (
         {"w1_main_grad": w1.bfloat16()},
         TypeError,
-        "w1_main_grad: got torch.bfloat16, allowed: torch.float32",
+        "c_fc.weight.main_grad: got torch.bfloat16, allowed: torch.float32",
     )
-    yield {"w1_main_grad": 3}, TypeError, "w1_main_grad: got int, allowed: a tensor"
+    yield {"w1_main_grad": 3}, TypeError, "c_fc.weight.main_grad: got int, allowed: a tensor"
     yield (
         {"w2_main_grad": w1},
         ValueError,
-        "w2_main_grad: got shape (6, 32, 24), allowed: (E, d, n) = (6, 24, 16)",
+        "c_proj.weight.main_grad: got shape (6, 32, 24), allowed: (E, d, n) = (6, 24, 16)",
     )
     yield (
         {"w1_main_grad": torch.zeros(E, D, 2 * N).mT},
         ValueError,
-        "w1_main_grad: got strides (768, 1, 32), allowed: a contiguous (E, 2n, d)",
+        "c_fc.weight.main_grad: got strides (768, 1, 32), allowed: a contiguous (E, 2n, d)",
     )
     yield (
         {"w1_main_grad": w1.to("meta")},
         ValueError,
-        "w1_main_grad: got a tensor on meta, allowed: cpu, where x is",
+        "c_fc.weight.main_grad: got a tensor on meta, allowed: cpu, where x is",
     )
     yield (
         {"w2_main_grad": w2.requires_grad_()},
         ValueError,
-        "w2_main_grad: got a tensor that requires grad, allowed: one that does not",
+        "c_proj.weight.main_grad: got a tensor that requires grad, allowed: one that does not",
     )
 
 

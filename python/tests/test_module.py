@@ -413,8 +413,48 @@ def test_second_and_forward_derivatives_are_refused():
         jvp(lambda x: loss(parameters, x), (x,), (x,))
     with pytest.raises(NotImplementedError, match="^sonicmoe: got a "):
         hessian(loss, argnums=1)(parameters, x)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=words):
-        moe(torch.autograd.forward_ad.make_dual(x, x))
+    frozen = make_module().requires_grad_(False)
+    rows, counts = torch.randn(T, D), torch.full((E,), T // E)
+    experts = torch.randn(E, 2 * N, D), torch.randn(E, D, N)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        dual_rows = torch.autograd.forward_ad.make_dual(rows, rows)
+        for call in (
+            lambda: moe(dual),
+            lambda: frozen(dual),
+            lambda: moe(dual, is_inference_mode=True),
+            lambda: grouped_experts(dual_rows, counts, *experts),
+            lambda: grouped_experts(dual_rows, counts, *experts, out=torch.empty(T, D)),
+            lambda: sonicmoe.z_loss(dual),
+        ):
+            with torch.no_grad(), pytest.raises(NotImplementedError, match=words):
+                call()
+            with pytest.raises(NotImplementedError, match=words):
+                call()
+        moe(x)  # has no tangent
+
+
+@pytest.mark.parametrize("name", ["c_fc", "c_proj", "router"])
+def test_errors_name_the_modules_tensors(name):
+    moe = make_module()
+    moe.get_submodule(name).half()
+    words = f"^{name}.weight: got torch.float16, allowed: torch.float32"
+    with pytest.raises(TypeError, match=words):
+        moe(torch.randn(T, D))
+
+
+def test_what_x_and_flags_may_be():
+    moe, x = make_module(), torch.randn(T, D)
+    for bad in (x.to_sparse(), x.view(2, -1, D).to_sparse()):
+        with pytest.raises(ValueError, match="^x: got a tensor in torch.sparse_coo, allowed: torc"):
+            moe(bad)
+    with pytest.raises(TypeError, match="^is_inference_mode: got 'no', allowed: True, False"):
+        moe(x, is_inference_mode="no")
+    counts, weights = torch.full((E,), T // E), (torch.randn(E, 2 * N, D), torch.randn(E, D, N))
+    with pytest.raises(TypeError, match="^zero_tail: got 'no', allowed: True, False"):
+        grouped_experts(x, counts, *weights, zero_tail="no")
+    with pytest.raises(ValueError, match="^rows: got a tensor in torch.sparse_coo, allowed: torch"):
+        grouped_experts(x.to_sparse(), counts, *weights)
 
 
 def test_memory_of_the_caller_is_refused_in_transforms():
