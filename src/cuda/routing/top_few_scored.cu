@@ -142,28 +142,10 @@ __device__ __forceinline__ float sum_of_terms(const float (&term)[L::kPerLane]) 
   return __shfl_sync(kAllLanes, sum[0], L::kLanes - 1, L::kLanes);
 }
 
-/// Quotients of terms by their sum. Equal quotients choose alike, whatever their terms.
-struct Quotients {
-  float sum = 0.0f, inverse = 0.0f;  ///< of quotient(); a sum of 0: values are what chooses
-
-  __device__ __forceinline__ float operator()(float term) const {
-    return quotient(term, sum, inverse);
-  }
-  /// The next term, one last bit up or down, if it has the same quotient, else `term`. No third one
-  /// has it: divided by the sum, terms lie more than half an ulp of the quotient apart, as the
-  /// sum's significand is below 2.
-  __device__ __forceinline__ float alike(float term, int bit) const {
-    if (sum == 0.0f) return term;
-    const float next = math::from_bits(math::bits(term) + bit);
-    return (*this)(next) == (*this)(term) ? next : term;
-  }
-};
-
 /// What a token's logits say besides its scores.
 struct RowState {
-  bool bad;             ///< a NaN or +inf is among them, or a softmax has nothing finite
-  RowSoftmax softmax;   ///< of By::softmax
-  Quotients quotients;  ///< with a sum where scores are left as terms of it
+  bool bad;            ///< a NaN or +inf is among them, or a softmax has nothing finite
+  RowSoftmax softmax;  ///< of By::softmax
 };
 
 /// As `in` of any lane of the token.
@@ -187,8 +169,7 @@ __device__ __forceinline__ float any_score(float z) {
 }
 
 /// Turns a lane's logits into scores, in the bits of math::router_score and RowSoftmax. A bad logit
-/// scores 0, so that no NaN is left. With a softmax its whole row does. Where nothing but the order
-/// of its scores counts, a softmax is left without its division.
+/// scores 0, so that no NaN is left. With a softmax its whole row does.
 template <By kBy, class L>
 __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&z)[L::kPerLane]) {
   RowState row{};
@@ -214,13 +195,9 @@ __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&
     }
     const float sum = sum_of_terms<L>(z);
     if (quick) {
-      const Quotients quotients{sum, refined(sum, math::fast_reciprocal(sum))};
-      if (route.groups == 1 && route.selection_bias == nullptr) {
-        row.quotients = quotients;
-      } else {
+      const float inverse = refined(sum, math::fast_reciprocal(sum));
 #pragma unroll
-        for (int i = 0; i < L::kPerLane; ++i) z[i] = quotients(z[i]);
-      }
+      for (int i = 0; i < L::kPerLane; ++i) z[i] = quotient(z[i], sum, inverse);
     } else {
 #pragma unroll
       for (int i = 0; i < L::kPerLane; ++i) z[i] = row.bad ? 0.0f : math::div(z[i], sum);
@@ -434,11 +411,10 @@ __device__ __forceinline__ int marks_upto(const L& own, unsigned marked) {
 }
 
 /// Marks the K largest values of a token, ties to the lower expert id, and stores their experts.
-/// Takes none but experts whose bit is in `stays`. Values with equal `quotients` are equal.
+/// Takes none but experts whose bit is in `stays`.
 template <class L>
 __device__ __forceinline__ void choose(const L& own, int top_k, const float (&value)[L::kPerLane],
-                                       const Quotients& quotients, unsigned stays,
-                                       std::int32_t* chosen) {
+                                       unsigned stays, std::int32_t* chosen) {
   float best[kFew];
   few_largest<L::kLanes, L::kPerLane>([&](int i) { return value[i]; }, best, top_k < kFew);
   float last = best[0];
@@ -449,7 +425,6 @@ __device__ __forceinline__ void choose(const L& own, int top_k, const float (&va
 #pragma unroll
     for (int k = 1; k < kFew; ++k) last = fminf(last, best[k]);
   }
-  const float least = quotients.alike(last, -1);
   // Bits are added up as floats, 16 at a time, in other units than those that compare.
   unsigned marked = 0;
 #pragma unroll
@@ -457,7 +432,7 @@ __device__ __forceinline__ void choose(const L& own, int top_k, const float (&va
     float bits = 0x1p23f;  // then its low bits are an integer
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if (value[16 * half + i] >= least) bits += static_cast<float>(1 << i);
+      if (value[16 * half + i] >= last) bits += static_cast<float>(1 << i);
     }
     marked |= (math::bits(bits) & 0xffffu) << 16 * half;
   }
@@ -465,15 +440,15 @@ __device__ __forceinline__ void choose(const L& own, int top_k, const float (&va
   int upto = marks_upto(own, marked);
   const int all = __shfl_sync(kAllLanes, upto, L::kLanes - 1, L::kLanes);
   if (__any_sync(kAllLanes, all != top_k)) {  // more experts have the K-th value
-    const float most = quotients.alike(last, 1);
     int left = top_k;
 #pragma unroll
-    for (int k = 0; k < kFew; ++k) left -= best[k] > most;
-    unsigned tied = marked;
+    for (int k = 0; k < kFew; ++k) left -= best[k] > last;
+    unsigned tied = 0;
 #pragma unroll
     for (int i = 0; i < L::kPerLane; ++i) {
-      if (value[i] > most) tied &= ~(1u << i);
+      if (value[i] == last) tied |= 1u << i;
     }
+    tied &= stays;
     marked = (marked & ~tied) | lowest_marked(own, tied, left);
     upto = marks_upto(own, marked);
   }
@@ -527,7 +502,7 @@ __device__ __forceinline__ void route_few(const L& own, const FewArgs& a, const 
   unsigned stays = ~0u;
   if (route.groups > 1) stays = drop_groups(own, route, shared->group_values[token], z);
   std::int32_t* const chosen = shared->chosen[token];
-  choose(own, route.top_k, z, row.quotients, stays, chosen);
+  choose(own, route.top_k, z, stays, chosen);
   __syncwarp();  // all chosen are stored
 
   const std::int64_t t = token_id(token);
