@@ -293,12 +293,16 @@ class MoE(nn.Module):
             raise _unavailable(kernel_backend_moe)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: got {type(x).__name__}, allowed: a tensor")
-        _check.strided("x", x)
-        _check.flag("is_inference_mode", is_inference_mode)
+        if type(is_inference_mode) is not bool:
+            _check.flag("is_inference_mode", is_inference_mode)
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         mask = _check.mask_of_tokens(padding_mask, x)
-        tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden_size)
+        if x.dim() == 2:
+            tokens = x
+        else:
+            _check.strided("x", x)
+            tokens = x.reshape(-1, self.hidden_size)
         run: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
         layer: Any  # a module of functions, or what has the same
         if self.parallel is None:
