@@ -113,8 +113,9 @@ def _refuse_jvp(ctx: Any, *tangents: Any) -> Any:
 
 
 def in_forward_mode() -> bool:
-    """Whether tensors may have tangents: inside jvp, linearize or forward_ad.dual_level()."""
-    return forward_ad._current_level >= 0
+    """Whether tensors may have tangents: inside jvp, linearize or forward_ad.dual_level(). True in
+    a torch that does not say."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def refuse_tangents(inputs: Iterable[Any]) -> None:

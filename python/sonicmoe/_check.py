@@ -5,6 +5,7 @@ All messages read `argument: got value, allowed: values`.
 """
 
 import numbers
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import torch
@@ -33,6 +34,12 @@ def tensors(**values: object) -> None:
             raise TypeError(f"{name}: got a DTensor, allowed: {_of_dtensor(name)}")
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, allowed: a tensor")
+
+
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """The error with the caller's name of the argument that it begins with, or itself."""
+    name, colon, rest = str(error).partition(":")
+    return type(error)(f"{names[name]}{colon}{rest}") if name in names else error
 
 
 def strided(name: str, tensor: torch.Tensor) -> None:

@@ -93,7 +93,7 @@ def in_own_names(run: Callable, *inputs: Any) -> Any:
     try:
         return run(*inputs)
     except (TypeError, ValueError) as error:
-        name, colon, rest = str(error).partition(":")
-        if name not in _OWN_NAMES:
+        own = _check.renamed(error, _OWN_NAMES)
+        if own is error:
             raise
-        raise type(error)(f"{_OWN_NAMES[name]}{colon}{rest}") from None
+        raise own from None

@@ -188,13 +188,13 @@ _LISTS = {
 }
 
 
-def _of_lists(error: ValueError, token_ids: torch.Tensor) -> ValueError:
+def _of_lists(error: ValueError, token_ids: torch.Tensor) -> Exception:
     """The error in the caller's names, with a token id as the caller gave it: see int32()."""
-    name, colon, rest = str(error).partition(":")
-    place = re.match(r" got -?\d+ at position (\d+)", rest)
-    if name == "token ids" and place:
-        rest = f" got {int(token_ids[int(place[1])])} at position {place[1]}{rest[place.end() :]}"
-    return ValueError(f"{_LISTS.get(name, name)}{colon}{rest}")
+    text = str(error)
+    if place := re.match(r"token ids: got -?\d+( at position (\d+))", text):
+        given = int(token_ids[int(place[2])])
+        error = ValueError(f"token ids: got {given}{place[1]}{text[place.end() :]}")
+    return _check.renamed(error, _LISTS)
 
 
 def experts(

@@ -236,9 +236,9 @@ class MoE(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        had_counts = not self.tokens_per_expert.is_meta
+        was_meta = self.tokens_per_expert.is_meta
         super()._apply(keeping_fp32(fn, [self.expert_scale, self.selection_bias]), False)
-        if not had_counts:  # to_empty() leaves anything there
+        if was_meta:  # to_empty() leaves anything there
             self.tokens_per_expert.zero_()
         return self
 
@@ -293,8 +293,7 @@ class MoE(nn.Module):
             raise _unavailable(kernel_backend_moe)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: got {type(x).__name__}, allowed: a tensor")
-        if type(is_inference_mode) is not bool:
-            _check.flag("is_inference_mode", is_inference_mode)
+        _check.flag("is_inference_mode", is_inference_mode)
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x: got shape {tuple(x.shape)}, allowed: (..., {self.hidden_size})")
         mask = _check.mask_of_tokens(padding_mask, x)

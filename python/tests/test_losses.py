@@ -293,7 +293,7 @@ def test_update_selection_bias(dtype):
 
 @pytest.mark.parametrize("name", ["switch_loss", "sequence_balance_loss"])
 def test_large_counts(name):
-    """int64 counts beyond 32 bits, in one sequence of two."""
+    """int64 counts beyond 32 bits: all, or those of one sequence."""
     logits, counts, _ = data(name, torch.float32, False)
     expected = getattr(losses, name)(logits, counts)
     large = counts.long()

@@ -339,15 +339,15 @@ def test_route_has_gradients(name):
         alone, _ = functional.route(z, K, router=config, selection_bias=bias, expert_scale=scale)
     assert torch.equal(weights, alone) and not alone.requires_grad
     leaves = [z] if scale is None else [z, scale]
-    expected = score_ids(z.double(), ids, router=config, expert_scale=scale)
+    wide = z if config.score == "softmax" else z.double()
+    expected = score_ids(wide, ids, router=config, expert_scale=scale).float()
     dw = torch.randn(T, K)
     for a, b in zip(
         torch.autograd.grad(weights, leaves, dw),
-        torch.autograd.grad(expected, leaves, dw.double()),
+        torch.autograd.grad(expected, leaves, dw),
         strict=True,
     ):
-        torch.testing.assert_close(a, b)
-        assert a.any()
+        assert torch.equal(a, b) and a.any()
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -366,9 +366,10 @@ def test_route_has_tangents(renormalize):
     torch.testing.assert_close(forward, torch.einsum("tkse,se->tk", rows, tangent))
 
 
-@pytest.mark.parametrize("shift", [0.0, -88.0, -100.0])
-def test_small_scores_have_finite_gradients(shift):
-    """Their inverse and the square of their sum are beyond fp32."""
+@pytest.mark.parametrize(("shift", "rtol"), [(0.0, 1e-5), (-88.0, 1e-5), (-100.0, 0.01)])
+def test_small_scores_have_finite_gradients(shift, rtol):
+    """Their inverse and the square of their sum are beyond fp32. At -99 the layer's softplus is 72
+    times the least fp32 number: rounded to it, p is off by up to 0.35 %, and so are the sums."""
     config = dataclasses.replace(PRESETS["deepseek_v4"], selection_bias=False)
     logits = torch.tensor([[0.0, 0.5, 1.0, 1.5]]) + shift
     experts = torch.randn(4, 16, 8), torch.randn(4, 8, 8)
@@ -382,7 +383,7 @@ def test_small_scores_have_finite_gradients(shift):
             o = sonicmoe.experts_from_logits(x, z, 2, *experts, router=config)
         made.append(torch.autograd.grad(o[0].sum(), z)[0])
     assert made[1].any()
-    torch.testing.assert_close(*made, rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(*made, rtol=rtol, atol=0)
 
 
 def test_the_selection_bias_has_no_gradient():

@@ -386,7 +386,7 @@ TEST_P(ExactActivation, GatesMayBeFarBelowZero) {
 }
 
 // Where the tensor that rows come from is larger than L2 and there are tiles enough, CTAs begin one
-// after the other.
+// after the other. (Those of up_proj with contiguous rows begin together.)
 TEST_P(ExactActivation, StartsApart) {
   if (kOnCpu) GTEST_SKIP() << "has no CTAs";
   const DeviceTraits device = device_traits(kDevice);
@@ -401,9 +401,10 @@ TEST_P(ExactActivation, StartsApart) {
   const std::int64_t owned = contiguous.list_length * 3 / 4;  // at least: a fifth has no expert
   ASSERT_TRUE(starts_apart(contiguous, owned, owned));
   int runs = 0;
-  for (const Shape& shape : {gathered, contiguous}) {
+  for (const RowSource source : {RowSource::gathered, RowSource::contiguous}) {
+    const Shape& shape = source == RowSource::gathered ? gathered : contiguous;
     for (const LayerDesc& desc : by_source(GetParam(), op, layer_of(shape, DType::bf16), 1)) {
-      if (desc.experts.gathers() != (shape.tokens == gathered.tokens)) continue;
+      if (desc.experts.row_source != source) continue;
       expect_exact(op, desc, integer_inputs(desc, routing(shape), 1), GetParam().name);
       ++runs;
     }

@@ -114,9 +114,9 @@ inline int narrow_up_proj_percent(const DeviceTraits& device, std::int64_t bytes
 }
 
 /// Cycles over which clusters start one after the other: half a tile's time. Clusters that start
-/// together also store together, tile after tile, and none loads rows meanwhile. 0 where the
-/// `bytes` of the tensor that rows come from fit into L2, which makes it useless, and where few
-/// rounds do not repay the wait (docs/findings/archive/start-spread.md).
+/// together also store together, tile after tile. None loads rows meanwhile. `bytes`: of the tensor
+/// that rows come from. Where it fits into L2 the wait is useless, and few rounds do not repay it:
+/// then 0 (docs/findings/archive/start-spread.md).
 inline int start_spread(const DeviceTraits& device, std::int64_t bytes, double rounds,
                         double tile_cycles) {
   constexpr double kMost = 1e6;  // times the number of clusters it fits an int

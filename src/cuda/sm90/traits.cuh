@@ -126,7 +126,7 @@ struct Extents {
 
 /// When tiles begin.
 struct Scheduling {
-  int start_spread;            ///< kSpreadsStarts: cycles from the first to the last
+  int start_spread;            ///< of kSpreadsStarts: cycles between first and last start
   std::int32_t* tile_counter;  ///< dynamic scheduling: (1) indices drawn so far; null: static
 };
 
