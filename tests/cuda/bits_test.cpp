@@ -244,8 +244,8 @@ TEST(Bits, TopKOfTiesInScoredRouters) {
 }
 
 // Scores that differ by a few units of the last place, or not at all: at the K-th place, among many
-// experts, and in whole groups, which then compete for the last place. In some tokens terms of a
-// softmax differ, too, whose quotients by their sum do not.
+// experts, and in whole groups, which then compete for the last place. In odd tokens a softmax has
+// terms that differ, while their quotients by the sum do not.
 TEST(Bits, TopKOfNearlyEqualScores) {
   std::uint64_t number = 60000;
   const auto compare = [&](TopKDesc desc, std::int64_t group_size, double bias_unit) {
@@ -257,7 +257,9 @@ TEST(Bits, TopKOfNearlyEqualScores) {
     Tensor logits(desc.tokens * E);
     for (std::size_t i = 0; i < logits.size(); ++i) {
       const std::int64_t t = static_cast<std::int64_t>(i) / E;
-      const double base = static_cast<double>(t % 5) - 1.5, unit = t % 2 == 0 ? 0x1p-22 : 0x1p-24;
+      const bool odd = t % 2 != 0;
+      const double base = odd ? 0.0 : static_cast<double>(t % 5) - 1.5;
+      const double unit = odd ? 0x1p-24 : 0x1p-22;
       // One in so many experts is near the others at the top.
       const std::uint64_t one_in = t % 3 == 0 ? 2 : t % 3 == 1 ? E / 12 : E / 6;
       logits[i] = random.below(2 * i, one_in) == 0

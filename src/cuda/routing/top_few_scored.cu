@@ -6,6 +6,7 @@
 // and a lane each (or two) weighs them.
 #include <limits>
 
+#include "cuda/device/fragment.cuh"
 #include "cuda/routing/few.cuh"
 #include "cuda/routing/quick_score.h"
 #include "cuda/routing/scored_route.cuh"
@@ -142,9 +143,27 @@ __device__ __forceinline__ float sum_of_terms(const float (&term)[L::kPerLane]) 
   return __shfl_sync(kAllLanes, sum[0], L::kLanes - 1, L::kLanes);
 }
 
+/// What chooses: values, or the quotients of terms by their sum. Equal quotients choose alike,
+/// whatever their terms.
+template <By kBy>
+struct Chooser {
+  float sum = 0.0f;  ///< of the terms; 0: values choose
+
+  /// The next term, one last bit up or down, if it has the same quotient, else `term`. No third one
+  /// has it: divided by the sum, terms lie more than half an ulp of the quotient apart, as the
+  /// sum's significand is below 2.
+  __device__ __forceinline__ float alike(float term, int bit) const {
+    if (kBy != By::softmax || sum == 0.0f) return term;
+    const float inverse = refined(sum, math::fast_reciprocal(sum));
+    const float next = math::from_bits(math::bits(term) + bit);
+    return quotient(next, sum, inverse) == quotient(term, sum, inverse) ? next : term;
+  }
+};
+
 /// What a token's logits say besides its scores.
 struct RowState {
   bool bad;            ///< a NaN or +inf is among them, or a softmax has nothing finite
+  bool terms;          ///< By::softmax: scores are left as terms of its sum
   RowSoftmax softmax;  ///< of By::softmax
 };
 
@@ -168,8 +187,26 @@ __device__ __forceinline__ float any_score(float z) {
   return z;
 }
 
+/// Replaces each value by f of it, in a loop, for f is long: each turn takes two values from the
+/// front and puts theirs behind.
+template <int kValues, class F>
+__device__ __forceinline__ void replace_each(float (&value)[kValues], F f) {
+  constexpr int kTurn = 2, kRest = kValues - kTurn;
+#pragma unroll 1
+  for (int turn = 0; turn < kValues / kTurn; ++turn) {
+    float result[kTurn];
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) result[i] = f(value[i]);
+#pragma unroll
+    for (int i = 0; i < kRest; ++i) value[i] = value[i + kTurn];
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) value[kRest + i] = result[i];
+  }
+}
+
 /// Turns a lane's logits into scores, in the bits of math::router_score and RowSoftmax. A bad logit
-/// scores 0, so that no NaN is left. With a softmax its whole row does.
+/// scores 0, so that no NaN is left. With a softmax its whole row does. Where nothing but the order
+/// of its scores counts, a softmax is left without its division.
 template <By kBy, class L>
 __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&z)[L::kPerLane]) {
   RowState row{};
@@ -190,17 +227,18 @@ __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&
 #pragma unroll
       for (int i = 0; i < L::kPerLane; ++i) z[i] = quick_exp(math::sub(z[i], largest));
     } else {
-#pragma unroll
-      for (int i = 0; i < L::kPerLane; ++i) z[i] = exp_of_negative(math::sub(z[i], largest));
+      replace_each(z, [&](float logit) { return exp_of_negative(math::sub(logit, largest)); });
     }
     const float sum = sum_of_terms<L>(z);
     if (quick) {
-      const float inverse = refined(sum, math::fast_reciprocal(sum));
+      row.terms = route.groups == 1 && route.selection_bias == nullptr;
+      if (!row.terms) {
+        const float inverse = refined(sum, math::fast_reciprocal(sum));
 #pragma unroll
-      for (int i = 0; i < L::kPerLane; ++i) z[i] = quotient(z[i], sum, inverse);
+        for (int i = 0; i < L::kPerLane; ++i) z[i] = quotient(z[i], sum, inverse);
+      }
     } else {
-#pragma unroll
-      for (int i = 0; i < L::kPerLane; ++i) z[i] = row.bad ? 0.0f : math::div(z[i], sum);
+      replace_each(z, [&](float term) { return row.bad ? 0.0f : math::div(term, sum); });
     }
     row.softmax = {largest, sum};
   } else {
@@ -215,22 +253,11 @@ __device__ __forceinline__ RowState score_all(const ScoredRoute& route, float (&
       for (int i = 0; i < L::kPerLane; ++i) z[i] = quick_score<kBy>(z[i]);
     } else {
       bool wrong = false;
-      // Each turn takes two logits from the front and puts their scores behind.
-      constexpr int kTurn = 2, kRest = L::kPerLane - kTurn;
-#pragma unroll 1
-      for (int turn = 0; turn < L::kPerLane / kTurn; ++turn) {
-        float score[kTurn];
-#pragma unroll
-        for (int i = 0; i < kTurn; ++i) {
-          const bool good = z[i] < INFINITY;
-          wrong |= !good;
-          score[i] = good ? any_score<kBy>(z[i]) : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < kRest; ++i) z[i] = z[i + kTurn];
-#pragma unroll
-        for (int i = 0; i < kTurn; ++i) z[kRest + i] = score[i];
-      }
+      replace_each(z, [&](float logit) {
+        const bool good = logit < INFINITY;
+        wrong |= !good;
+        return good ? any_score<kBy>(logit) : 0.0f;
+      });
       row.bad = any_of_token<L>(wrong);
     }
     if (kLogits && route.softmax()) {  // a row of -inf is bad, too
@@ -411,10 +438,11 @@ __device__ __forceinline__ int marks_upto(const L& own, unsigned marked) {
 }
 
 /// Marks the K largest values of a token, ties to the lower expert id, and stores their experts.
-/// Takes none but experts whose bit is in `stays`.
-template <class L>
+/// Takes none but experts whose bit is in `stays`. Values that `chooser` finds alike are equal.
+template <By kBy, class L>
 __device__ __forceinline__ void choose(const L& own, int top_k, const float (&value)[L::kPerLane],
-                                       unsigned stays, std::int32_t* chosen) {
+                                       const Chooser<kBy>& chooser, unsigned stays,
+                                       std::int32_t* chosen) {
   float best[kFew];
   few_largest<L::kLanes, L::kPerLane>([&](int i) { return value[i]; }, best, top_k < kFew);
   float last = best[0];
@@ -425,6 +453,7 @@ __device__ __forceinline__ void choose(const L& own, int top_k, const float (&va
 #pragma unroll
     for (int k = 1; k < kFew; ++k) last = fminf(last, best[k]);
   }
+  const float least = chooser.alike(last, -1);
   // Bits are added up as floats, 16 at a time, in other units than those that compare.
   unsigned marked = 0;
 #pragma unroll
@@ -432,7 +461,7 @@ __device__ __forceinline__ void choose(const L& own, int top_k, const float (&va
     float bits = 0x1p23f;  // then its low bits are an integer
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if (value[16 * half + i] >= last) bits += static_cast<float>(1 << i);
+      if (value[16 * half + i] >= least) bits += static_cast<float>(1 << i);
     }
     marked |= (math::bits(bits) & 0xffffu) << 16 * half;
   }
@@ -440,15 +469,16 @@ __device__ __forceinline__ void choose(const L& own, int top_k, const float (&va
   int upto = marks_upto(own, marked);
   const int all = __shfl_sync(kAllLanes, upto, L::kLanes - 1, L::kLanes);
   if (__any_sync(kAllLanes, all != top_k)) {  // more experts have the K-th value
+    const float most = chooser.alike(last, 1);
     int left = top_k;
 #pragma unroll
-    for (int k = 0; k < kFew; ++k) left -= best[k] > last;
+    for (int k = 0; k < kFew; ++k) left -= best[k] > most;
     unsigned tied = 0;
 #pragma unroll
     for (int i = 0; i < L::kPerLane; ++i) {
-      if (value[i] == last) tied |= 1u << i;
+      if (value[i] <= most) tied |= 1u << i;
     }
-    tied &= stays;
+    tied &= marked;
     marked = (marked & ~tied) | lowest_marked(own, tied, left);
     upto = marks_upto(own, marked);
   }
@@ -502,10 +532,10 @@ __device__ __forceinline__ void route_few(const L& own, const FewArgs& a, const 
   unsigned stays = ~0u;
   if (route.groups > 1) stays = drop_groups(own, route, shared->group_values[token], z);
   std::int32_t* const chosen = shared->chosen[token];
-  choose(own, route.top_k, z, stays, chosen);
+  choose(own, route.top_k, z, Chooser<kBy>{row.terms ? row.softmax.sum : 0.0f}, stays, chosen);
   __syncwarp();  // all chosen are stored
 
-  const std::int64_t t = token_id(token);
+  const std::int64_t t = token_id(here(token));
   // Lane k modulo kLanes weighs the chosen number k, and stores it at its rank. Lanes without one
   // compute with the first.
   std::int32_t e[L::kEntries];
