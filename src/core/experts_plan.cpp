@@ -62,8 +62,6 @@ void ExpertsPlan::Impl::forward(Sequence* seq, const ExpertsForwardArgs& args,
             .expert_order = own.expert_order,
             .error_word = args.error_word},
            {.next_tile_counter = up_tiles});
-  seq->run("zero_tail", zero_tail,
-           {.begins = own.begins, .ends = own.ends, .rows = args.expert_out});
   const std::int32_t* const offsets = desc.gathers() ? args.offsets : own.begins;
   seq->run("up_proj", up_proj,
            {.offsets = offsets,
@@ -86,6 +84,9 @@ void ExpertsPlan::Impl::forward(Sequence* seq, const ExpertsForwardArgs& args,
             .act = seq->region(at.act),
             .expert_out = args.expert_out},
            {.tile_counter = down_tiles});
+  seq->run("zero_tail", zero_tail,
+           {.begins = own.begins, .ends = own.ends, .rows = args.expert_out},
+           {.overlap_previous = true});  // it needs segments alone, which up_proj has waited for
 }
 
 ExpertsPlan::Impl::ExpertRows ExpertsPlan::Impl::rows_of(const ExpertsBackwardArgs& args) const {
@@ -104,11 +105,6 @@ void* ExpertsPlan::Impl::dpreact(const Sequence& seq, const ExpertsBackwardArgs&
 void ExpertsPlan::Impl::row_gradients(Sequence* seq, const ExpertsBackwardArgs& args,
                                       const Backward& at) const {
   const ExpertRows own = rows_of(args);
-  seq->run("zero_tail", zero_tail,
-           {.begins = own.offsets,
-            .ends = own.ends,
-            .rows = args.dx_rows,
-            .values = desc.scored() ? args.row_dscores : nullptr});
   // dH will lie over this H, as it may over the caller's, and A' over A, which nothing reads.
   void* const dh = dpreact(*seq, args, at);
   seq->run("up_proj_recompute", up_proj_recompute,
@@ -154,8 +150,8 @@ void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArg
                                          const Backward& at, bool apart) const {
   // Each weight gradient reads dH or A', and no output of the operation right before it. With
   // `apart` that operation has waited for row_gradients(), so both may overlap it. Otherwise only
-  // dW1 may, behind dW2. Without rows the operation before may launch no kernel, which
-  // overlap_previous needs.
+  // dW1 may, behind dW2. dX~ reads dH alone, and may overlap both; in a layer it lies over A', and
+  // waits. Without rows the operation before may launch no kernel, which overlap_previous needs.
   const bool overlaps = desc.rows > 0;
   const ExpertRows own = rows_of(args);
   seq->run_for(args.dw2, "down_proj_wgrad", down_proj_wgrad,
@@ -186,7 +182,15 @@ void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArg
                 .w1_up = args.w1_up,
                 .dpreact = dpreact(*seq, args, at),
                 .dx_rows = args.dx_rows},
-               {.tile_counter = dx_tiles});
+               {.tile_counter = dx_tiles,
+                .overlap_previous =
+                    overlaps && !desc.gathers() && (args.dw2 != nullptr || args.dw1 != nullptr)});
+  seq->run("zero_tail", zero_tail,
+           {.begins = own.offsets,
+            .ends = own.ends,
+            .rows = args.dx_rows,
+            .values = desc.scored() ? args.row_dscores : nullptr},
+           {.overlap_previous = true});  // it needs nothing that this call writes
 }
 
 Result<ExpertsPlan> make_plan(const GroupedDesc& desc, Device device, const Options& options) {

@@ -30,8 +30,9 @@ struct Handoff {
   /// N may then begin on multiprocessors that N-1 leaves free. N's end still implies the end of all
   /// operations before it. N-1 must launch a kernel; ours do unless there are no rows or tokens. A
   /// kernel of N-1 that lets N start early must first wait for N-2, which may have written N's
-  /// operands, unless N-1 has overlap_previous itself. Our kernels do. The flag has no effect where
-  /// N schedules its tiles dynamically.
+  /// operands, unless N-1 has overlap_previous itself. Our kernels do. The promise covers
+  /// `tile_counter`: an operation before N-1 sets it to 0. Without one, an operation that schedules
+  /// its tiles dynamically waits.
   bool overlap_previous = false;
 };
 

@@ -85,7 +85,7 @@ bool finite(std::span<const std::byte> bits, std::size_t size) {
 }
 
 enum class DxRows {
-  own,              ///< in memory of its own
+  own,              ///< in memory of its own, as in ExpertsPlan
   over_scaled_act,  ///< as in LayerPlan's workspace: over A', which dW2 must not need any more
 };
 
@@ -93,12 +93,13 @@ enum class DxRows {
 using Results = std::map<std::string, std::vector<std::byte>>;
 
 /// LayerPlan's backward from dO to dX~, as operations: dH and A', the gradients of the scores, then
-/// dW2 and dW1, each promised to run beside what is before it, then dX~, which waits.
+/// dW2 and dW1, each promised to run beside what is before it, then dX~, which waits. With memory
+/// of its own dX~ runs beside what is before it, too, and zero_tail beside dX~.
 class Backward {
  public:
   /// dW1 is made of the first `dw1_rows` rows.
   Backward(const Shape& s, DxRows where, std::int64_t dw1_rows = kAllRows)
-      : shape_(s), dw1_rows_(dw1_rows) {
+      : shape_(s), where_(where), dw1_rows_(dw1_rows) {
     const std::int64_t R = s.slots, d = s.hidden, n = s.intermediate, E = s.experts;
     args_.x = arena_.input("x", numbers(s.tokens * d, 1));
     args_.dout = arena_.input("dout", numbers(s.tokens * d, 2));
@@ -132,6 +133,7 @@ class Backward {
     const std::size_t bytes =
         std::max(down_proj_dgrad_.workspace_bytes(), up_proj_dgrad_.workspace_bytes());
     workspace_ = {arena_.output("workspace", bytes, 256), bytes};
+    tile_counter_ = arena_.output_int32("tile_counter", 1);
   }
 
   void route(const Routing& routing) {
@@ -167,7 +169,8 @@ class Backward {
     score_grad({}), wait();
     down_proj_wgrad({}, false), wait();
     up_proj_wgrad({}, false, args_.dw1), wait();
-    up_proj_dgrad({}), wait();
+    up_proj_dgrad({}, false), wait();
+    zero_tail({}, false), wait();
     Results all;
     for (const char* name : kResults) {
       const auto bits = result(name);
@@ -187,7 +190,8 @@ class Backward {
   }
   void start(Stream stream, void* dw1_again = nullptr) const {
     start_weights(stream, dw1_again);
-    up_proj_dgrad(stream);
+    up_proj_dgrad(stream, where_ == DxRows::own);
+    zero_tail(stream, true);
   }
 
   /// Names of the results that have other bits; waits for them.
@@ -220,7 +224,8 @@ class Backward {
 
   std::span<const std::byte> result(const std::string& name) const {
     const std::span<const std::byte> bits = arena_[name].bytes();
-    return name == "dx_rows" ? bits.first(rows_ * shape_.hidden * 2) : bits;
+    if (name != "dx_rows" || where_ == DxRows::own) return bits;
+    return bits.first(rows_ * shape_.hidden * 2);
   }
 
   OpPlan<GroupedGemmDesc> product(GemmOp op) const {
@@ -242,17 +247,27 @@ class Backward {
     return make_plan(desc, kDevice).value();
   }
 
-  /// Without workspace, which two operations beside each other could not share.
+  /// Without workspace, which two operations beside each other could not share. Only dX~ asks for
+  /// some, for a tile counter of its own.
   template <class Plan>
   static void run(const Plan& plan, const typename Plan::Args& args, Stream stream,
                   const Handoff& handoff = {}) {
     check(run_operation(plan, args, handoff, {}, stream));
   }
   void down_proj_dgrad(Stream stream) const {
-    check(down_proj_dgrad_.run(args_, workspace_, stream));
+    check(run_operation(down_proj_dgrad_, args_, {.next_tile_counter = tile_counter_}, workspace_,
+                        stream));
   }
   void score_grad(Stream stream) const { run(score_grad_, score_args_, stream); }
-  void up_proj_dgrad(Stream stream) const { check(up_proj_dgrad_.run(args_, workspace_, stream)); }
+  void up_proj_dgrad(Stream stream, bool beside) const {
+    const Handoff handoff{.tile_counter = tile_counter_, .overlap_previous = beside};
+    check(run_operation(up_proj_dgrad_, args_, handoff, workspace_, stream));
+  }
+  void zero_tail(Stream stream, bool beside) const {
+    if (where_ != DxRows::own) return;
+    run(zero_tail_, {args_.offsets, args_.offsets + 1, args_.dx_rows, nullptr}, stream,
+        {.overlap_previous = beside});
+  }
   void down_proj_wgrad(Stream stream, bool beside) const {
     run(down_proj_wgrad_, args_, stream, {.overlap_previous = beside});
   }
@@ -264,6 +279,7 @@ class Backward {
   }
 
   Shape shape_;
+  DxRows where_;
   std::int64_t dw1_rows_;
   std::size_t rows_ = 0;  // in use
   Arena arena_{kDevice};
@@ -273,11 +289,14 @@ class Backward {
   ScoreGradArgs score_args_;
   const std::int32_t* dw1_offsets_ = nullptr;
   Workspace workspace_;
+  std::int32_t* tile_counter_ = nullptr;  // of dX~; dgrad resets it
   OpPlan<GroupedGemmDesc> down_proj_dgrad_ = product(GemmOp::down_proj_dgrad);
   OpPlan<ScoreGradDesc> score_grad_ = to_slots();
   OpPlan<GroupedGemmDesc> down_proj_wgrad_ = product(GemmOp::down_proj_wgrad);
   OpPlan<GroupedGemmDesc> up_proj_wgrad_ = product(GemmOp::up_proj_wgrad);
   OpPlan<GroupedGemmDesc> up_proj_dgrad_ = product(GemmOp::up_proj_dgrad);
+  OpPlan<ZeroTailDesc> zero_tail_ =
+      make_plan(ZeroTailDesc{shape_.slots, shape_.hidden, shape_.experts}, kDevice).value();
 };
 
 void expect_same_bits(const Shape& shape, DxRows where, int rounds) {
@@ -308,8 +327,9 @@ TEST(Beside, SmallShape) {
   expect_same_bits(kSmall, DxRows::over_scaled_act, 20);
 }
 
-void expect_same_replays(const Shape& shape, std::span<const Routing> routings, int rounds) {
-  Backward backward(shape, DxRows::over_scaled_act);
+void expect_same_replays(const Shape& shape, DxRows where, std::span<const Routing> routings,
+                         int rounds) {
+  Backward backward(shape, where);
   backward.route(routings.front());
   (void)backward.one_by_one();  // loads the kernels
   const OwnStream stream(kDevice);
@@ -333,10 +353,12 @@ void expect_same_replays(const Shape& shape, std::span<const Routing> routings, 
 // offsets or ids from before the replay (other bits, or an address out of range).
 TEST(Beside, GraphWithOtherRouting) {
   const Routing large[] = {ragged(kLarge, 2), ragged(kLarge, 3), all_to(kLarge, 20)};
-  expect_same_replays(kLarge, large, 3);
   const Routing small[] = {ragged(kSmall, 2), all_to(kSmall, kSmall.experts), ragged(kSmall, 3),
                            all_to(kSmall, 0), ragged(kSmall, 4)};
-  expect_same_replays(kSmall, small, 20);
+  for (const DxRows where : {DxRows::over_scaled_act, DxRows::own}) {
+    expect_same_replays(kLarge, where, large, 3);
+    expect_same_replays(kSmall, where, small, 20);
+  }
 }
 
 // dW2 is at work on two multiprocessors long after the dW1 beside it has nothing more to do. To be
@@ -370,8 +392,8 @@ TEST(Beside, EndImpliesAllBefore) {
 }
 
 // The same of what is no kernel of ours: a copy on the device, in a stream and in a graph (whose
-// only edge is from dW1), and one to the host, both right after dW1. Caught: NaN in place of the
-// dW2 that is not there yet.
+// only edge is from the kernel before), and one to the host, both right after dW1 or zero_tail.
+// Caught: NaN in place of the dW2 that is not there yet.
 TEST(Beside, CopiesSeeAllBefore) {
   Backward backward(kLong, DxRows::own, kFewRows);
   backward.route(all_to(kLong, 1));
@@ -379,8 +401,10 @@ TEST(Beside, CopiesSeeAllBefore) {
   Arena copies(kDevice);
   void* const copied = copies.output("dw2", expected.size());
   const OwnStream stream(kDevice);
+  bool all = false;  // up to zero_tail, else to dW1
+  const auto start_on = [&](Stream on) { all ? backward.start(on) : backward.start_weights(on); };
   const auto start = [&] {
-    backward.start_weights(stream);
+    start_on(stream);
     const Status status = sonicmoe::copy(copied, backward.dw2(), expected.size(),
                                          Exec{.device = kDevice, .stream = stream});
     ASSERT_TRUE(status.ok()) << status.message();
@@ -390,27 +414,30 @@ TEST(Beside, CopiesSeeAllBefore) {
     ASSERT_TRUE(status.ok()) << status.message();
     EXPECT_TRUE(std::ranges::equal(copies["dw2"].bytes(), expected));
   };
-  Graph::begin(kDevice, stream);
-  start();
-  const Graph graph(kDevice, stream);
-  for (int round = 0; round < 5; ++round) {
-    SCOPED_TRACE(round);
-    copies["dw2"].poison();
-    backward.poison(stream);
+  for (const bool upto_zero_tail : {false, true}) {
+    all = upto_zero_tail;
+    Graph::begin(kDevice, stream);
     start();
-    expect_copied();
+    const Graph graph(kDevice, stream);
+    for (int round = 0; round < 5; ++round) {
+      SCOPED_TRACE(round);
+      copies["dw2"].poison();
+      backward.poison(stream);
+      start();
+      expect_copied();
 
-    copies["dw2"].poison();
-    backward.poison(stream);
-    graph.launch(stream);
-    expect_copied();
+      copies["dw2"].poison();
+      backward.poison(stream);
+      graph.launch(stream);
+      expect_copied();
 
-    // Nothing waits between but the copy itself, in the order of the default stream.
-    std::vector<std::byte> host(expected.size());
-    backward.poison({});
-    backward.start_weights({});
-    copy(kDevice, host.data(), backward.dw2(), host.size());
-    EXPECT_TRUE(std::ranges::equal(host, expected));
+      // Nothing waits between but the copy itself, in the order of the default stream.
+      std::vector<std::byte> host(expected.size());
+      backward.poison({});
+      start_on({});
+      copy(kDevice, host.data(), backward.dw2(), host.size());
+      EXPECT_TRUE(std::ranges::equal(host, expected));
+    }
   }
   EXPECT_EQ(backward.damage() + copies.damage(), "");
 }

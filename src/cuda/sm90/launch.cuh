@@ -17,9 +17,10 @@ namespace sonicmoe::cuda {
 template <class Traits>
 Status launch(GemmParams params, const typename Traits::Epilogue::Params& epilogue,
               const Exec& exec, const char* what) {
-  // An operation or a memset before this kernel resets the counter, so it must have ended.
-  const bool dynamic = params.scheduling.tile_counter != nullptr;
-  params.chain = {.overlap_previous = exec.handoff.overlap_previous && !dynamic,
+  // A memset of our own resets the counter, and must have ended.
+  const bool resets =
+      params.scheduling.tile_counter != nullptr && exec.handoff.tile_counter == nullptr;
+  params.chain = {.overlap_previous = exec.handoff.overlap_previous && !resets,
                   .next_tile_counter = exec.handoff.next_tile_counter};
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
