@@ -10,6 +10,7 @@ ratio compares two layers of one process. Questions:
 - activations: up_proj and dgrad over SwiGLU's, with biases and without, at the nine published
   shapes whose variants fit beside each other;
 - fp32 logits: the layer with them, and with an fp32 router weight, too, over bf16 logits;
+- ids and weights: the layer given them over the layer given logits, at those nine shapes;
 - token rounding: with metadata over top-K with metadata.
 
 Ratios over several shapes are geometric means. A chip grows hot while it goes from variant to
@@ -98,6 +99,9 @@ QUESTIONS = {
         SMALL_EXPERTS,
         [[f"f32_logits={flag}" for flag in ("false", "true", "true f32_router_w=true")]],
     ),
+    "ids and weights": Question(
+        PUBLISHED, [["router_input=logits", "router_input=ids_and_weights"]]
+    ),
     "token rounding": Question(
         [[16384, 1536, 256, 256, 8]], [["rounding_rule=nearest rounding_tile=128"]]
     ),
@@ -134,6 +138,8 @@ def ratios() -> Iterable[Ratio]:
     for name, options, asked in (("fp32 logits", logits, 1.01),
                                  ("fp32 logits and router weight", weight, 1.03)):  # fmt: skip
         yield Ratio(name, "fp32 logits", "layer", options, plain, asked)
+    ((logits, ids),) = QUESTIONS["ids and weights"].processes
+    yield Ratio("ids and weights over logits", "ids and weights", "layer", ids, logits, 1.0)
     ((rounding,),) = QUESTIONS["token rounding"].processes
     yield Ratio("token rounding and metadata, us more than top-K's", "token rounding", "routing",
                 rounding, "", 60, added_us=True)  # fmt: skip

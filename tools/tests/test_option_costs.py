@@ -54,6 +54,9 @@ def test_ratios_do_not_follow_the_clock(tmp_path):
     assert ratios["swiglu_oai, up_proj"]["value"] == pytest.approx(1.0)
     assert ratios["fp32 logits"]["value"] == pytest.approx(1.0)
     assert ratios["sigmoid, renormalised, 24576,1536,256,128,8"]["value"] == pytest.approx(1.5)
+    assert ratios["ids and weights over logits"] == {
+        "value": pytest.approx(1.0), "asked": 1.0, "shapes": 9
+    }  # fmt: skip
     rounding = ratios["token rounding and metadata, us more than top-K's"]
     hot = 1 + 0.1 * int((tmp_path / "sonicmoe.count").read_text())  # of the last process
     assert rounding["value"] == pytest.approx(10 * hot)
