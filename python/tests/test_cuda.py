@@ -103,7 +103,7 @@ def test_fp32_is_refused_with_the_cure():
 
 def test_tensors_elsewhere_are_refused():
     moe = module().bfloat16()
-    with pytest.raises(ValueError, match="router_w: got a tensor on cuda:0, allowed: cpu"):
+    with pytest.raises(ValueError, match=r"router\.weight: got a tensor on cuda:0, allowed: cpu"):
         moe(torch.randn(4, 64, dtype=torch.bfloat16))
     logits = torch.randn(4, 8, device="cuda")
     with pytest.raises(ValueError, match="counts: got a tensor on cpu, allowed: cuda:0"):
@@ -414,11 +414,11 @@ def test_parameters_off_16_bytes():
         parameter.data = off_16_bytes(parameter.data)
     for got, wanted in zip(step(), expected, strict=True):
         assert torch.equal(got, wanted)
-    for name, weight in (("w1", moe.c_fc.weight), ("w2", moe.c_proj.weight)):
+    for name, weight in (("c_fc", moe.c_fc.weight), ("c_proj", moe.c_proj.weight)):
         kept = weight.data
         weight.data = off_16_bytes(kept)
         with pytest.raises(
-            ValueError, match=f"^{name}: got address 0x[0-9a-f]+, as a view into a "
+            ValueError, match=rf"^{name}\.weight: got address 0x[0-9a-f]+, as a view"
         ):
             moe(x)
         weight.data = kept
