@@ -371,7 +371,12 @@ class Run:
 
     def sanitizers(self, names: str) -> dict[str, str]:
         """All at once, in parts, which takes less time."""
-        shards = {"memcheck": 2, "racecheck": 4, "synccheck": 2, "initcheck": 2}
+        listed = output(self.folder / "gpu_test", "--gtest_list_tests", f"--gtest_filter={names}")
+        tests = sum(line.startswith("  ") for line in listed.splitlines())
+        if tests == 0:
+            sys.exit(f"gpu_check: --again: got {names}, allowed: names of C++ tests")
+        most = {"memcheck": 2, "racecheck": 4, "synccheck": 2, "initcheck": 2}
+        shards = {tool: min(count, tests) for tool, count in most.items()}  # none without a test
 
         def run(tool: str, shard: int) -> int:
             return self.command(f"{tool}_{shard}", "compute-sanitizer", "--tool", tool,
