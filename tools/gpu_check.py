@@ -371,7 +371,8 @@ class Run:
 
     def sanitizers(self, names: str) -> dict[str, str]:
         """All at once, in parts, which takes less time."""
-        listed = output(self.folder / "gpu_test", "--gtest_list_tests", f"--gtest_filter={names}")
+        program = str(self.folder / "gpu_test")
+        listed = output(program, "--gtest_list_tests", f"--gtest_filter={names}")
         tests = sum(line.startswith("  ") for line in listed.splitlines())
         if tests == 0:
             sys.exit(f"gpu_check: --again: got {names}, allowed: names of C++ tests")
@@ -380,7 +381,7 @@ class Run:
 
         def run(tool: str, shard: int) -> int:
             return self.command(f"{tool}_{shard}", "compute-sanitizer", "--tool", tool,
-                                "--error-exitcode", "9", self.folder / "gpu_test",
+                                "--error-exitcode", "9", program,
                                 "--gtest_brief=1", f"--gtest_filter={names}", seconds=300,
                                 GTEST_TOTAL_SHARDS=shards[tool], GTEST_SHARD_INDEX=shard)  # fmt: skip
 

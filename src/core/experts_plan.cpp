@@ -84,9 +84,10 @@ void ExpertsPlan::Impl::forward(Sequence* seq, const ExpertsForwardArgs& args,
             .act = seq->region(at.act),
             .expert_out = args.expert_out},
            {.tile_counter = down_tiles});
+  // It needs segments alone. down_proj, or an operation before it, has waited for that.
   seq->run("zero_tail", zero_tail,
            {.begins = own.begins, .ends = own.ends, .rows = args.expert_out},
-           {.overlap_previous = true});  // it needs segments alone, which up_proj has waited for
+           {.overlap_previous = true});
 }
 
 ExpertsPlan::Impl::ExpertRows ExpertsPlan::Impl::rows_of(const ExpertsBackwardArgs& args) const {
@@ -185,12 +186,13 @@ void ExpertsPlan::Impl::weight_gradients(Sequence* seq, const ExpertsBackwardArg
                {.tile_counter = dx_tiles,
                 .overlap_previous =
                     overlaps && !desc.gathers() && (args.dw2 != nullptr || args.dw1 != nullptr)});
+  // It needs nothing that backward writes.
   seq->run("zero_tail", zero_tail,
            {.begins = own.offsets,
             .ends = own.ends,
             .rows = args.dx_rows,
             .values = desc.scored() ? args.row_dscores : nullptr},
-           {.overlap_previous = true});  // it needs nothing that this call writes
+           {.overlap_previous = true});
 }
 
 Result<ExpertsPlan> make_plan(const GroupedDesc& desc, Device device, const Options& options) {

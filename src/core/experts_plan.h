@@ -44,11 +44,11 @@ struct ExpertsPlan::Impl : ComposedPlan {
   /// The word in which up_proj counts its tiles, or null. Metadata may reset it (Handoff).
   std::int32_t* up_proj_tile_counter(const Sequence& seq, const Forward& at) const;
   void forward(Sequence* seq, const ExpertsForwardArgs& args, const Forward& at) const;
-  /// Writes dH, A', the rows' dS and the biases' gradients.
+  /// Writes dH, A', the biases' gradients, and dS of the rows that experts own.
   void row_gradients(Sequence* seq, const ExpertsBackwardArgs& args, const Backward& at) const;
-  /// Writes dW2, dW1 and dX~. `apart`: the caller runs an operation between row_gradients() and
-  /// this one, which waits for row_gradients(). The weight gradients may then overlap that
-  /// operation.
+  /// Writes dW2, dW1, dX~, and zeros for rows that no expert owns. `apart`: the caller runs an
+  /// operation between row_gradients() and this one, which waits for row_gradients(). The weight
+  /// gradients may then overlap that operation.
   void weight_gradients(Sequence* seq, const ExpertsBackwardArgs& args, const Backward& at,
                         bool apart) const;
 

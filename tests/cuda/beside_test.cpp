@@ -85,7 +85,7 @@ bool finite(std::span<const std::byte> bits, std::size_t size) {
 }
 
 enum class DxRows {
-  own,              ///< in memory of its own, as in ExpertsPlan
+  own,              ///< in memory of its own, which ExpertsPlan has
   over_scaled_act,  ///< as in LayerPlan's workspace: over A', which dW2 must not need any more
 };
 
@@ -313,7 +313,7 @@ void expect_same_bits(const Shape& shape, DxRows where, int rounds) {
   EXPECT_EQ(backward.damage(), "");
 }
 
-// Caught: dX~ that begins to store while dW2 or dW1 still reads (dW2 gets rows of dX~ for A'); a
+// Caught over A': dX~ that begins to store while dW2 still reads, which gets rows of dX~. Caught: a
 // weight gradient that begins before the dgrad that its A' or dH comes from has ended, because an
 // operation in between let it start too early (NaN).
 TEST(Beside, LargeShape) {
@@ -393,7 +393,7 @@ TEST(Beside, EndImpliesAllBefore) {
 
 // The same of what is no kernel of ours: a copy on the device, in a stream and in a graph (whose
 // only edge is from the kernel before), and one to the host, both right after dW1 or zero_tail.
-// Caught: NaN in place of the dW2 that is not there yet.
+// To be caught: NaN in place of the dW2 that is not there yet.
 TEST(Beside, CopiesSeeAllBefore) {
   Backward backward(kLong, DxRows::own, kFewRows);
   backward.route(all_to(kLong, 1));

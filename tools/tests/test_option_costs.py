@@ -20,9 +20,10 @@ count.write_text(str(calls))
 def report(variant):
     slow = 1.5 if "situ" in variant or "sigmoid" in variant or "rounding" in variant else 1.0
     hot = 1 + 0.1 * calls  # so that layers of two processes must not be compared
+    layer = 4.5 if "ids_and_weights" in variant else 9
     ops = {{"routing": 0.02 * slow * hot, "up_proj": slow * hot, "down_proj_dgrad": slow * hot,
            "up_proj_dgrad": 3 * hot, "up_proj_wgrad": 2 * hot, "down_proj": hot,
-           "down_proj_wgrad": hot, "layer": 9 * hot}}
+           "down_proj_wgrad": hot, "layer": layer * hot}}
     return {{"device": "fake", "results": [{{"what": k, "ms": v}} for k, v in ops.items()]}}
 variants = [b for a, b in zip(words, words[1:]) if a == "--beside"]
 made = report("") | {{"beside": [report(v) for v in variants]}}
@@ -55,7 +56,7 @@ def test_ratios_do_not_follow_the_clock(tmp_path):
     assert ratios["fp32 logits"]["value"] == pytest.approx(1.0)
     assert ratios["sigmoid, renormalised, 24576,1536,256,128,8"]["value"] == pytest.approx(1.5)
     assert ratios["ids and weights over logits"] == {
-        "value": pytest.approx(1.0), "asked": 1.0, "shapes": 9
+        "value": pytest.approx(0.5), "asked": 1.0, "shapes": 9
     }  # fmt: skip
     rounding = ratios["token rounding and metadata, us more than top-K's"]
     hot = 1 + 0.1 * int((tmp_path / "sonicmoe.count").read_text())  # of the last process

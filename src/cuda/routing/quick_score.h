@@ -53,7 +53,8 @@ SONICMOE_HD float refined(float d, float guess) {
 /// for d from 1 to 2^96.
 SONICMOE_HD float quick_inverse(float d) { return refined(d, math::fast_reciprocal(d)); }
 /// math::div(n, d) alike, for d from 1 to 2^20 and n from kLeastQuotient to 2^20. Where d is 1 or
-/// 2, n may be any smaller number. `inverse` comes from refined().
+/// 2, n may be any smaller number. `inverse` comes from refined(), and must be 1 / d rounded: from
+/// a neighbour of that a quotient can come out wrong.
 inline constexpr float kLeastQuotient = 0x1p-60f;
 /// Logits of a row that differ by no more have a quick softmax: e^-41 is above kLeastQuotient.
 inline constexpr float kQuickRange = 41.0f;

@@ -9,7 +9,8 @@ constexpr int kThreads = 256;
 constexpr int kStaged = 1024;  // segments that a block copies, to search them in shared memory
 
 /// A lane looks up one row; the warp clears the rows that it found, one after the other. With
-/// `overlap_previous` the first block waits at its end, so ours implies that of the kernel before.
+/// `overlap_previous` the first block waits at its end, so this kernel's end implies that of the
+/// one before.
 __global__ void __launch_bounds__(kThreads)
     clear_rows(ZeroTailArgs a, std::int32_t rows, int experts, std::int64_t row_pieces,
                bool overlap_previous) {
