@@ -277,7 +277,7 @@ inline constexpr std::int64_t kMaxRoutedTopK = 64;  ///< largest K with router_w
 struct SONICMOE_API AggregateDesc {
   using Args = AggregateArgs;
   std::int64_t tokens = 0;
-  std::int64_t rows = 0;  ///< R: T*K, or any number for lists
+  std::int64_t rows = 0;  ///< R: 0 to T*K, or any number for lists
   std::int64_t hidden = 0;
   std::int64_t top_k = 0;  ///< K, or 0 for lists
   DType dtype = DType::bf16;

@@ -1,5 +1,6 @@
 // The pointers of a call. Refuses null where the call reads or writes a tensor, and misalignment.
 #include <cmath>
+#include <cstdio>
 #include <string>
 
 #include "core/checker.h"
@@ -355,12 +356,13 @@ Status validate(const BiasGradDesc& d, const BiasGradArgs& a, DeviceType device)
 Status validate(const AggregateDesc& d, const AggregateArgs& a, DeviceType device) {
   Checker check = checker_of(d, device);
   check.tensor("rows", a.rows, d.rows, "(R, d)");
-  check.ints("slot_rows", a.slot_rows, d.rows, "(R) int32");
+  const std::int64_t slots = d.top_k > 0 ? d.tokens * d.top_k : d.rows;
+  check.ints("slot_rows", a.slot_rows, slots, "(S) int32");
   if (d.top_k == 0) {
     check.ints("token_offsets", a.token_offsets, 1, "(T+1) int32");
     check.optional("token_slots", a.token_slots, d.rows, 4);
   }
-  check.optional("slot_scores", a.slot_scores, d.rows, 4);
+  check.optional("slot_scores", a.slot_scores, slots, 4);
   check.optional("addend", a.addend, d.tokens);
   if (a.router_w != nullptr) {
     check.require(d.experts > 0, "router_w", "a pointer", "null without experts");
@@ -368,7 +370,7 @@ Status validate(const AggregateDesc& d, const AggregateArgs& a, DeviceType devic
     const DType of_w = d.f32_router_w ? DType::f32 : d.dtype;
     const DType of_dlogits = d.f32_dlogits ? DType::f32 : d.dtype;
     check.tensor("router_w", a.router_w, d.experts, "(E, d)", check.alignment_of(of_w));
-    check.ints("slot_experts", a.slot_experts, d.rows, "(R) int32");
+    check.ints("slot_experts", a.slot_experts, slots, "(S) int32");
     check.tensor("dlogits", a.dlogits, d.tokens, "(T, E)", check.alignment_of(of_dlogits));
   }
   return check.tensor("out", a.out, d.tokens, "(T, d)").status();
@@ -418,8 +420,9 @@ Status validate(const UpdateSelectionBiasDesc& d, const UpdateSelectionBiasArgs&
   Checker check = checker_of(d, device);
   check.ints("counts", a.counts, 1, "(E) int32");
   check.ints("selection_bias", a.selection_bias, 1, "(E) float");
-  check.require(a.rate >= 0.0f && std::isfinite(a.rate), "rate", std::to_string(a.rate).c_str(),
-                "finite numbers from 0 on");
+  char rate[32];
+  std::snprintf(rate, sizeof rate, "%g", static_cast<double>(a.rate));
+  check.require(a.rate >= 0.0f && std::isfinite(a.rate), "rate", rate, "finite numbers from 0 on");
   return check.status();
 }
 

@@ -4,6 +4,7 @@
 #include <climits>
 #include <limits>
 
+#include "sonicmoe/combine.h"
 #include "sonicmoe/ops.h"
 #include "testkit/buffer.h"
 #include "tests/bad_input/pointer_rows.h"
@@ -387,7 +388,7 @@ TEST(BadOp, Aggregate) {
   good.slot_scores = static_cast<const float*>(p);
   expect_pointers(desc, good,
                   std::vector{pointer_row("rows", &A::rows, "(R, d)"),
-                              pointer_row("slot_rows", &A::slot_rows, "(R) int32", 4),
+                              pointer_row("slot_rows", &A::slot_rows, "(S) int32", 4),
                               pointer_row("token_offsets", &A::token_offsets, "(T+1) int32", 4),
                               pointer_row("token_slots", &A::token_slots, "", 4, true),
                               pointer_row("slot_scores", &A::slot_scores, "", 4, true),
@@ -406,9 +407,21 @@ TEST(BadOp, Aggregate) {
   EXPECT_EQ(refusal(), "slot_scores: got a pointer, allowed: null with router_w");
   routed.slot_scores = nullptr;
   expect_pointers(desc, routed,
-                  std::vector{pointer_row("slot_experts", &A::slot_experts, "(R) int32", 4),
+                  std::vector{pointer_row("slot_experts", &A::slot_experts, "(S) int32", 4),
                               pointer_row("dlogits", &A::dlogits, "(T, E)"),
                               pointer_row("router_w", &A::router_w, "", 4, true)});
+
+  // Tokens have slots where no expert has a row.
+  desc.rows = 0;
+  routed.rows = nullptr;
+  routed.slot_experts = nullptr;
+  EXPECT_EQ(refusal(), "slot_experts: got null, allowed: a pointer to (S) int32");
+  routed.slot_rows = nullptr;
+  EXPECT_EQ(refusal(), "slot_rows: got null, allowed: a pointer to (S) int32");
+  const auto combine =
+      make_plan(CombineDesc{.tokens = kTokens, .hidden = kHidden, .top_k = 2, .dtype = DType::f32});
+  EXPECT_EQ(std::string(combine.value().forward({.out = p}, {}).message()),
+            "slot_rows: got null, allowed: a pointer to (S) int32");
   EXPECT_TRUE(memory.untouched());
 }
 
@@ -480,7 +493,7 @@ TEST(BadOp, UpdateSelectionBias) {
   const auto plan = make_plan(desc);
   using Limits = std::numeric_limits<float>;
   for (const auto& [rate, text] :
-       {std::pair{-1.0f, "-1.000000"}, {Limits::infinity(), "inf"}, {Limits::quiet_NaN(), "nan"}}) {
+       {std::pair{-1e-9f, "-1e-09"}, {Limits::infinity(), "inf"}, {Limits::quiet_NaN(), "nan"}}) {
     A args = good;
     args.rate = rate;
     EXPECT_EQ(plan.value().run(args).message(),
