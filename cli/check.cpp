@@ -26,11 +26,24 @@ constexpr const char* kHelp =
 struct CheckSettings : Settings {
   std::string case_name;
   bool list_cases = false;
+  bool seed_given = false;
 };
 
 int list_cases(Device device) {
   for (const auto& item : testkit::full_cases(device)) std::printf("%s\n", item.name.c_str());
   return 0;
+}
+
+/// Layers that the library takes, and for which there is nothing to compare.
+void check_comparable(const LayerDesc& desc) {
+  if (desc.experts.accumulate_weight_grads) {
+    throw UsageError(
+        "--layer: got accumulate_weight_grads=true, allowed: false (there is nothing to add to)");
+  }
+  if (desc.router.takes_lists() && desc.tokens == 0 && desc.router.list_length > 0) {
+    throw UsageError("--layer: got list_length=" + std::to_string(desc.router.list_length) +
+                     ", allowed: 0 without tokens");
+  }
 }
 
 std::vector<testkit::Case> chosen_cases(const CheckSettings& settings) {
@@ -66,6 +79,11 @@ Json print_report(const testkit::Report& report, int* passed, int* failed) {
 int run_check(CheckSettings& settings) {
   if (settings.list_cases) return list_cases(settings.device);
   settings.resolve();
+  if (settings.has_shape) check_comparable(settings.desc);
+  if (settings.seed_given && !settings.has_shape) {
+    throw UsageError("--seed: got '" + std::to_string(settings.seed) +
+                     "', allowed: only with --thiek or --layer");
+  }
   const std::vector<testkit::Case> cases = chosen_cases(settings);
   // A case that the library refuses is a matter of options, not of wrong results.
   for (const auto& item : cases) {
@@ -132,8 +150,12 @@ Subcommand add_check(CLI::App& app) {
       ->excludes(parser->get_option("--layer"))
       ->excludes(parser->get_option("--seed"));
   parser->add_flag("--list_cases", settings->list_cases, "Print the names of all cases and end")
-      ->check(no_value());
-  return {parser, [settings] { return run_check(*settings); }};
+      ->check(no_value())
+      ->excludes(parser->get_option("--json"));
+  return {parser, [settings, seed = parser->get_option("--seed")] {
+            settings->seed_given = seed->count() > 0;
+            return run_check(*settings);
+          }};
 }
 
 }  // namespace sonicmoe::cli

@@ -96,7 +96,9 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   sonicmoe::cli::catch_interrupt();
   try {
-    return sonicmoe::cli::run(argc, argv);
+    const int code = sonicmoe::cli::run(argc, argv);
+    if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
+    std::fprintf(stderr, "sonicmoe: standard output: not all of it could be written\n");
   } catch (const sonicmoe::cli::UsageError& error) {
     std::fprintf(stderr, "sonicmoe: %s\n", error.what());
     return 2;

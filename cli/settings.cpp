@@ -260,6 +260,27 @@ void Settings::add_to(CLI::App& app, const char* default_thiek) {
               "Of a CUDA device, that products fill; even (default: 0, all; the bound has all)");
 }
 
+namespace {
+
+/// Experts alone have no router: an option of one would change nothing. Lists, which name the owner
+/// of each row, are what `check` adds.
+void check_rows(const LayerDesc& desc) {
+  if (desc.experts.gathers()) return;
+  LayerDesc plain = desc;
+  plain.rounding = {};
+  plain.router = {.experts = desc.router.experts,
+                  .input = desc.router.input,
+                  .list_length = desc.router.list_length};
+  for (const LayerField& field : layer_fields()) {
+    const std::string value = layer_field(desc, field.key);
+    if (value == layer_field(plain, field.key)) continue;
+    throw UsageError(std::string("--layer: got ") + field.key + "=" + value +
+                     ", allowed: no options of a router with row_source=contiguous");
+  }
+}
+
+}  // namespace
+
 void Settings::resolve() {
   if (threads == 0) threads = usable_threads();
   if (!dtype_given_) desc.experts.dtype = device.type == DeviceType::cpu ? DType::f32 : DType::bf16;
@@ -267,6 +288,7 @@ void Settings::resolve() {
   if (!json.empty() && !can_write(json)) {
     throw UsageError("--json: got '" + json + "', allowed: a file that can be written");
   }
+  check_rows(desc);
 }
 
 std::string Settings::thiek_line() const {

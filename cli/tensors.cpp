@@ -72,9 +72,11 @@ LayerTensors::LayerTensors(const LayerDesc& desc, const SavedBytes& saved, std::
   }
   if (router_.logit_bias) dlogit_bias = make_tensor(s.e, DType::f32, device);
   if (router_.expert_scale) dexpert_scale = make_tensor(s.e, DType::f32, device);
-  if (!router_.has_logits()) dscores = make_tensor(s.r, DType::f32, device);
-  dw1 = empty(s.e * s.w * s.d);
-  dw2 = empty(s.e * s.d * s.n);
+  if (!router_.has_logits()) dscores = make_tensor(s.t * s.k, DType::f32, device);
+  const DType grads_type = desc.experts.f32_weight_grads ? DType::f32 : dtype;
+  dw1 = make_tensor(s.e * s.w * s.d, grads_type, device);
+  dw2 = make_tensor(s.e * s.d * s.n, grads_type, device);
+  if (!desc.experts.dpreact_in_workspace) dpreact = empty(s.r * s.w);
   if (desc.experts.bias) {
     db1 = empty(s.e * s.w);
     db2 = empty(s.e * s.d);
@@ -98,10 +100,10 @@ void LayerTensors::route(const LayerDesc& desc, Device device) {
                      router_.f32_logits},
       RouterGemmArgs{.x = x.data(), .w = router_w.data(), .logits = logits.data()});
   if (router_.takes_ids()) {
-    ids = make_tensor(s.r, DType::f32, device);
-    weights = make_tensor(s.r, DType::f32, device);
+    ids = make_tensor(s.t * s.k, DType::f32, device);
+    weights = make_tensor(s.t * s.k, DType::f32, device);
     const RouterDesc chooses{.experts = s.e, .top_k = s.k};
-    run(TopKDesc{{chooses}, s.t, desc.experts.dtype},
+    run(TopKDesc{{chooses}, s.t, router_.logits_dtype(desc.experts.dtype)},
         TopKArgs{
             .logits = logits.data(), .scores = weights.as<float>(), .ids = ids.as<std::int32_t>()});
   }
@@ -180,6 +182,7 @@ BackwardArgs LayerTensors::backward_args() const {
   args.b2 = b2.data();
   args.logits = logits.data();
   args.preact = preact.data();
+  args.dpreact = dpreact.data();
   args.routing = routing.data();
   args.dout = dout.data();
   args.dx = dx.data();

@@ -38,6 +38,7 @@ struct LayerTensors {
   Buffer logit_bias, selection_bias, expert_scale;  // (E), where the router has them
   Buffer o, logits, counts, preact, routing;  // written by forward; logits may be the caller's
   Buffer dx, drouter_w, dw1, db1, dw2, db2;   // written by backward
+  Buffer dpreact;                             // likewise, where the workspace does not hold it
   Buffer dlogits, dscores;                    // of the caller's logits and weights
   Buffer dlogit_bias, dexpert_scale;
   std::uint64_t draws;  // seed of token rounding

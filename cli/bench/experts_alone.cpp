@@ -37,6 +37,9 @@ ExpertsAlone::ExpertsAlone(const Settings& settings, const LayerTensors& tensors
   segments_ = Buffer(static_cast<std::size_t>(3 * desc.experts) * sizeof(std::int32_t), device);
   if (!desc.inference) {
     if (desc.keeps_preact()) preact_ = make_tensor(R * desc.preact_width(), desc.dtype, device);
+    if (!desc.dpreact_in_workspace) {
+      dpreact_ = make_tensor(R * desc.preact_width(), desc.dtype, device);
+    }
     dout_ = random(desc.hidden, desc.dtype, kRowScale);
     dx_ = make_tensor(R * desc.hidden, desc.dtype, device);
     dscores_ = make_tensor(R, DType::f32, device);
@@ -113,7 +116,8 @@ ExpertsBackwardArgs ExpertsAlone::backward_args() const {
           .dw1 = l_.dw1.data(),
           .db1 = l_.db1.data(),
           .dw2 = l_.dw2.data(),
-          .db2 = l_.db2.data()};
+          .db2 = l_.db2.data(),
+          .dpreact = dpreact_.data()};
 }
 
 }  // namespace sonicmoe::cli

@@ -21,7 +21,7 @@ class ExpertsAlone {
   ExpertsBackwardArgs backward_args() const;
 
   const LayerTensors& l_;
-  Buffer rows_, out_, scores_, segments_, preact_, dout_, dx_, dscores_;
+  Buffer rows_, out_, scores_, segments_, preact_, dpreact_, dout_, dx_, dscores_;
   std::vector<Group> groups_, operations_;
 };
 

@@ -115,6 +115,25 @@ BAD = [
         "--beside: got w1_layout=separate, allowed: interleaved, concatenated, transposed, "
         "transposed_interleaved",
     ),
+    ("check --seed 3", "--seed: got '3', allowed: only with --thiek or --layer"),
+    ("check --list_cases --json x", "--json: got 'x', allowed: only without --list_cases"),
+    (
+        "check --layer accumulate_weight_grads=true",
+        "--layer: got accumulate_weight_grads=true, allowed: false (there is nothing to add to)",
+    ),
+    (
+        "check --layer 'router_input=lists list_length=7'",
+        "--layer: got list_length=7, allowed: 0 without tokens",
+    ),
+    (
+        "check --layer 'row_source=contiguous top_k=99'",
+        "--layer: got top_k=99, allowed: no options of a router with row_source=contiguous",
+    ),
+    (
+        "info --layer 'row_source=contiguous rounding_tile=9999'",
+        "--layer: got rounding_tile=9999, allowed: no options of a router with "
+        "row_source=contiguous",
+    ),
     ("bench --beside activation=tanh", f"--beside: activation: got 'tanh', allowed: {ACTIVATIONS}"),
     (
         "bench --layer top_k=2 --configs targets",
@@ -154,7 +173,7 @@ BAD = [
 
 @pytest.mark.parametrize("arguments, message", BAD, ids=[case[0] or "nothing" for case in BAD])
 def test_bad_options_end_with_one_line(arguments, message):
-    assert_refused(run(*arguments.split()), message)
+    assert_refused(run(*shlex.split(arguments)), message)
 
 
 def test_a_refusal_leaves_reports_alone(tmp_path):
@@ -335,6 +354,29 @@ def test_layers_are_timed_beside_each_other(tmp_path):
         assert ("bias_grad" in rows) == bias
         assert rows["forward"] == rows["up_proj"] == 2
         assert f"beside it, with {others[0]}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "f32_weight_grads=true",
+        "dpreact_in_workspace=false",
+        "router_input=ids_and_weights max_rows=3",
+        "router_input=logits_and_ids f32_logits=true",
+    ],
+)
+def test_layers_with_tensors_of_other_sizes_are_timed(options):
+    sizes = "tokens=64 hidden=64 intermediate=32 experts=8 top_k=2 dtype=bf16"
+    for seed in range(3):
+        result = run("bench", "--layer", f"{sizes} {options}", "--repeats", 1, "--seed", seed)
+        assert result.returncode == 0, result.stderr
+
+
+def test_output_that_cannot_be_written_is_an_error():
+    with pathlib.Path("/dev/full").open("w") as full:
+        result = subprocess.run([BINARY, "info"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert result.returncode == 1
+    assert result.stderr == b"sonicmoe: standard output: not all of it could be written\n"
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
