@@ -1,7 +1,9 @@
 """What benchmarks take on their command lines. Each function is the `type` of an argument."""
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 
 def sizes(names: str) -> Callable[[str], list[int]]:
@@ -18,6 +20,11 @@ def sizes(names: str) -> Callable[[str], list[int]]:
                 f"got {text!r}, allowed: {len(wanted)} positive ints {names}"
             )
         shape = dict(zip(wanted, values, strict=True))
+        for name in {"H", "I"} & shape.keys():
+            if shape[name] % 8 != 0:
+                raise argparse.ArgumentTypeError(
+                    f"got {name} = {shape[name]}, allowed: multiples of 8"
+                )
         if shape["K"] > shape["E"]:
             raise argparse.ArgumentTypeError(
                 f"got K = {shape['K']}, allowed: 1 to E = {shape['E']}"
@@ -41,3 +48,11 @@ def minutes(text: str) -> float:
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: numbers above 0")
     return value
+
+
+def report_file(text: str) -> Path:
+    """Where a report goes: refused now, and not when all is measured."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a file that can be written")
+    return path

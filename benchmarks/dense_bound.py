@@ -12,10 +12,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from arguments import sizes
+from arguments import report_file, sizes
 
 GEMMS = {
     "forward": ("up_proj", "down_proj"),
@@ -62,7 +61,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), action="append", metavar="T,H,I,E,K",
                         required=True)  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a list, in the same order")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="a list, in the same order"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")

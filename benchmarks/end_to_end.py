@@ -38,7 +38,6 @@ import statistics
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import two_gpus  # first: it sets the environment of NCCL
@@ -47,7 +46,7 @@ import two_gpus  # first: it sets the environment of NCCL
 import end_to_end_model as stacks
 import torch
 import torch.distributed as dist
-from arguments import positive
+from arguments import positive, report_file
 from end_to_end_model import Stack
 from torch.distributed.device_mesh import init_device_mesh
 from two_gpus_world import World, add_names, check, check_names, check_two
@@ -309,7 +308,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help="timed; default: 10; small: 2")
     parser.add_argument("--peak-tflops", type=positive, default=989,
                         help="of a GPU, for MFU; default: %(default)s (H100, H200)")  # fmt: skip
-    parser.add_argument("--json", type=Path, default=two_gpus.ROOT / "receipts" / "end_to_end.json")
+    parser.add_argument(
+        "--json", type=report_file, default=two_gpus.ROOT / "receipts" / "end_to_end.json"
+    )
     options = parser.parse_args()
     check_names(parser, options, stacks=stacks.STACKS, variants=stacks.VARIANTS)
     check_two(parser, options.device)

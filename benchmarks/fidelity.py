@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arguments import minutes, positive
+from arguments import minutes, positive, report_file
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in ("python", "demo"):
@@ -253,7 +253,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="a model for tests")
     parser.add_argument("--report", action="store_true", help="receipt and table of what is done")
     receipt = ROOT / "receipts" / "fidelity.json"
-    parser.add_argument("--json", type=Path, default=receipt, help="the receipt")
+    parser.add_argument("--json", type=report_file, default=receipt, help="the receipt")
     return parser
 
 

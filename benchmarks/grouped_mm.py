@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch_experts
-from arguments import positive, sizes
+from arguments import positive, report_file, sizes
 from timers import DeviceTimer, HostTimer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=cuda)
     parser.add_argument("--repeats", type=positive, default=10, help="default: %(default)s")
     receipt = ROOT / "receipts" / "grouped_mm.json"
-    parser.add_argument("--json", type=Path, default=receipt, help="default: %(default)s")
+    parser.add_argument("--json", type=report_file, default=receipt, help="default: %(default)s")
     options = parser.parse_args(arguments)
     shapes = published()
     if options.thiek:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from arguments import positive, sizes
+from arguments import positive, report_file, sizes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
@@ -60,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), default=[512, 1536, 256, 128, 8])
     parser.add_argument("--steps", type=positive, default=200)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results as JSON")
+    parser.add_argument("--json", type=report_file, metavar="FILE", help="results as JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from arguments import positive, sizes
+from arguments import positive, report_file, sizes
 from dense_bound import dense_gemms
 from tqdm import tqdm
 
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--skip_test", action="store_true", help="do not check, only time")
     parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=report_file, metavar="FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device; benchmarks/moe_cpu.py times the CPU")

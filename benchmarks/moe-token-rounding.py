@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from arguments import minutes, positive, sizes
+from arguments import minutes, positive, report_file, sizes
 from timers import DeviceTimer, HostTimer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,7 +249,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="shapes for tests on a CPU")
     parser.add_argument("--draw", action="store_true", help="table and picture, from --json")
     receipt = ROOT / "receipts" / "token_rounding.json"
-    parser.add_argument("--json", type=Path, default=receipt, help="default: %(default)s")
+    parser.add_argument("--json", type=report_file, default=receipt, help="default: %(default)s")
     picture = ROOT / "docs" / "token-rounding-speed.svg"
     parser.add_argument("--picture", type=Path, default=picture, help="default: %(default)s")
     return parser

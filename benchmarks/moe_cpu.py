@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from arguments import positive, sizes
+from arguments import positive, report_file, sizes
 from torch_loops import index_loop, sort_loop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
@@ -231,7 +231,9 @@ def main():
     parser.add_argument("--thiek", type=sizes("T,H,I,E,K"), default="4096,512,256,32,4")
     parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument(
+        "--json", type=report_file, metavar="FILE", help="write the results there too"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

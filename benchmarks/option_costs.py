@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arguments import positive
+from arguments import positive, report_file
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=QUESTIONS, action="append", help="default: all questions")
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
     receipt = ROOT / "receipts" / "option_costs.json"
-    parser.add_argument("--json", type=Path, default=receipt, help="default: %(default)s")
+    parser.add_argument("--json", type=report_file, default=receipt, help="default: %(default)s")
     options = parser.parse_args(arguments)
     if not options.program.exists():
         parser.error(f"--program: got {options.program}, which is not there; `make build` makes it")
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
                     parser.error(f"--json: got a file of {content['device']}, allowed: of {device}")
                 done.append(made)
                 options.json.write_text(json.dumps(content, indent=1) + "\n")
-                print(f"{name}: {text_of(thiek)}", file=sys.stderr, flush=True)
+                print(f"{name}: {text_of(size)}", file=sys.stderr, flush=True)
     content["ratios"] = {}
     print(f"{'':64s} {'':>7s} {'asked':>7s} {'shapes':>7s}")
     for ratio in ratios():

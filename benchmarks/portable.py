@@ -24,7 +24,7 @@ from typing import Any
 
 import grouped_mm
 import torch
-from arguments import positive
+from arguments import positive, report_file
 from rows import SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,8 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mma-peak", type=Path, metavar="PROGRAM",
                         help="mma_peak.cu, compiled; default: nvcc compiles it")  # fmt: skip
     receipt = ROOT / "receipts" / "portable.json"
-    parser.add_argument("--json", type=Path, default=receipt, help="default: %(default)s")
+    parser.add_argument("--json", type=report_file, default=receipt, help="default: %(default)s")
     options = parser.parse_args(arguments)
+    if options.device == "cpu" and options.mma_peak is None:
+        parser.error("--mma-peak: got nothing, allowed with --device cpu: a program")
     if options.device == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device: got cuda, but torch sees no CUDA device; allowed: cpu")

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 for folder in ("python", "examples", "benchmarks"):
     sys.path.insert(0, str(ROOT / folder))
 import quality_report  # noqa: E402
-from arguments import positive  # noqa: E402
+from arguments import positive, report_file  # noqa: E402
 from lm.settings import ROUNDING, Settings, number  # noqa: E402
 
 ROWS = {"full": 1, "half": 2, "quarter": 4}  # batches that take the place of one
@@ -278,7 +278,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help="top-K and NR-f, one seed, 10 M tokens, in a folder of its own")  # fmt: skip
     parser.add_argument("--small", action="store_true", help="a model for tests on a CPU")
     receipts = ROOT / "receipts" / "quality.json"
-    parser.add_argument("--json", type=Path, default=receipts, help="the receipt")
+    parser.add_argument("--json", type=report_file, default=receipts, help="the receipt")
     picture = ROOT / "docs" / "token-rounding-quality.svg"
     parser.add_argument("--picture", type=Path, default=picture)
     return parser

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from arguments import positive, sizes
+from arguments import positive, report_file, sizes
 from step_time import normal
 from timers import DeviceTimer, SteadyTimer
 
@@ -129,7 +129,7 @@ def main() -> int:
                         help="default: three published shapes")  # fmt: skip
     parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--steady-state", action="store_true", help="the device never rests")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results as JSON")
+    parser.add_argument("--json", type=report_file, metavar="FILE", help="results as JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, and both sides are timed on one")

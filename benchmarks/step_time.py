@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from arguments import positive, sizes
+from arguments import positive, report_file, sizes
 from dense_bound import dense_gemms
 from timers import DeviceTimer
 
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--frozen_experts", action="store_true",
                         help="the experts' weights need no gradients")  # fmt: skip
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="one line is added for each shape"
+        "--json", type=report_file, metavar="FILE", help="one line is added for each shape"
     )
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from arguments import positive
+from arguments import positive, report_file
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "demo")]
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=100)
     parser.add_argument("--batch", type=positive, default=8, help="sequences a step")
     parser.add_argument("--context", type=positive, default=1024)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="results as JSON")
+    parser.add_argument("--json", type=report_file, metavar="FILE", help="results as JSON")
     options = parser.parse_args()
     if options.seeds < 2:
         parser.error("--seeds: got 1, allowed: 2 and more")

@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT / "python"))
 sys.path.insert(0, str(Path(__file__).parent))
 import two_gpus_layer as layer  # noqa: E402
 import two_gpus_titan as titan  # noqa: E402
-from arguments import positive  # noqa: E402
+from arguments import positive, report_file  # noqa: E402
 from two_gpus_world import World, add_names, check_names, check_two  # noqa: E402
 
 SECTIONS = {
@@ -194,7 +194,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="small shapes, few repeats")
     add_names(parser, "sections", SECTIONS)
     parser.add_argument("--repeats", type=positive, default=None, help="default: 20; small: 2")
-    parser.add_argument("--json", type=Path, default=ROOT / "receipts" / "two_gpus.json")
+    parser.add_argument("--json", type=report_file, default=ROOT / "receipts" / "two_gpus.json")
     options = parser.parse_args()
     check_names(parser, options, sections=SECTIONS)
     check_two(parser, options.device)

@@ -151,6 +151,10 @@ def run(options):
 def main(arguments=None):
     parser, options = parse_options(arguments)
     try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: got {options.out} ({error.strerror}), allowed: a folder to write to")
+    try:
         return run(options)
     except ImportError as error:
         parser.exit(2, f"{parser.prog}: {error}; `make demo` installs what is needed\n")

@@ -77,6 +77,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     except ImportError as error:
         parser.error(f"{error}; see README.md")
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: got {settings.out} ({error.strerror}), allowed: a folder to write to")
     with parallel.ranks_of(settings) as ranks:
         return training.run(settings, text, ranks, folder)
 

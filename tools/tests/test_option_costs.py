@@ -79,6 +79,14 @@ def test_a_file_of_another_program_is_refused(tmp_path, capsys):
     assert "another program" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", [".", "none/report.json"])
+def test_a_report_that_cannot_be_written_is_refused_first(tmp_path, capsys, place):
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--json", str(tmp_path / place))
+    assert "allowed: a file that can be written" in capsys.readouterr().err
+    assert not (tmp_path / "sonicmoe.count").exists()
+
+
 def test_a_missing_program_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         option_costs.main(["--program", str(tmp_path / "none"), "--json", str(tmp_path / "r.json")])
