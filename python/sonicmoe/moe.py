@@ -166,7 +166,7 @@ class MoE(nn.Module):
         if routing not in ("top_k", "token_rounding"):
             kind = ValueError if isinstance(routing, str) else TypeError
             raise kind(f"routing: got {routing!r}, allowed: 'top_k', 'token_rounding'")
-        if not hasattr(std, "__float__"):
+        if isinstance(std, bool) or not hasattr(std, "__float__"):
             raise TypeError(f"std: got {std!r}, allowed: a number")
         if not 0 <= std < math.inf:
             raise ValueError(f"std: got {std}, allowed: finite numbers from 0 on")

@@ -516,6 +516,7 @@ def test_what_the_module_refuses():
         ({"losses": {"z": 10**400}}, ValueError, "losses['z']: got 1000"),
         ({"routing": None}, TypeError, "routing: got None, allowed: 'top_k', 'token_rounding'"),
         ({"std": "0.02"}, TypeError, "std: got '0.02', allowed: a number"),
+        ({"std": True}, TypeError, "std: got True, allowed: a number"),
         ({"std": -1.0}, ValueError, "std: got -1.0, allowed: finite numbers from 0 on"),
     ):  # fmt: skip
         with pytest.raises(error, match="^" + re.escape(message)):
