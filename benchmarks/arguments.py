@@ -20,8 +20,8 @@ def sizes(names: str) -> Callable[[str], list[int]]:
                 f"got {text!r}, allowed: {len(wanted)} positive ints {names}"
             )
         shape = dict(zip(wanted, values, strict=True))
-        for name in {"H", "I"} & shape.keys():
-            if shape[name] % 8 != 0:
+        for name in ("H", "I"):
+            if shape.get(name, 8) % 8 != 0:
                 raise argparse.ArgumentTypeError(
                     f"got {name} = {shape[name]}, allowed: multiples of 8"
                 )
