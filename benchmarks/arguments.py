@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sizes(names: str) -> Callable[[str], list[int]]:
-    """Positive ints, one for each of `names`, E and K among them: "T,H,I,E,K"."""
+    """Positive ints, one for each of `names`, E and K among them: "T,H,I,E,K". 8 divides H and I."""
     wanted = names.split(",")
 
     def parse(text: str) -> list[int]:

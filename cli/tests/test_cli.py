@@ -372,6 +372,14 @@ def test_layers_with_tensors_of_other_sizes_are_timed(options):
         assert result.returncode == 0, result.stderr
 
 
+def test_one_token_is_not_held_to_the_bound_of_many():
+    """An error of A' is that of a whole column of dW2, where an expert has one row."""
+    sizes = "tokens=1 hidden=64 intermediate=8 experts=16 top_k=11 dtype=f32"
+    options = "activation=geglu w1_layout=concatenated"
+    result = run("check", "--threads", 1, "--layer", f"{sizes} {options}")
+    assert result.returncode == 0, result.stdout
+
+
 def test_output_that_cannot_be_written_is_an_error():
     with pathlib.Path("/dev/full").open("w") as full:
         result = subprocess.run([BINARY, "info"], stdout=full, stderr=subprocess.PIPE, check=False)
