@@ -51,8 +51,13 @@ def minutes(text: str) -> float:
 
 
 def report_file(text: str) -> Path:
-    """Where a report goes: refused now, and not when all is measured."""
+    """Where a report goes, in a folder that is made. Refused now, and not when all is measured."""
     path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if path.is_dir() or not writable:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a file that can be written")
     return path

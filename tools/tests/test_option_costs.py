@@ -79,8 +79,9 @@ def test_a_file_of_another_program_is_refused(tmp_path, capsys):
     assert "another program" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", [".", "none/report.json"])
+@pytest.mark.parametrize("place", [".", "sonicmoe/report.json"])
 def test_a_report_that_cannot_be_written_is_refused_first(tmp_path, capsys, place):
+    (tmp_path / "sonicmoe").touch()
     with pytest.raises(SystemExit):
         run(tmp_path, "--json", str(tmp_path / place))
     assert "allowed: a file that can be written" in capsys.readouterr().err
