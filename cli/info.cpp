@@ -12,10 +12,8 @@ constexpr const char* kHelp =
     "Kernels are listed best first within an operation; a plan takes the first that neither\n"
     "rejects a shape nor defers it to a later one.\n"
     "JSON: version, command, devices [{id, name, details, usable, reason}], kernels [{op,\n"
-    "name, device, compiled, reason}]; with --thiek also layer {text, thiek, each field of the "
-    "text} and\n"
-    "explain, the plan as printed. reason says why a device is not usable or a kernel not\n"
-    "compiled, else it is empty.";
+    "name, device}]; with --thiek or --layer also layer {text, thiek, each field of the text}\n"
+    "and explain, the plan as printed. reason says why a device is not usable, else it is empty.";
 
 Json device_list() {
   Json list = Json::array();
@@ -38,14 +36,8 @@ Json kernel_list() {
   Json list = Json::array();
   std::printf("kernels, best first within an operation:\n");
   for (const auto& info : kernels()) {
-    const std::string state = info.compiled ? "compiled" : "not compiled: " + info.reason;
-    std::printf("  %-5s %-19s %-32s %s\n", name(info.device), info.op.c_str(), info.name.c_str(),
-                state.c_str());
-    list.push_back({{"op", info.op},
-                    {"name", info.name},
-                    {"device", name(info.device)},
-                    {"compiled", info.compiled},
-                    {"reason", info.reason}});
+    std::printf("  %-5s %-19s %s\n", name(info.device), info.op.c_str(), info.name.c_str());
+    list.push_back({{"op", info.op}, {"name", info.name}, {"device", name(info.device)}});
   }
   return list;
 }

@@ -231,7 +231,7 @@ def test_info_lists_devices_kernels_and_explains_a_plan(tmp_path):
     assert result.returncode == 0, result.stderr
     report = json.loads(path.read_text())
     assert report["devices"][0]["id"] == "cpu:0" and report["devices"][0]["usable"]
-    operations = {kernel["op"] for kernel in report["kernels"] if kernel["compiled"]}
+    operations = {kernel["op"] for kernel in report["kernels"]}
     assert {"up_proj", "down_proj_dgrad", "top_k", "metadata"} <= operations
     assert report["layer"]["dtype"] == "bf16" and report["layer"]["rounding_tile"] == 0
     assert report["explain"] in result.stdout

@@ -16,13 +16,11 @@ struct DeviceInfo {
   std::string reason;   ///< why it is not usable; empty if it is
 };
 
-/// One entry of the kernel list. The list holds compiled entries alone.
+/// One entry of the kernel list: a kernel of this build.
 struct KernelInfo {
   std::string op;    ///< "up_proj", "top_k", ...
   std::string name;  ///< "cpu.up_proj"; Options::kernel takes it
   DeviceType device = DeviceType::cpu;
-  bool compiled = false;
-  std::string reason;  ///< why it is not compiled; empty if it is
 };
 
 SONICMOE_API const char* version() noexcept;  ///< "0.1.0"

@@ -28,7 +28,7 @@ std::vector<DeviceInfo> devices() {
 std::vector<KernelInfo> kernels() {
   std::vector<KernelInfo> all;
   for_each_kernel([&](const auto& kernel) {
-    all.push_back({kernel.op, kernel.name, device_type(kernel.arch), true, ""});
+    all.push_back({kernel.op, kernel.name, device_type(kernel.arch)});
   });
   return all;
 }
