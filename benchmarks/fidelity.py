@@ -233,7 +233,6 @@ def report(options: argparse.Namespace) -> None:
         "summary": summary(results),
         "runs": results,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(content, indent=1) + "\n")
     print(table(content["summary"]))
 

@@ -207,7 +207,6 @@ def load(file: Path, head: dict[str, Any]) -> dict[str, Any]:
 
 def save(file: Path, content: dict[str, Any]) -> None:
     """Whole, also where this process ends meanwhile."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(".new")
     new.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(new, file)

@@ -99,7 +99,6 @@ def write(folder: Path, receipt: Path) -> None:
     if not runs:
         raise ValueError(f"--out: got {folder}, allowed: a folder with a finished job")
     study = json.loads((folder / "study.json").read_text())
-    receipt.parent.mkdir(parents=True, exist_ok=True)
     content = study | {"groups": groups(runs), "runs": runs}
     receipt.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -118,7 +118,6 @@ class Receipt:
     def put(self, name: str, result: dict[str, Any]) -> None:
         self.content["sections"][name] = result
         if self.writes:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             part = self.path.with_suffix(".part")  # torchrun may end this process at any time
             part.write_text(json.dumps(self.content, indent=1) + "\n")
             part.replace(self.path)

@@ -329,14 +329,14 @@ Report check_layer(const Case& test_case, Device device, const Options& options)
   oracle_backward(problem, routing, Precision::exact, &exact);
   oracle_backward(problem, routing, Precision::plain, &plain);
   compare("dx", &LayerTensors::dx);
-  // Where an expert has few rows, an error of dH or A' comes back in every element of its column.
-  const auto columns = [&](std::int64_t width) {
+  // An error of an element of dH or A' comes back in a whole line of its expert's gradient.
+  const auto errors_of_rows = [&](std::int64_t width) {
     return Slack{.independent = static_cast<double>(g.rows() * static_cast<std::size_t>(width))};
   };
   compare("dw1", &LayerTensors::dw1, by_expert(&LayerTensors::dw1),
-          columns(desc.experts.preact_width()));
+          errors_of_rows(desc.experts.preact_width()));
   compare("dw2", &LayerTensors::dw2, by_expert(&LayerTensors::dw2),
-          columns(desc.experts.intermediate));
+          errors_of_rows(desc.experts.intermediate));
   if (desc.experts.bias) {
     compare("db1", &LayerTensors::db1, by_expert(&LayerTensors::db1));
     compare("db2", &LayerTensors::db2, by_expert(&LayerTensors::db2));

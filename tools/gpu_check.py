@@ -203,9 +203,9 @@ def digest(build: Path) -> str:
     return state.hexdigest()
 
 
-def listed_tests(program: Path) -> list[str]:
+def listed_tests(program: Path, names: str = "*") -> list[str]:
     tests, suite = [], ""
-    for line in output(str(program), "--gtest_list_tests").splitlines():
+    for line in output(str(program), "--gtest_list_tests", f"--gtest_filter={names}").splitlines():
         name = line.split("#")[0].strip()
         if line.startswith("  "):
             tests.append(suite + name)
@@ -371,9 +371,8 @@ class Run:
 
     def sanitizers(self, names: str) -> dict[str, str]:
         """All at once, in parts, which takes less time."""
-        program = str(self.folder / "gpu_test")
-        listed = output(program, "--gtest_list_tests", f"--gtest_filter={names}")
-        tests = sum(line.startswith("  ") for line in listed.splitlines())
+        program = self.folder / "gpu_test"
+        tests = len(listed_tests(program, names))
         if tests == 0:
             sys.exit(f"gpu_check: --again: got {names}, allowed: names of C++ tests")
         most = {"memcheck": 2, "racecheck": 4, "synccheck": 2, "initcheck": 2}
@@ -381,8 +380,8 @@ class Run:
 
         def run(tool: str, shard: int) -> int:
             return self.command(f"{tool}_{shard}", "compute-sanitizer", "--tool", tool,
-                                "--error-exitcode", "9", program,
-                                "--gtest_brief=1", f"--gtest_filter={names}", seconds=300,
+                                "--error-exitcode", "9", program, "--gtest_brief=1",
+                                f"--gtest_filter={names}", seconds=300,
                                 GTEST_TOTAL_SHARDS=shards[tool], GTEST_SHARD_INDEX=shard)  # fmt: skip
 
         parts = [(tool, shard) for tool, count in shards.items() for shard in range(count)]

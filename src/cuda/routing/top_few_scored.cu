@@ -187,8 +187,8 @@ __device__ __forceinline__ float any_score(float z) {
   return z;
 }
 
-/// Replaces each value by f of it, in a loop, for f is long: each turn takes two values from the
-/// front and puts theirs behind.
+/// Replaces each value by f of it. A loop, for f is long: two values leave the front each turn, and
+/// their results join the end.
 template <int kValues, class F>
 __device__ __forceinline__ void replace_each(float (&value)[kValues], F f) {
   constexpr int kTurn = 2, kRest = kValues - kTurn;
